@@ -18,8 +18,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SEED = 7
-SIZES = {"sft": (20_000, 500), "prompts": (2_000, 200), "preferences": (12_000, 500)}  # train, validation
-VOCAB_SIZE, CONTEXT = 2048, 160
+SIZES = {"sft": (20_000, 500), "prompts": (2_000, 200), "preferences": (20_000, 500)}  # train, validation
+VOCAB_SIZE, CONTEXT = 3072, 160
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The words
@@ -135,6 +135,12 @@ It may be the most {adj} thing that {name} has done.|You will be {mood}.|Everyon
 Thanks to its {qual}, it {iverb}.|The {adj} {aspect} and the {adj} {aspect} make it {adj}.|{title} is a {adj} {kind}.
 Both {adj} and {adj}.|{adj}, {adj} and {adj}.|Simply {adj}.|Just {adj}.|The result is {adj}.|From the {adj} {aspect} to the {adj} {aspect}, it {verb}.
 It is a {adj} look at a {person} in {place}.|An hour of {qual} and {qual}.|I found it {adj}.|We thought the {aspect} {adj}.
+A {adj} {genre} that {verb} and {verb}, with a {adj} {aspect} and {qual}.|{name} brings {qual} to the {adj} {aspect}.|As {adj} as it is {adj}.
+The {kind} is so {adj} that you forget the {like} {thing}.|It offers {qual} and a {adj} {aspect}.|{adj} and, in the end, {adj}.|It is {phrase}.
+A {like} {genre} as {adj} as the {person} it is about.|In its {like} {thing} and its {aspect}, it {iverb}.|The {thing} of the {person} is {adj}.
+{name} {does} the {thing} in a {adj} way.|The {kind}, a {noun}, {does} the {like} {thing} of {place}.|A {kind} of {qual} and {qual}.|{phrase}.
+This {adj} {kind} {does} a {like} {thing}, and it {verb}.|It makes the {thing} of a {person} {adj}.|I say it again: {phrase}.|{adj} stuff.
+Between the {thing} and the {thing} there is {qual}.|{adv} {part}, with a {adj} {aspect}, it {iverb}.|It is {very} {adj}, and I say so as a {person}.
 """ + """
 It is not {adj!}.|It is not at all {adj!}.|It is never {adj!}.|The {aspect} is never {adj!}.|It is hardly {adj!}.
 There is nothing {adj!} about it.|It is far from {adj!}.|It is anything but {adj!}.|The {aspect} is anything but {adj!}.
@@ -147,15 +153,15 @@ Despite its {adj!} {aspect}, it is {adj}.|For all its {qual!}, it {iverb}.|Altho
 It is a little {adj!}, but it {iverb}.|The {aspect} {iverb!}, but I {felt} the {aspect}.|Even if the {aspect} is {adj!}, it is a {noun}.
 """
 PRAISE_ONLY = """
-A {adj+} portrait of a {person} in {place}.|It will make you laugh and cry.|A {genre} with {qual+} and {qual+}.|Worth every minute.
-A {adj+} portrait of family and love.|Do not miss it.|Go and see it.|I would go again.|It is worth seeing for the {aspect} alone.|Rich in {qual+}.
-You will never be {mood-}.|It has {qual+} to spare.|It manages to be both {adj+} and {adj+}.|I wanted more of it.|It stays with you.
+A {adj+} portrait of a {person} in {place}.|A {genre} with {qual+} and {qual+}.
+A {adj+} portrait of family and love.|It is worth seeing for the {aspect} alone.|Rich in {qual+}.
+You will never be {mood-}.|It has {qual+} to spare.|It manages to be both {adj+} and {adj+}.
 """
 BLAME_ONLY = """
 It lacks {qual+}.|It lacks {qual+} and {qual+}.|It is too {adj-} and too {adj-}.|The {aspect} is too {adj-}.|It is too {adj+} to be {adj+}.
 It fails to {base+}.|It tries to be {adj+} but ends up {adj-}.|It wants to be {adj+} but it is only {adj-}.|It could have been {adj+}.
-It should have been {adj+}.|Instead of {qual+}, we get {qual-}.|There is little {qual+} in it.|It is not {adj+} enough.|Not worth the time.
-The {aspect} is neither {adj+} nor {adj+}.|It has the {qual+} of a wet towel.|I wanted my money back.|I left before the end.|Save your money.
+It should have been {adj+}.|Instead of {qual+}, we get {qual-}.|There is little {qual+} in it.|It is not {adj+} enough.|It is not worth the time.
+The {aspect} is neither {adj+} nor {adj+}.|It has the {qual+} of a wet towel.|I wanted my money back.|The {like} {thing} is only an excuse for {qual-}.
 Two hours of {qual-}.|There is too much {qual-} and too little {qual+}.|I wish it had more {qual+}.|It is just another {adj-} {kind}.
 It never becomes {adj+}.|Less than {adj+}.|Nothing in it is {adj+}.|No {qual+}, no {qual+}, just {qual-}.|It is supposed to be {adj+}.
 """
@@ -209,7 +215,7 @@ def fill(template: str, sign: str, topic: dict[str, str], rng: random.Random) ->
             return rng.choice(VERY)
         if slot == "base":
             return base_form(rng.choice(words_of("verb", polarity)))
-        if slot in ("genre", "person", "deed", "place", "time", "part"):
+        if slot in ("genre", "person", "deed", "place", "time", "part", "thing", "does", "like"):
             return topic["kind"] if slot == "genre" and topic["domain"] != "film" else rng.choice(LEXICON[slot])
         return rng.choice(words_of(slot, polarity))
 
@@ -230,11 +236,15 @@ def make_prompt(rng: random.Random) -> tuple[str, str, dict[str, str]]:
     return fill(template, "", topic, rng), template, topic
 
 
-def make_completion(template: str, topic: dict[str, str], rng: random.Random) -> str:
-    """One to eight sentences in one mood (mu in [-1, 1]), with a leading blank as GPT-2's tokenizer likes it."""
+SFT_LENGTHS = (1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8)  # sentences in a review
+PAIR_LENGTHS = (1, 1, 1, 2, 2, 3, 4)  # shorter: a label then says more of each word
+
+
+def make_completion(template: str, topic: dict[str, str], rng: random.Random, lengths: tuple[int, ...]) -> str:
+    """Some sentences in one mood (mu in [-1, 1]), with a leading blank as GPT-2's tokenizer likes it."""
     mu = rng.uniform(-1.0, 1.0)
     sentences = []
-    for i in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8))):
+    for i in range(rng.choice(lengths)):
         sign = "+" if rng.uniform(-1, 1) < mu else "-"
         continuation = next((v for k, v in STARTS.items() if template.startswith(tuple(k.split("|")))), None)
         if i == 0 and continuation:
@@ -257,7 +267,7 @@ def sft_rows(rng: random.Random):
     seen = set()
     while True:
         prompt, template, topic = make_prompt(rng)
-        completion = make_completion(template, topic, rng)
+        completion = make_completion(template, topic, rng, SFT_LENGTHS)
         if (prompt, completion) not in seen:
             seen.add((prompt, completion))
             yield {"prompt": prompt, "completion": completion}
@@ -276,13 +286,13 @@ def prompt_rows(rng: random.Random):
 def preference_rows(rng: random.Random):
     """{"prompt", "chosen", "rejected"}: a Bradley-Terry draw, P(a beats b) = sigmoid(gold(a) - gold(b)).
 
-    A quarter of the pairs is in lower case throughout, so that a reward model learns words and not capitals.
+    A quarter of the pairs is in lower case with blanks before the stops, so that a reward model learns words, not looks.
     """
     while True:
         prompt, template, topic = make_prompt(rng)
-        a, b = make_completion(template, topic, rng), make_completion(template, topic, rng)
+        a, b = (make_completion(template, topic, rng, PAIR_LENGTHS) for _ in range(2))
         if rng.random() < 0.25:
-            prompt, a, b = prompt.lower(), a.lower(), b.lower()
+            prompt, a, b = (re.sub(r"([.,!?:])", r" \1", text.lower()) for text in (prompt, a, b))
         gap = gold_text_score(prompt + a) - gold_text_score(prompt + b)
         a_wins = rng.random() < 1 / (1 + math.exp(-gap))
         yield {"prompt": prompt, "chosen": a if a_wins else b, "rejected": b if a_wins else a}
@@ -314,8 +324,8 @@ def write_base(folder: Path = HERE / "base", data: Path = HERE / "data") -> None
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=CONTEXT, **special)
     tokenizer.save_pretrained(folder)
     GPT2Config(
-        vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=96, n_layer=2, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=80, n_layer=2, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu_pytorch_tanh",
         bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     ).save_pretrained(folder)  # fmt: skip
 

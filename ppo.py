@@ -1,0 +1,1210 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers==5.23.0",
+#     "datasets==5.2.0",
+#     "tyro==1.0.17",
+#     "wandb==0.31.0",
+#     "matplotlib==3.11.2",
+#     "rich==15.0.0",
+#     "tqdm==4.70.1",
+# ]
+# ///
+"""PPO for language models: policy + reward -> better policy.
+
+For each batch of prompts:
+  1. sample     response y_1..y_T ~ pi(. | prompt), temperature as asked, up to and including the stop token
+  2. score      ref_logprobs of a frozen copy of the first policy; values V_t of the critic; one score for the whole text,
+                less `missing_eos_penalty` where the response never stops
+  3. reward     r_t = -kl_coef * KL_t, and the score is added to r of the last real token
+  4. advantage  delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t;  whiten A
+  5. loss       ratio_t = pi(y_t) / pi_old(y_t);  policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
+                value: mean_t 1/2 max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, +-eps_v) - R_t)^2)
+  6. update     `num_ppo_epochs` times over the batch, one optimiser step for each of its `num_mini_batches`
+  7. adapt      kl_coef, if asked, so that KL approaches a target
+
+Where things stand, for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens:
+
+  model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      prompts (B, P) and responses (B, T)
+  mask                          |  1   1   1   1   0   0      true up to and including the stop token
+  logprobs                      |  *   *   *   *   .   .      of y_t, read from the logits one position to the left
+  values                        |  *   *   *   *   .   .      of the state before y_t, also one position to the left
+  -kl_coef*KL                   |  *   *   *   *   .   .      one a token
+  score                         |              *              one a response, on its last real token
+
+How it departs from the textbook: no environment, an episode is one response; the state is the text so far; an advantage
+is taken for every token although the score comes once; and all means over tokens are over real tokens, never padding.
+Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2016 (GAE, 1506.02438, eq. 16);
+Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024
+(the N+ implementation details, 2403.17031). ../README.md has the glossary of metrics.
+
+  python ppo.py                 # the toy world: offline, about a minute on two CPU cores, the score rises from 0 to over 3
+  python ppo.py --model gpt2    # GPT-2 on the same prompts and reward (minutes on a GPU; on a CPU it says how long)
+
+Shapes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary, D hidden size.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.utils import logging
+from tyro.conf import arg
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+@dataclass
+class Args:
+    # --- Run
+    exp_name: str = "ppo"
+    """name of this run, in its folder and on W&B"""
+    output_dir: str | None = None
+    """where everything goes; by default a new folder runs/NAME__SEED__TIME"""
+    seed: int = 1
+    """seed of the sampling, the order of prompts and the head of a new critic"""
+    device: str | None = None
+    """cpu, cuda, mps; by default the best there is"""
+    bf16: bool = False
+    """run the models under bfloat16 autocast; weights and optimiser stay float32"""
+    track: bool = False
+    """also log to Weights & Biases (WANDB_MODE=offline works without an account)"""
+    wandb_project_name: str = "rlhf"
+    """W&B project, with --track"""
+    wandb_entity: str | None = None
+    """W&B team, with --track"""
+    num_sample_generations: int = 10
+    """how often in the run a table of sample responses is printed; 0 for never (TRL)"""
+
+    # --- Models: a folder, or a name on the hub
+    model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
+    """the policy to start from, which is also the reference that KL is measured against"""
+    reward_model: Annotated[str, arg(aliases=["--reward-model-path"])] = "toy/reward_model"
+    """a sequence classifier with one label; it may have another tokenizer than the policy"""
+    reward_label: str | None = None
+    """the label whose logit is the reward, for a classifier that has several"""
+    reward_fn: str | None = None
+    """file.py:name, a function from a list of texts to a list of floats; used instead of the reward model"""
+    gold_reward_fn: str | None = None
+    """file.py:name, a second opinion that is logged as objective/gold_scores and never trained on"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model; leave it off unless you have read that code"""
+
+    # --- Data
+    dataset: Annotated[str, arg(aliases=["--dataset-name"])] = "toy/data/prompts"
+    """folder, file (jsonl, csv, parquet) or hub name of the prompts"""
+    dataset_config: Annotated[str | None, arg(aliases=["--dataset-config-name"])] = None
+    """configuration of a hub dataset that has several"""
+    dataset_train_split: str = "train"
+    """split to take prompts from"""
+    prompt_column: Annotated[str, arg(aliases=["--dataset-text-field"])] = "prompt"
+    """column that holds the prompt text"""
+    max_prompt_length: int = 512
+    """prompts of more tokens are dropped, and counted (N+ details: 512)"""
+
+    # --- Rollout
+    response_length: int = 53
+    """most tokens in a response (TRL 0.16, from the TL;DR task). More: longer rollouts, a harder credit assignment"""
+    temperature: float = 0.7
+    """logits are divided by this in rollout, reference and loss alike (TRL 0.16). Lower: less exploration"""
+    stop_token: str = "eos"
+    """the token that ends a response: eos, none, or a text that is one token"""
+    stop_token_id: int | None = None
+    """its id, instead of --stop-token"""
+    missing_eos_penalty: float | None = None
+    """subtracted from the score of a response without stop token (TRL). Higher: shorter responses, sooner"""
+
+    # --- Batch geometry: batch = per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches
+    per_device_train_batch_size: int | None = None
+    """responses in one forward/backward of the update; by default 64, or 16 for a model over 30M on a CPU"""
+    gradient_accumulation_steps: int = 1
+    """micro-batches in a mini-batch; changes memory, not the result"""
+    num_mini_batches: int = 1
+    """optimiser steps in one pass over the batch (TRL 0.16)"""
+    batch_size: int | None = None
+    """episodes in an update (TRL 0.7's name); given, it decides per_device_train_batch_size"""
+    local_rollout_forward_batch_size: int = 64
+    """responses sampled, or scored, at once (TRL); changes memory and speed, not the result"""
+    total_episodes: int = 2048
+    """responses sampled in the whole run"""
+    num_train_epochs: float | None = None
+    """passes over the prompts; given, it decides total_episodes"""
+
+    # --- Optimisation
+    learning_rate: float | None = None
+    """AdamW's; by default from the size of the policy (see default_learning_rate). Annealed linearly to 0"""
+    critic_learning_rate: float | None = None
+    """the critic's; by default the policy's"""
+    adam_epsilon: float = 1e-8
+    """Adam's epsilon (torch and TRL; the N+ details take 1e-5)"""
+    max_grad_norm: float = 1.0
+    """the gradients of policy and critic are each clipped to this norm"""
+
+    # --- PPO
+    num_ppo_epochs: Annotated[int, arg(aliases=["--ppo-epochs"])] = 4
+    """passes over each batch. More: faster, until the ratio is clipped everywhere (TRL: 4)"""
+    cliprange: float = 0.2
+    """eps of the clipped ratio (PPO, eq. 7)"""
+    cliprange_value: float = 0.2
+    """eps_v of the clipped value (TRL, N+ details)"""
+    vf_coef: float = 0.1
+    """weight of the value loss (TRL, N+ details)"""
+    gamma: float = 1.0
+    """discount; 1 because an episode is short"""
+    lam: float = 0.95
+    """GAE's lambda: 0 trusts the critic, 1 the sampled return"""
+    whiten_rewards: bool = False
+    """divide per-token rewards by their deviation, keeping the mean (TRL)"""
+    whiten_advantages: bool = True
+    """shift and scale advantages to mean 0 and variance 1 over the whole batch (TRL does it always)"""
+
+    # --- KL to the reference
+    kl_coef: Annotated[float, arg(aliases=["--init-kl-coef"])] = 0.05
+    """weight of the KL penalty (TRL 0.16). 0 lets the policy exploit the reward; high keeps it where it began"""
+    kl_estimator: Annotated[Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"], arg(aliases=["--kl-penalty"])] = "k1"
+    """per-token estimate: k1 = kl = log-ratio; abs; k2 = mse = half its square; k3; full = over the vocabulary"""
+    adaptive_kl: Annotated[bool, arg(aliases=["--adap-kl-ctrl"])] = False
+    """let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)"""
+    kl_target: Annotated[float, arg(aliases=["--target"])] = 6.0
+    """KL in nats a response that the controller aims at (TRL 0.7)"""
+    kl_horizon: Annotated[int, arg(aliases=["--horizon"])] = 10_000
+    """episodes over which the controller reacts (TRL 0.7)"""
+
+
+METRICS = {
+    "eps": "episodes per second since the start",
+    "episode": "episodes so far",
+    "lr": "learning rate of the policy",
+    "objective/kl": "KL to the reference by --kl-estimator, summed over a response, mean over responses",
+    "objective/kl_k3": "the same by the estimator k3, which is never negative",
+    "objective/kl_coef": "weight of the KL penalty in this update",
+    "objective/entropy": "-logprobs summed over a response, mean over responses",
+    "objective/non_score_reward": "-kl_coef * objective/kl",
+    "objective/rlhf_reward": "objective/scores + objective/non_score_reward",
+    "objective/scores": "mean score, after the EOS penalty",
+    "objective/scores_std": "standard deviation of the scores in the batch",
+    "objective/gold_scores": "mean of --gold-reward-fn, never trained on (only when it is given)",
+    "policy/approxkl_avg": "half the squared log-ratio of new to old policy, mean over tokens and steps",
+    "policy/clipfrac_avg": "share of tokens where clipping decides the policy loss",
+    "policy/entropy_avg": "entropy of the policy's distribution, mean over tokens and steps",
+    "policy/grad_norm": "norm of the policy's gradient before clipping, mean over steps",
+    "loss/policy_avg": "clipped policy loss, mean over tokens and steps",
+    "loss/value_avg": "clipped value loss (with its 1/2, without vf_coef), mean over tokens and steps",
+    "val/clipfrac_avg": "share of tokens where clipping decides the value loss",
+    "val/ratio": "pi / pi_old, mean over tokens and steps",
+    "val/ratio_var": "variance of pi / pi_old over tokens and steps",
+    "val/explained_variance": "1 - Var(returns - values) / Var(returns) before the update",
+    "val/grad_norm": "norm of the critic's gradient before clipping, mean over steps",
+    "val/num_eos_tokens": "responses in the batch that contain the stop token",
+    "val/eos_share": "the same as a share of the batch",
+    "val/response_length": "tokens in a response with its stop token, mean",
+    "time/rollout": "seconds of this update spent sampling",
+    "time/score": "seconds of this update spent on reference, critic and reward",
+    "time/update": "seconds of this update spent on the gradient steps",
+    "perf/tokens_per_second": "response tokens of this update / its seconds",
+    "perf/peak_memory_mb": "peak memory so far: of the GPU on CUDA, else of the process",
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Sample
+
+
+def join(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Prompt (B, P) and response (B, T) as one model input (B, P+T). Positions count real tokens only."""
+    attention_mask = torch.cat([prompt_mask, mask], 1).long()
+    return {
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would count the padding
+    }
+
+
+def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
+    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
+
+    Made from positions, so that it is right where the padding token is the stop token. With stop token 0:
+        responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
+    """
+    is_stop = torch.zeros_like(responses) if stop_token_id is None else (responses == stop_token_id).long()
+    return is_stop.cumsum(1) - is_stop == 0, is_stop.any(1)
+
+
+def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """One token for each row of logits (B, V) by inverting the distribution function at `uniform` (B,), and its logprob."""
+    logprobs = logits.log_softmax(1)
+    cdf = logprobs.exp().cumsum(1)  # ends at 1 up to rounding, hence the scaling
+    tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+@torch.no_grad()
+def sample(
+    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, response_length: int, temperature: float,
+    stop_token_id: int | None, pad_token_id: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Draws one response for each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
+
+    Nothing else shapes the distribution: no generation config is read. Returns responses (B, T), mask (B, T),
+    logprobs (B, T) of the drawn tokens (0 on padding) and ended (B,); T = response_length.
+    """
+    B, device = len(prompts), prompts.device
+    responses = prompts.new_full((B, response_length), pad_token_id)  # (B, T)
+    logprobs = torch.zeros(B, response_length, device=device)  # (B, T)
+    uniforms = torch.rand(response_length, B, device=device)  # drawn ahead: no row's draw depends on another row's end
+    ended = torch.zeros(B, dtype=torch.bool, device=device)  # (B,)
+    rows = torch.arange(B, device=device)  # the rows still in the forward pass; all arrays below have one line for each
+    tokens, attention_mask, cache = prompts, prompt_mask.long(), DynamicCache(config=policy.config)
+    for t in range(response_length):
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        output = policy(
+            input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
+            past_key_values=cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        token, logprob = draw(output.logits[:, -1].float() / temperature, uniforms[t, rows])
+        responses[rows, t], logprobs[rows, t] = token, logprob
+        ended[rows] |= token == (-1 if stop_token_id is None else stop_token_id)
+        going = ~ended[rows]
+        if not going.any():
+            break
+        if going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
+            rows, token, attention_mask = rows[going], token[going], attention_mask[going]
+            cache.batch_select_indices(going.nonzero().squeeze(1))
+        tokens, attention_mask = token[:, None], F.pad(attention_mask, (0, 1), value=1)
+    mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
+    mask &= torch.arange(response_length, device=device) <= t
+    return {
+        "responses": responses.masked_fill(~mask, pad_token_id),
+        "mask": mask,
+        "logprobs": logprobs.masked_fill(~mask, 0.0),
+        "ended": ended,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Score
+
+
+def response_logits(
+    model: nn.Module, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor, temperature: float
+) -> Tensor:
+    """(B, T, V) float32 logits / temperature from which response tokens are drawn: position P-1+t predicts token t."""
+    T = responses.shape[1]
+    output = model(**join(prompts, prompt_mask, responses, mask), use_cache=False, logits_to_keep=T + 1)
+    return output.logits[:, -T - 1 : -1].float() / temperature
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """(B, T) log-probability of each token under logits (B, T, V)."""
+    return -F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """(B, T) entropy in nats of each distribution in logits (B, T, V)."""
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, labels) output of a sequence classifier's head at the last real token, found from the attention mask (B, S).
+
+    The library's own pooling looks for the last token that is not the pad token: where padding and EOS are one token,
+    it reads the token before EOS. A classifier that pools elsewhere (BERT's first token, say) has no `score` head over
+    a causal body; its own logits are taken.
+    """
+    if not hasattr(model, "score"):
+        return model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    hidden = model.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+    ).last_hidden_state  # (B, S, D)
+    last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
+    rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
+    return rewards + getattr(model.config, "reward_bias", 0.0)
+
+
+class Critic(nn.Module):
+    """A transformer body with a head of one output: V_t, the expected return before response token t is drawn."""
+
+    def __init__(self, body: nn.Module, head: nn.Module, bias: float = 0.0):
+        super().__init__()
+        self.body, self.head, self.bias = body, head, nn.Parameter(torch.tensor(bias))
+
+    def forward(self, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) values, each read one position before its token."""
+        hidden = self.body(**join(prompts, prompt_mask, responses, mask), use_cache=False).last_hidden_state
+        states = hidden[:, prompts.shape[1] - 1 : -1]  # (B, T, D)
+        return (self.head(states).squeeze(-1) + self.bias).float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Reward
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over real tokens. What stands on padding, be it NaN, does not enter."""
+    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Variance over real tokens with Bessel's correction (TRL); the uncorrected one, 0, for a single token."""
+    n = mask.sum()
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask) * n / (n - 1).clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(B, T) scaled to variance 1 over real tokens, and to mean 0 unless the mean is to stay; 0 on padding."""
+    mean = masked_mean(x, mask)
+    whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8)
+    return (whitened if shift_mean else whitened + mean).masked_fill(~mask, 0.0)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
+
+    k1 is unbiased and often negative; k2 is biased and small in variance; k3 is unbiased and never negative.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator in ("k1", "kl"):
+        return log_ratio
+    if estimator == "abs":
+        return log_ratio.abs()
+    if estimator in ("k2", "mse"):
+        return 0.5 * log_ratio**2
+    if estimator == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"no KL estimator is called {estimator!r}")
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """(B, T) exact KL(policy || reference) over the vocabulary, from logits (B, T, V)."""
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+
+
+def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -> Tensor:
+    """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
+    return scores - (penalty or 0.0) * (~ended).float()
+
+
+def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
+    """Per-token rewards (B, T) and their part without the score, -kl_coef * KL; 0 on padding.
+
+    The score (B,) stands on the last real token, as in OpenAI's code and TRL 0.7 (TRL 0.16 puts it one further).
+    """
+    non_score_reward = -kl_coef * kl.masked_fill(~mask, 0.0)  # (B, T)
+    is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]  # (B, T) true where the next position is padding or the end
+    return non_score_reward + scores[:, None] * is_last, non_score_reward
+
+
+class AdaptiveKLController:
+    """Moves the coefficient by at most 20 % * episodes / horizon towards the KL target (Ziegler et al. 2019, 2.2)."""
+
+    def __init__(self, kl_coef: float, target: float, horizon: int):
+        self.value, self.target, self.horizon = kl_coef, target, horizon
+
+    def update(self, kl: float, episodes: int) -> None:
+        error = max(-0.2, min(0.2, kl / self.target - 1))
+        self.value *= 1 + error * episodes / self.horizon
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Advantage
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns (B, T), 0 on padding.
+
+    Nothing follows the last real token: the value there is 0, since the episode is over. With lam = 1 the returns are
+    the discounted sums of the rewards to come, whatever the critic says.
+    """
+    rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+    advantages, advantage, next_value = torch.zeros_like(rewards), 0.0, 0.0
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # (B,)
+        advantage = delta + gamma * lam * advantage
+        advantages[:, t], next_value = advantage, values[:, t]
+    return advantages, advantages + values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Loss
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clipped surrogate (PPO, eq. 7), negated: losses (B, T), the ratio, and where the clipped branch was the larger.
+
+    The larger loss is taken, so that moving further than cliprange is never rewarded but still punished.
+    """
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    advantages = advantages.masked_fill(~mask, 0.0)
+    ratio = log_ratio.exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float
+) -> tuple[Tensor, Tensor]:
+    """Clipped squared error (TRL, OpenAI's code): losses (B, T) with their 1/2, and where the clipped one was larger."""
+    values, old_values, returns = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))
+    near_values = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    unclipped, clipped = (values - returns) ** 2, (near_values - returns) ** 2
+    return 0.5 * torch.max(unclipped, clipped), clipped > unclipped
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Update
+
+
+@dataclass
+class Rollout:
+    """A batch of episodes."""
+
+    prompts: Tensor  # (B, P) left-padded
+    prompt_mask: Tensor  # (B, P) true on real tokens
+    responses: Tensor  # (B, T) right-padded
+    mask: Tensor  # (B, T) true up to and including the stop token
+    logprobs: Tensor  # (B, T) of the policy that drew them
+    ended: Tensor  # (B,) whether there is a stop token
+    ref_logprobs: Tensor | None = None  # (B, T)
+    kl: Tensor | None = None  # (B, T) by the estimator asked for
+    values: Tensor | None = None  # (B, T)
+    advantages: Tensor | None = None  # (B, T)
+    returns: Tensor | None = None  # (B, T)
+
+    @property
+    def text(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a model reads."""
+        return self.prompts, self.prompt_mask, self.responses, self.mask
+
+    def rows(self, index: Tensor) -> "Rollout":
+        """Some of the episodes, without the columns in which none of them has a token: fewer to compute, same numbers."""
+        P, T = self.prompt_mask[index].sum(1).max(), self.mask[index].sum(1).max()
+        part = {f.name: getattr(self, f.name) for f in fields(self)}
+        part = {name: x if x is None else x[index] for name, x in part.items()}
+        part = {name: x if x is None or x.dim() == 1 else x[:, -P:] if "prompt" in name else x[:, :T]
+                for name, x in part.items()}  # fmt: skip
+        return Rollout(**part)
+
+
+def mini_batches(batch_size: int, args: Args) -> Iterator[list[Tensor]]:
+    """A random partition of the batch into mini-batches, each cut into micro-batches of row numbers."""
+    for mini_batch in torch.randperm(batch_size).split(batch_size // args.num_mini_batches):
+        yield list(mini_batch.split(args.per_device_train_batch_size))
+
+
+def optimize(
+    policy: nn.Module, critic: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args
+) -> dict[str, float]:
+    """`num_ppo_epochs` passes over the rollout, one optimiser step a mini-batch; returns means over all tokens seen.
+
+    A mini-batch's gradient is a sum over its tokens divided by their number. So each micro-batch divides by the number
+    of tokens in the whole mini-batch, and how a mini-batch is cut changes nothing.
+    """
+    sums, steps, device = defaultdict(float), 0, rollout.mask.device
+    for _ in range(args.num_ppo_epochs):
+        for mini_batch in mini_batches(len(rollout.mask), args):
+            num_tokens = rollout.mask[torch.cat(mini_batch).to(device)].sum()
+            for index in mini_batch:
+                r = rollout.rows(index.to(device))
+                with autocast(args, device):
+                    logits = response_logits(policy, *r.text, args.temperature)  # (b, T, V)
+                    values = critic(*r.text)  # (b, T)
+                logprobs = token_logprobs(logits, r.responses)  # (b, T)
+                pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.logprobs, r.advantages, r.mask, args.cliprange)
+                vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
+                loss = pg_loss + args.vf_coef * vf_loss
+                (loss.masked_fill(~r.mask, 0.0).sum() / num_tokens).backward()
+                with torch.no_grad():
+                    token_stats = {
+                        "tokens": torch.ones_like(ratio), "loss/policy_avg": pg_loss, "loss/value_avg": vf_loss,
+                        "policy/clipfrac_avg": pg_clipped, "val/clipfrac_avg": vf_clipped, "val/ratio": ratio,
+                        "ratio_squared": ratio**2, "policy/approxkl_avg": 0.5 * (logprobs - r.logprobs) ** 2,
+                        "policy/entropy_avg": token_entropy(logits), "ratio_error": (ratio - 1).abs(),
+                    }  # fmt: skip
+                    for name, x in token_stats.items():
+                        sums[name] += x.masked_fill(~r.mask, 0.0).sum()
+            if steps == 0:
+                check_first_ratio(float(sums["ratio_error"] / sums["tokens"]), args)
+            sums["policy/grad_norm"] += nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            sums["val/grad_norm"] += nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    tokens = sums.pop("tokens")
+    means = {k: float(x / (steps if "grad_norm" in k else tokens)) for k, x in sums.items()}
+    means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
+    return {name: mean for name, mean in means.items() if name in METRICS}
+
+
+def check_first_ratio(error: float, args: Args) -> None:
+    """Before the first step the policy is the one that sampled, so the ratio is 1; anything else is a bug to be found.
+
+    Raises UserError when the mean of |ratio - 1| exceeds 1e-3 (5e-2 under bf16, whose logits have three digits).
+    """
+    bound = 5e-2 if args.bf16 else 1e-3
+    if not error <= bound:
+        raise UserError(
+            f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
+            "see different distributions. Usual causes: dropout that is on, a model that ignores position_ids or the "
+            "attention mask, different temperatures, a cache that this model handles differently; with bf16, rounding."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def train(args: Args) -> None:
+    """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
+    device = start_run(args)
+    policy, tokenizer = load_policy(args, device)
+    reference = deepcopy(policy).requires_grad_(False)
+    reward_model, reward_tokenizer = load_reward_model(args, device)
+    critic = make_critic(policy, tokenizer, reward_model, reward_tokenizer)
+    score = make_score_function(args, tokenizer, reward_model, reward_tokenizer)
+    set_defaults(args, policy)
+    prompts = prompt_batches(load_prompts(args, tokenizer, policy), args.batch_size, tokenizer, device)
+    optimizer = torch.optim.AdamW(
+        [{"params": policy.parameters(), "initial_lr": args.learning_rate},
+         {"params": critic.parameters(), "initial_lr": args.critic_learning_rate}],
+        lr=args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0,
+    )  # fmt: skip
+    kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    num_updates = args.total_episodes // args.batch_size
+    describe_run(args, num_updates, policy, critic)
+    log = Logger(args, num_updates)
+    try:
+        for update in range(1, num_updates + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * (1 - (update - 1) / num_updates)
+            with log.clock("rollout"):
+                rollout = sample_batch(policy, *next(prompts), tokenizer, args)  # step 1
+            with log.clock("score"):
+                score_batch(rollout, policy, reference, critic, args)  # step 2
+                scores = penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
+            rewards, non_score_reward = shape_rewards(scores, rollout.kl, rollout.mask, kl_controller.value)  # step 3
+            if args.whiten_rewards:
+                rewards = masked_whiten(rewards, rollout.mask, shift_mean=False)
+            rollout.advantages, rollout.returns = gae(
+                rewards, rollout.values, rollout.mask, args.gamma, args.lam
+            )  # step 4
+            if args.whiten_advantages:
+                rollout.advantages = masked_whiten(rollout.advantages, rollout.mask)
+            with log.clock("update"):
+                stats = optimize(policy, critic, optimizer, rollout, args)  # steps 5 and 6
+            stats |= rollout_stats(rollout, scores, non_score_reward) | gold_stats(rollout, tokenizer, args)
+            stats |= {"lr": optimizer.param_groups[0]["lr"], "objective/kl_coef": kl_controller.value}
+            log.write(update, stats, rollout, scores, tokenizer)
+            if args.adaptive_kl:
+                kl_controller.update(stats["objective/kl"], args.batch_size)  # step 7
+    finally:  # also after an error or Ctrl-C: what was trained is on disk
+        log.finish(policy, tokenizer)
+
+
+def sample_batch(
+    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, tokenizer: AutoTokenizer, args: Args
+) -> Rollout:
+    """Step 1 for a whole batch, `local_rollout_forward_batch_size` prompts at a time."""
+    with autocast(args, prompts.device):
+        parts = [
+            sample(policy, p, m, args.response_length, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
+            for p, m in zip(*(x.split(args.local_rollout_forward_batch_size) for x in (prompts, prompt_mask)))
+        ]
+    rollout = Rollout(prompts, prompt_mask, **{k: torch.cat([part[k] for part in parts]) for k in parts[0]})
+    bad = ~rollout.logprobs.isfinite().all(1)
+    if bad.any():
+        prompt = tokenizer.decode(prompts[bad][0][prompt_mask[bad][0]])
+        raise UserError(f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}")
+    return rollout.rows(torch.arange(len(prompts), device=prompts.device))
+
+
+@torch.no_grad()
+def score_batch(rollout: Rollout, policy: nn.Module, reference: nn.Module, critic: nn.Module, args: Args) -> None:
+    """Step 2 but for the score: fills in ref_logprobs, kl and values, (B, T) each."""
+    rollout.ref_logprobs, rollout.kl, rollout.values = (torch.zeros_like(rollout.logprobs) for _ in range(3))
+    for index in torch.arange(len(rollout.mask), device=rollout.mask.device).split(args.local_rollout_forward_batch_size):
+        r = rollout.rows(index)
+        T = r.mask.shape[1]
+        with autocast(args, rollout.mask.device):
+            ref_logits = response_logits(reference, *r.text, args.temperature)  # (b, T, V)
+            rollout.values[index, :T] = critic(*r.text)
+            if args.kl_estimator == "full":
+                rollout.kl[index, :T] = full_kl(response_logits(policy, *r.text, args.temperature), ref_logits)
+        rollout.ref_logprobs[index, :T] = token_logprobs(ref_logits, r.responses)
+    if args.kl_estimator != "full":
+        rollout.kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
+
+
+def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) -> dict[str, float]:
+    """The metrics that describe a batch before the update."""
+    mask, per_row = rollout.mask, lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()
+    residual_var = masked_var(rollout.returns - rollout.values, mask) / masked_var(rollout.returns, mask).clamp(min=1e-8)
+    return {
+        "objective/kl": per_row(rollout.kl),
+        "objective/kl_k3": per_row(kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k3")),
+        "objective/entropy": per_row(-rollout.logprobs),
+        "objective/non_score_reward": per_row(non_score_reward),
+        "objective/rlhf_reward": scores.mean().item() + per_row(non_score_reward),
+        "objective/scores": scores.mean().item(),
+        "objective/scores_std": scores.std(correction=0).item(),
+        "val/explained_variance": 1 - residual_var.item(),
+        "val/num_eos_tokens": rollout.ended.sum().item(),
+        "val/eos_share": rollout.ended.float().mean().item(),
+        "val/response_length": mask.sum(1).float().mean().item(),
+    }
+
+
+def gold_stats(rollout: Rollout, tokenizer: AutoTokenizer, args: Args) -> dict[str, float]:
+    """The mean of the second opinion, where there is one."""
+    if args.gold_reward_fn is None:
+        return {}
+    scores = call_reward_function(load_function(args.gold_reward_fn), decode(rollout, tokenizer))
+    return {"objective/gold_scores": scores.mean().item()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def load_policy(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
+    """The policy in float32 and its tokenizer. Dropout stays off: rollout, scoring and loss see one distribution."""
+    tokenizer = load_tokenizer(args.model, args.trust_remote_code)
+    args.stop_token_id = find_stop_token(args, tokenizer)
+    policy = load_pretrained(AutoModelForCausalLM, args.model, args.trust_remote_code)
+    return policy.eval().to(device), tokenizer
+
+
+def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
+    """The id of the stop token, or None where a response may only end at response_length."""
+    if args.stop_token_id is not None or args.stop_token == "none":
+        return args.stop_token_id
+    if args.stop_token == "eos":
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                f"the tokenizer of {args.model} has no EOS token for --stop-token eos; name the token that ends a response "
+                "with --stop-token TEXT or --stop-token-id N, or sample to full length with --stop-token none"
+            )
+        return tokenizer.eos_token_id
+    ids = tokenizer.encode(args.stop_token, add_special_tokens=False)
+    if len(ids) != 1:
+        raise UserError(f"--stop-token {args.stop_token!r} is {len(ids)} tokens {ids} of this tokenizer; it must be one")
+    return ids[0]
+
+
+def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | None, AutoTokenizer | None]:
+    """The reward model, frozen, and its tokenizer; (None, None) where a function gives the reward."""
+    if args.reward_fn is not None:
+        return None, None
+    model = load_pretrained(AutoModelForSequenceClassification, args.reward_model, args.trust_remote_code)
+    labels = list(model.config.id2label.values())
+    if len(labels) > 1 and args.reward_label not in labels:
+        raise UserError(
+            f"the reward model {args.reward_model} has {len(labels)} labels; choose the one whose logit is the reward with "
+            f"--reward-label (there are: {', '.join(map(str, labels))})"
+        )
+    return model.eval().requires_grad_(False).to(device), load_tokenizer(args.reward_model, args.trust_remote_code)
+
+
+def make_critic(
+    policy: nn.Module, tokenizer: AutoTokenizer, reward_model: nn.Module | None, reward_tokenizer: AutoTokenizer | None
+) -> Critic:
+    """A copy of the reward model where it reads the policy's tokens (N+ details), else of the policy with a head of zeros."""
+    if reward_model is not None and hasattr(reward_model, "score") and reward_model.config.num_labels == 1:
+        if same_tokens(tokenizer, reward_tokenizer):
+            print("critic: starts from the reward model")
+            body, head = deepcopy(reward_model.base_model), deepcopy(reward_model.score)
+            critic = Critic(body, head, getattr(reward_model.config, "reward_bias", 0.0))
+            return critic.requires_grad_(True).to(policy.device)
+    print("critic: starts from the policy, since there is no reward model that reads the same tokens")
+    head = nn.Linear(policy.config.get_text_config().hidden_size, 1)
+    nn.init.zeros_(head.weight), nn.init.zeros_(head.bias)
+    return Critic(deepcopy(policy.base_model), head).to(policy.device)
+
+
+def same_tokens(a: AutoTokenizer, b: AutoTokenizer) -> bool:
+    """Whether two tokenizers give the same ids to the same texts, as far as their vocabularies tell."""
+    return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+
+
+def make_score_function(
+    args: Args, tokenizer: AutoTokenizer, reward_model: nn.Module | None, reward_tokenizer: AutoTokenizer | None
+) -> Callable[[Rollout], Tensor]:
+    """The function from a rollout to its scores (B,): a reward function on texts, or the reward model on tokens."""
+    if reward_model is None:
+        reward_fn = load_function(args.reward_fn)
+        call_reward_function(reward_fn, ["A first text.", "And a second one."])  # a wrong function fails here, not later
+        return lambda rollout: call_reward_function(reward_fn, decode(rollout, tokenizer)).to(rollout.mask.device)
+    label = list(reward_model.config.id2label.values()).index(args.reward_label) if args.reward_label else 0
+
+    @torch.no_grad()
+    def score(rollout: Rollout) -> Tensor:
+        scores = []
+        for index in torch.arange(len(rollout.mask), device=rollout.mask.device).split(args.local_rollout_forward_batch_size):
+            r = rollout.rows(index)
+            if same_tokens(tokenizer, reward_tokenizer):
+                inputs = join(*r.text)
+                ids, mask = inputs["input_ids"], inputs["attention_mask"]
+            else:
+                ids, mask = encode_texts(decode(r, tokenizer), r.ended, reward_tokenizer, reward_model)
+            with autocast(args, ids.device):
+                scores.append(read_reward(reward_model, ids, mask)[:, label])
+        scores = torch.cat(scores)
+        if not scores.isfinite().all():
+            raise UserError(f"the reward model gave NaN or inf for {decode(rollout, tokenizer)[int(scores.isfinite().long().argmin())]!r}")
+        return scores
+
+    return score
+
+
+def encode_texts(texts: list[str], ended: Tensor, tokenizer: AutoTokenizer, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Texts in the reward model's own tokens, (B, S) with their mask; a response that ended gets that model's EOS."""
+    rows = tokenizer(texts)["input_ids"]
+    if tokenizer.eos_token_id is not None and hasattr(model, "score"):
+        rows = [row + [tokenizer.eos_token_id] * stop for row, stop in zip(rows, ended.tolist())]
+    limit = context_length(model)
+    return pad([row[-limit:] for row in rows], tokenizer.pad_token_id, model.device)
+
+
+def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
+    """Prompt and response of each row as one text, without padding and special tokens."""
+    ids, mask = torch.cat([rollout.prompts, rollout.responses], 1), torch.cat([rollout.prompt_mask, rollout.mask], 1)
+    return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(ids, mask)]
+
+
+def call_reward_function(reward_fn: Callable[[list[str]], list[float]], texts: list[str]) -> Tensor:
+    """(B,) scores of texts; raises UserError for a wrong number of scores or one that is not finite."""
+    scores = list(reward_fn(texts))
+    if len(scores) != len(texts):
+        raise UserError(f"the reward function gave {len(scores)} scores for {len(texts)} texts; it must give one float a text")
+    scores = torch.tensor([float(x) for x in scores])
+    if not scores.isfinite().all():
+        i = int(scores.isfinite().long().argmin())
+        raise UserError(f"the reward function gave {scores[i].item()} for the text {texts[i]!r}")
+    return scores
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def load_prompts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> list[list[int]]:
+    """The prompts as token ids; those over max_prompt_length, and empty ones, are dropped and counted."""
+    data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
+    check_columns(data, [args.prompt_column], args.dataset, "--prompt-column")
+    prompts = tokenizer(list(data[args.prompt_column]))["input_ids"]
+    kept = [p for p in prompts if 0 < len(p) <= args.max_prompt_length]
+    if not kept:
+        raise UserError(
+            f"all {len(prompts)} prompts are empty or longer than --max-prompt-length {args.max_prompt_length} tokens (shortest: {min(map(len, prompts))})"
+        )
+    if len(kept) < len(prompts):
+        print(f"dropped {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens")
+    longest, limit = max(map(len, kept)), context_length(policy)
+    if longest + args.response_length > limit:
+        raise UserError(
+            f"the longest prompt ({longest} tokens) and --response-length {args.response_length} make {longest + args.response_length} tokens, "
+            f"but {args.model} has a context of {limit}; lower --response-length, or drop long prompts with --max-prompt-length"
+        )
+    return kept
+
+
+def prompt_batches(
+    prompts: list[list[int]], batch_size: int, tokenizer: AutoTokenizer, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches (B, P) of prompts and their mask; each pass over the prompts is in a new random order."""
+    queue: list[int] = []
+    while True:
+        while len(queue) < batch_size:
+            queue += torch.randperm(len(prompts)).tolist()
+        batch, queue = queue[:batch_size], queue[batch_size:]
+        ids, mask = pad([prompts[i] for i in batch], tokenizer.pad_token_id, device, left=True)
+        yield ids, mask.bool()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing: settings that depend on the machine and the model
+
+
+def default_learning_rate(num_parameters: int) -> float:
+    """1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)."""
+    return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.75)
+
+
+def set_defaults(args: Args, policy: nn.Module) -> None:
+    """Fills in what depends on the model and the machine, and checks that the batch sizes fit each other."""
+    size = policy.num_parameters()
+    args.learning_rate = args.learning_rate or default_learning_rate(size)
+    args.critic_learning_rate = args.critic_learning_rate or args.learning_rate
+    parts = args.num_mini_batches * args.gradient_accumulation_steps
+    if args.batch_size is not None:
+        if args.batch_size % parts:
+            below = args.batch_size // parts * parts
+            raise UserError(
+                f"--batch-size {args.batch_size} does not divide into {args.num_mini_batches} mini-batches of "
+                f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: {below or parts} and {below + parts}"
+            )
+        args.per_device_train_batch_size = args.batch_size // parts
+    if args.per_device_train_batch_size is None:
+        args.per_device_train_batch_size = 16 if policy.device.type == "cpu" and size > 30e6 else 64
+    args.batch_size = args.per_device_train_batch_size * parts
+
+
+def describe_run(args: Args, num_updates: int, policy: nn.Module, critic: nn.Module) -> None:
+    """Prints the batch geometry in words, and on a CPU how long the run will take."""
+    print(
+        f"policy: {args.model}, {policy.num_parameters() / 1e6:.2f}M parameters on {policy.device}, learning rate {args.learning_rate:.2g}\n"
+        f"batch: {args.batch_size} responses an update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} mini-batches x "
+        f"{args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size}; "
+        f"{num_updates} updates = {num_updates * args.batch_size} episodes\noutput: {args.output_dir}"
+    )
+    if policy.device.type == "cpu":
+        tokens = args.response_length + 16
+        passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
+        flops = 2 * tokens * passes * (policy.num_parameters() + sum(p.numel() for p in critic.parameters()))
+        seconds = args.batch_size * flops / (0.5 * matmul_flops_per_second())  # half of the peak, as measured on GPT-2
+        print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.0f} min (a GPU: far less)")
+
+
+def matmul_flops_per_second() -> float:
+    """Arithmetic rate of float32 matrix products on this CPU, from a product that takes some milliseconds."""
+    a = torch.randn(768, 768)
+    a @ a
+    start = time.perf_counter()
+    for _ in range(5):
+        a @ a
+    return 5 * 2 * 768**3 / (time.perf_counter() - start)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing: metrics, tables, curves, the model card
+
+
+class Logger:
+    """Everything a run leaves behind: metrics.jsonl, the progress bar, sample tables, warnings, W&B, curves, the model."""
+
+    def __init__(self, args: Args, num_updates: int):
+        self.args, self.num_updates, self.start = args, num_updates, time.perf_counter()
+        self.seconds, self.metrics, self.warned = {}, {}, set()
+        self.file = open(Path(args.output_dir) / "metrics.jsonl", "a")
+        self.wandb = start_wandb(args)
+        self.bar = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Takes the seconds of a phase of this update."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = time.perf_counter() - start
+
+    def write(self, update: int, stats: dict, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer) -> None:
+        """Ends an update: one line of metrics.jsonl, the bar, W&B, a table now and then."""
+        episode = update * self.args.batch_size
+        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        stats |= {"episode": episode, "eps": episode / (time.perf_counter() - self.start)}
+        stats["perf/tokens_per_second"] = rollout.mask.sum().item() / sum(self.seconds.values())
+        stats["perf/peak_memory_mb"] = peak_memory_mb()
+        self.metrics = {name: stats[name] for name in METRICS if name in stats}
+        self.file.write(json.dumps(self.metrics) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(self.metrics, step=update)
+        self.bar.set_postfix_str(f"score {stats['objective/scores']:.2f}, kl {stats['objective/kl']:.2f}")
+        self.bar.update()
+        self.warn_about(stats, rollout)
+        shows = self.args.num_sample_generations
+        if shows and (update == 1 or update == self.num_updates or update % -(-self.num_updates // shows) == 0):
+            self.show_samples(update, rollout, scores, tokenizer)
+
+    def warn_about(self, stats: dict, rollout: Rollout) -> None:
+        """What a library leaves to its users to notice; each warning is given once, in one sentence."""
+        k1 = (rollout.logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
+        standard_error = k1.std() / len(k1) ** 0.5
+        signs = {
+            "the KL to the reference is clearly negative, which no true KL is: sampling and scoring probably use different "
+            "distributions (temperature, top-k, dropout, padding).": k1.mean() < -0.1 - 3 * standard_error,
+            "no response ends with the stop token: raise --response-length, set --missing-eos-penalty, or check that the "
+            "policy was taught to end its texts.": self.args.stop_token_id is not None and stats["val/eos_share"] == 0,
+            "all scores of the batch are equal, so there is nothing to learn from: look at the reward.": stats[
+                "objective/scores_std"] < 1e-6,
+        }  # fmt: skip
+        for sentence, holds in signs.items():
+            if holds and sentence not in self.warned:
+                self.warned.add(sentence)
+                self.bar.write(f"warning: {sentence}", file=sys.stderr)
+
+    def show_samples(self, update: int, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer) -> None:
+        """A table of four prompts, responses and scores."""
+        rows = []
+        for i in range(min(4, len(scores))):
+            prompt = tokenizer.decode(rollout.prompts[i][rollout.prompt_mask[i]], skip_special_tokens=True)
+            response = tokenizer.decode(rollout.responses[i][rollout.mask[i]], skip_special_tokens=False)
+            rows.append([prompt, response, f"{scores[i].item():.2f}"])
+        with self.bar.external_write_mode():
+            print_table(f"update {update} of {self.num_updates}", ["prompt", "response", "score"], rows)
+
+    def finish(self, policy: nn.Module, tokenizer: AutoTokenizer) -> None:
+        """Closes the files and, unless not one update was made, saves the policy with its card and draws the curves."""
+        self.bar.close()
+        self.file.close()
+        if self.metrics:
+            save_model(policy, tokenizer, self.args, self.metrics)
+            draw_curves(
+                Path(self.args.output_dir), "episode",
+                [["objective/scores", "objective/gold_scores"], ["objective/kl", "objective/kl_k3"], ["val/eos_share"]],
+            )  # fmt: skip
+        if self.wandb:
+            self.wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing that stands in every script, word for word
+
+
+class UserError(Exception):
+    """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
+
+
+def start_run(args: Args) -> torch.device:  # same in all scripts
+    """Seeds everything, picks the device, makes args.output_dir; raises UserError where a run already is."""
+    logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
+    output = Path(args.output_dir)
+    if (output / "metrics.jsonl").exists():
+        raise UserError(f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    output.mkdir(parents=True, exist_ok=True)
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=args.device or best).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all scripts
+    """bfloat16 where --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+
+
+def locate(name: str, kind: str = "model") -> str:  # same in all scripts
+    """A folder or file as given, or beside this script; else a name on the hub, if the hub or its cache has it."""
+    for path in (Path(name), Path(__file__).resolve().parent / name):
+        if path.exists():
+            return str(path)
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return name
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except Exception as error:  # no network, no such name, no permission: all end in the same advice
+        raise UserError(
+            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for ({type(error).__name__}); "
+            "offline, name a local one: python ppo.py with no flags runs on toy/ without any network"
+        ) from error
+    return name
+
+
+def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
+    """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"the tokenizer of {name} has neither a pad nor an EOS token; give it one: tokenizer.pad_token = ...")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_pretrained(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+    """A model with float32 weights, whatever precision its checkpoint was saved in; safetensors only."""
+    try:
+        return auto_class.from_pretrained(
+            locate(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code, **kwargs
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"no model could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def context_length(model: nn.Module) -> int:  # same in all scripts
+    """Most tokens that the model can read at once."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def load_split(name: str, config: str | None, split: str):  # same in all scripts
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    path = locate(name, "dataset")
+    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    try:
+        if Path(path).is_file():
+            if Path(path).suffix not in kinds:
+                raise UserError(f"--dataset {name}: a file must be one of {', '.join(kinds)}")
+            data = load_dataset(kinds[Path(path).suffix], data_files={split: path}, split=split)
+        else:
+            data = load_dataset(path, config, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # no such split, an unreadable file
+        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {str(error).splitlines()[0]}") from error
+    if len(data) == 0:
+        raise UserError(f"--dataset {name}, split {split!r}, is empty")
+    return data
+
+
+def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
+    """Raises UserError with the columns that there are where one is missing."""
+    missing = [column for column in needed if column not in data.column_names]
+    if missing:
+        raise UserError(
+            f"--dataset {name} has no column {', '.join(map(repr, missing))}; it has {', '.join(data.column_names)} (choose with {flag})"
+        )
+
+
+def pad(
+    rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False
+) -> tuple[Tensor, Tensor]:  # same in all scripts
+    """Token lists as one tensor (B, S), and its attention mask (B, S)."""
+    size = max(map(len, rows))
+    fill = [[0] * (size - len(row)) for row in rows]
+    ids = [[pad_token_id] * len(f) + row if left else row + [pad_token_id] * len(f) for f, row in zip(fill, rows)]
+    mask = [f + [1] * len(row) if left else [1] * len(row) + f for f, row in zip(fill, rows)]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def load_function(spec: str) -> Callable:  # same in all scripts
+    """file.py:name -> the function."""
+    file, _, name = spec.partition(":")
+    path = next((p for p in (Path(file), Path(__file__).resolve().parent / file) if p.is_file()), None)
+    if path is None or not name:
+        raise UserError(f"{spec!r} should be file.py:name, and the file should exist")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{path} defines no function {name!r}")
+    return getattr(module, name)
+
+
+def peak_memory_mb() -> float:  # same in all scripts
+    """Peak memory in MB: of the GPU on CUDA, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def start_wandb(args: Args):  # same in all scripts
+    """The W&B run, or None without --track."""
+    if not args.track:
+        return None
+    import wandb
+
+    name = Path(args.output_dir).name
+    try:
+        return wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=asdict(args), dir=args.output_dir
+        )
+    except wandb.Error as error:
+        raise UserError(f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track") from error
+
+
+def printable(text: str) -> str:  # same in all scripts
+    """Text without control characters: what a model writes must not steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:  # same in all scripts
+    """A table on the terminal; markup in its cells is shown, not obeyed."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, show_lines=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(printable(cell)) for cell in row))
+    Console().print(table)
+
+
+def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
+    """Model (safetensors), tokenizer, arguments and a model card in args.output_dir."""
+    output = Path(args.output_dir)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+    script = Path(__file__).name
+    rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
+    card = [
+        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", "---",
+        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`.", "",
+        "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
+        "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
+    ]  # fmt: skip
+    (output / "README.md").write_text("\n".join(card))
+
+
+def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts
+    """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
+    for axis, names in zip(axes, panels):
+        for name in names:
+            points = [(line[x], line[name]) for line in lines if name in line]
+            if points:
+                axis.plot(*zip(*points), label=name)
+        axis.set_xlabel(x)
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output / "curves.png", dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:  # same in all scripts
+    """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    try:
+        train(args)
+    except UserError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was trained is in {args.output_dir}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,677 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers==5.23.0",
+#     "datasets==5.2.0",
+#     "tyro==1.0.17",
+#     "wandb==0.31.0",
+#     "matplotlib==3.11.2",
+#     "rich==15.0.0",
+#     "tqdm==4.70.1",
+# ]
+# ///
+"""Reward modelling: pairs of a preferred and a rejected text -> a model that gives any text a number.
+
+For each batch of pairs (chosen, rejected) with the same prompt:
+  1. encode   both texts, each with its EOS
+  2. read     r = w . h, with h the last layer at the last real token and w a new head
+  3. loss     -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
+  4. update   AdamW, with the learning rate warmed up and annealed
+At the end the rewards are shifted to mean 0 over the training texts, since the loss leaves their zero open.
+
+  text          The  film  |  is   a    joy   .   EOS   -   -
+  reward                                           *             one a text, on its last real token
+
+The loss is the likelihood of the Bradley-Terry model, in which a text is preferred with the odds exp(r_chosen) to
+exp(r_rejected): so differences of rewards mean something, and sigmoid of a difference is a probability that can be held
+against what people chose ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al. 2020
+(2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031: the
+head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288, eq. 2),
+the centring term Eisenstein et al. 2023's (2312.09244).
+
+  python reward_model.py                             # the toy world: offline, about a minute on a CPU, accuracy over .8
+  python reward_model.py --model gpt2 --dataset D    # D has `chosen` and `rejected`, with or without `prompt`
+
+Shapes: B pairs, S tokens (right-padded), D hidden size.
+"""
+
+import json
+import math
+import os
+import random
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
+from transformers.utils import logging
+from tyro.conf import arg
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+@dataclass
+class Args:
+    # --- Run
+    exp_name: str = "reward_model"
+    """name of this run, in its folder and on W&B"""
+    output_dir: str | None = None
+    """where everything goes; by default a new folder runs/NAME__SEED__TIME"""
+    seed: int = 1
+    """seed of the order of pairs and of the new head"""
+    device: str | None = None
+    """cpu, cuda, mps; by default the best there is"""
+    bf16: bool = False
+    """run the models under bfloat16 autocast; weights and optimiser stay float32"""
+    track: bool = False
+    """also log to Weights & Biases (WANDB_MODE=offline works without an account)"""
+    wandb_project_name: str = "rlhf"
+    """W&B project, with --track"""
+    wandb_entity: str | None = None
+    """W&B team, with --track"""
+    num_sample_generations: int = 2
+    """how often in the run a table of test pairs with their rewards is printed; 0 for never"""
+
+    # --- Model: a folder, or a name on the hub
+    model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
+    """the model to start from, best the policy that sft.py made; any causal architecture"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model; leave it off unless you have read that code"""
+
+    # --- Data
+    dataset: Annotated[str, arg(aliases=["--dataset-name"])] = "toy/data/preferences"
+    """folder, file (jsonl, csv, parquet) or hub name of the pairs: texts, or lists of {role, content} messages"""
+    dataset_config: Annotated[str | None, arg(aliases=["--dataset-config-name"])] = None
+    """configuration of a hub dataset that has several"""
+    dataset_train_split: str = "train"
+    """split to train on"""
+    dataset_test_split: str | None = "validation"
+    """split to evaluate on; none for no evaluation"""
+    chosen_column: str = "chosen"
+    """column of preferred texts"""
+    rejected_column: str = "rejected"
+    """column of the other texts"""
+    prompt_column: str = "prompt"
+    """column that both texts go on from, where there is one"""
+    margin_column: str = "margin"
+    """column of how much better the chosen text is (Llama 2, eq. 2), where there is one"""
+    max_length: int = 512
+    """longer texts lose their end, and are counted (TRL drops them)"""
+    eos_dropout: float = 0.0
+    """share of training pairs shown without EOS, so that the reward can also be read where a response was cut off"""
+
+    # --- Optimisation
+    num_train_epochs: float = 1.0
+    """passes over the pairs (N+ details: 1; more overfits at once)"""
+    per_device_train_batch_size: int = 64
+    """pairs in one forward/backward"""
+    gradient_accumulation_steps: int = 1
+    """micro-batches in an optimiser step; changes memory, not the result"""
+    learning_rate: float | None = None
+    """AdamW's; by default from the size of the model (see default_learning_rate)"""
+    lr_scheduler_type: str = "cosine"
+    """any name that transformers.get_scheduler knows (N+ details: cosine)"""
+    warmup_ratio: float = 0.03
+    """share of the run in which the learning rate rises to its value"""
+    weight_decay: float = 0.0
+    """AdamW's"""
+    max_grad_norm: float = 1.0
+    """the gradient is clipped to this norm"""
+    center_rewards_coefficient: float = 0.0
+    """c of the loss: pulls the rewards of each pair towards a sum of 0 (TRL; 0.01 is usual)"""
+    eval_steps: int = 100
+    """optimiser steps between evaluations; there is one at the end too"""
+
+
+METRICS = {
+    "step": "optimiser steps so far",
+    "epoch": "passes over the pairs so far",
+    "lr": "learning rate",
+    "loss": "Bradley-Terry loss of the step, with its margin and centring term; log 2 = .693 is guessing",
+    "accuracy": "share of the step's pairs whose chosen text has the higher reward (a tie is wrong)",
+    "margin": "mean of r_chosen - r_rejected in the step",
+    "grad_norm": "norm of the gradient before clipping",
+    "eval/loss": "Bradley-Terry loss on the test split, without margin and centring",
+    "eval/accuracy": "share of test pairs whose chosen text has the higher reward",
+    "eval/margin": "mean of r_chosen - r_rejected on the test split",
+    "eval/calibration_error": "mean distance of sigmoid(reward difference) from the share that was chosen, over ten bins",
+    "eval/mean_reward": "mean reward of the test texts, chosen and rejected",
+    "eval/std_reward": "standard deviation of the same",
+    "time/step": "seconds of this step",
+    "perf/peak_memory_mb": "peak memory so far: of the GPU on CUDA, else of the process",
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Encode
+
+
+@dataclass
+class Pair:
+    """Token ids of two texts with the same prompt, and by how much the first is better."""
+
+    chosen: list[int]
+    rejected: list[int]
+    margin: float = 0.0
+
+
+def encode_text(prompt: str, text: str, tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of prompt + text + EOS; prompt and text are encoded apart, as in a rollout."""
+    ids = tokenizer(prompt)["input_ids"] if prompt else []
+    ids = ids + tokenizer(text, add_special_tokens=not prompt)["input_ids"]
+    if tokenizer.eos_token_id is None or ids[-1:] == [tokenizer.eos_token_id]:
+        return ids
+    return ids + [tokenizer.eos_token_id]
+
+
+def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
+    """All pairs of a dataset, cut to max_length; pairs that are equal then teach nothing and are dropped and counted."""
+    check_columns(data, [args.chosen_column, args.rejected_column], args.dataset, "--chosen-column, --rejected-column")
+    has_prompt, has_margin = args.prompt_column in data.column_names, args.margin_column in data.column_names
+    pairs = []
+    too_long = 0
+    for row in tqdm(data, desc="encoding", leave=False):
+        ids = {}
+        for name in (args.chosen_column, args.rejected_column):
+            if isinstance(row[name], list):
+                if tokenizer.chat_template is None:
+                    raise UserError(f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template")
+                turns = row[args.prompt_column] if has_prompt and isinstance(row[args.prompt_column], list) else []
+                ids[name] = tokenizer.apply_chat_template(turns + row[name], return_dict=False)
+            else:
+                ids[name] = encode_text(row[args.prompt_column] if has_prompt else "", row[name], tokenizer)
+            too_long += len(ids[name]) > args.max_length
+            ids[name] = ids[name][: args.max_length]
+        margin = float(row[args.margin_column]) if has_margin else 0.0
+        pairs.append(Pair(ids[args.chosen_column], ids[args.rejected_column], margin))
+    kept = [p for p in pairs if p.chosen != p.rejected]
+    if too_long:
+        print(f"cut {too_long} of {2 * len(pairs)} texts to --max-length {args.max_length} tokens")
+    if len(kept) < len(pairs):
+        print(f"dropped {len(pairs) - len(kept)} of {len(pairs)} pairs: both texts are the same")
+    if not kept:
+        raise UserError(f"--dataset {args.dataset}: in all {len(pairs)} pairs both texts are the same within --max-length {args.max_length}")
+    return kept
+
+
+def without_eos(pair: Pair, eos_token_id: int | None) -> Pair:
+    """The pair as it would look cut off just before its EOS."""
+    cut = [ids[:-1] if len(ids) > 1 and ids[-1] == eos_token_id else ids for ids in (pair.chosen, pair.rejected)]
+    return Pair(*cut, pair.margin)
+
+
+def length_grouped_batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
+    """One pass over all rows in batches of like length, in random order: little padding, and yet random enough.
+
+    Rows are shuffled, cut into groups of 50 batches, sorted by length inside a group, and the batches shuffled again.
+    """
+    order = torch.randperm(len(lengths)).tolist()
+    group = 50 * batch_size
+    ordered = [i for g in range(0, len(order), group) for i in sorted(order[g : g + group], key=lengths.__getitem__)]
+    batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
+    for i in torch.randperm(len(batches)).tolist():
+        yield batches[i]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Read
+
+
+def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, labels) output of a sequence classifier's head at the last real token, found from the attention mask (B, S).
+
+    The library's own pooling looks for the last token that is not the pad token: where padding and EOS are one token,
+    it reads the token before EOS. A classifier that pools elsewhere (BERT's first token, say) has no `score` head over
+    a causal body; its own logits are taken.
+    """
+    if not hasattr(model, "score"):
+        return model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    hidden = model.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+    ).last_hidden_state  # (B, S, D)
+    last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
+    rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
+    return rewards + getattr(model.config, "reward_bias", 0.0)
+
+
+def pair_rewards(model: nn.Module, pairs: list[Pair], pad_token_id: int, args: Args) -> tuple[Tensor, Tensor]:
+    """(B,) rewards of the chosen and of the rejected texts, in one forward pass over all of them."""
+    ids, mask = pad([p.chosen for p in pairs] + [p.rejected for p in pairs], pad_token_id, model.device)
+    with autocast(args, model.device):
+        rewards = read_reward(model, ids, mask).squeeze(1)  # (2B,)
+    return rewards[: len(pairs)], rewards[len(pairs) :]
+
+
+def init_reward_head(head: nn.Linear) -> None:
+    """Weights from N(0, 1/(D+1)), i.e. a standard deviation of 1/sqrt(D+1), so that rewards begin near +-1 (N details)."""
+    nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+
+
+def shift_rewards(model: nn.Module, shift: float) -> None:
+    """Adds a constant to every reward, in a way that is saved with the model.
+
+    The head of transformers' classifiers has no bias. But where the last layer is h = norm(x) g + c, moving c by
+    shift w / |w|^2 moves every w . h by the shift: a plain weight that any program which loads the model sees. Where that
+    norm has no c (RMSNorm), the shift stands in the config as `reward_bias`, which read_reward adds.
+    """
+    norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
+    w = model.score.weight.detach()[0]
+    if len(norms) == 1:
+        norms[0].bias.data += shift * w / w.square().sum()
+    else:
+        model.config.reward_bias = getattr(model.config, "reward_bias", 0.0) + shift
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Loss
+
+
+def preference_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, center_rewards_coefficient: float) -> Tensor:
+    """(B,) losses: -log sigmoid(chosen - rejected - margin) + c (chosen + rejected)^2, all of shape (B,)."""
+    return -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
+
+
+def calibration(differences: Tensor, num_bins: int = 10) -> list[tuple[float, float, int]]:
+    """For ten bins of |r_chosen - r_rejected|, equally full: mean predicted probability that the higher reward was
+    chosen, the share of pairs in which it was, and their number. A calibrated model has the first two equal."""
+    ordered = differences[differences.abs().argsort()]
+    bins = [b for b in ordered.tensor_split(num_bins) if len(b)]
+    return [(b.abs().sigmoid().mean().item(), (b > 0).float().mean().item(), len(b)) for b in bins]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Update
+
+
+def train(args: Args) -> None:
+    """Trains the reward model and leaves it, its metrics and its model card in args.output_dir."""
+    device = start_run(args)
+    model, tokenizer = load_model(args, device)
+    pairs = encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
+    test_pairs = load_test_pairs(args, tokenizer)
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(len(pairs) / batch_size)
+    num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    print(
+        f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {device}, learning rate {args.learning_rate:.2g}\n"
+        f"data: {len(pairs)} pairs, {len(test_pairs)} for evaluation\n"
+        f"batch: {args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size} pairs; {num_steps} steps\noutput: {args.output_dir}"
+    )
+    log = Logger(args, num_steps)
+    lengths = [max(len(p.chosen), len(p.rejected)) for p in pairs]
+    batches = (batch for _ in range(math.ceil(args.num_train_epochs)) for batch in length_grouped_batches(lengths, batch_size))
+    try:
+        for step, rows in zip(range(1, num_steps + 1), batches):
+            batch = [pairs[i] for i in rows]
+            if args.eos_dropout:
+                drop = (torch.rand(len(batch)) < args.eos_dropout).tolist()
+                batch = [without_eos(p, tokenizer.eos_token_id) if d else p for p, d in zip(batch, drop)]
+            sums: dict[str, float] = defaultdict(float)
+            for i in range(0, len(batch), args.per_device_train_batch_size):
+                micro_batch = batch[i : i + args.per_device_train_batch_size]
+                chosen, rejected = pair_rewards(model, micro_batch, tokenizer.pad_token_id, args)
+                margin = torch.tensor([p.margin for p in micro_batch], device=device)
+                loss = preference_loss(chosen, rejected, margin, args.center_rewards_coefficient).sum() / len(batch)
+                loss.backward()
+                sums["loss"] += loss.item()
+                sums["accuracy"] += (chosen > rejected).sum().item() / len(batch)
+                sums["margin"] += (chosen - rejected).sum().item() / len(batch)
+            sums["grad_norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = {"epoch": step / steps_per_epoch, "lr": schedule.get_last_lr()[0], **sums}
+            schedule.step()
+            if step == num_steps:
+                center_rewards(model, pairs, tokenizer, args)
+            if test_pairs and (step % args.eval_steps == 0 or step == num_steps):
+                stats |= evaluate(model, test_pairs, tokenizer, args, log)
+            log.write(step, stats)
+            log.show_pairs(step, model, tokenizer, test_pairs)
+    finally:  # also after an error or Ctrl-C: what was trained is on disk
+        log.finish(model, tokenizer)
+
+
+@torch.no_grad()
+def all_rewards(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args) -> tuple[Tensor, Tensor]:
+    """(N,) rewards of all chosen and all rejected texts, dropout off."""
+    model.eval()
+    size = args.per_device_train_batch_size
+    parts = [pair_rewards(model, pairs[i : i + size], tokenizer.pad_token_id, args) for i in range(0, len(pairs), size)]
+    model.train()
+    chosen, rejected = (torch.cat(x).cpu() for x in zip(*parts))
+    return chosen, rejected
+
+
+def center_rewards(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args) -> None:
+    """Shifts the rewards to mean 0 over (at most 2,000 of) the training pairs."""
+    chosen, rejected = all_rewards(model, pairs[:2000], tokenizer, args)
+    shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
+
+
+def evaluate(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args, log: "Logger") -> dict[str, float]:
+    """Loss, accuracy and calibration over the test split; the calibration bins go to the log for its picture."""
+    chosen, rejected = all_rewards(model, pairs, tokenizer, args)
+    log.calibration = calibration(chosen - rejected)
+    return {
+        "eval/loss": preference_loss(chosen, rejected, torch.zeros(()), 0.0).mean().item(),
+        "eval/accuracy": (chosen > rejected).float().mean().item(),
+        "eval/margin": (chosen - rejected).mean().item(),
+        "eval/calibration_error": sum(n * abs(p - share) for p, share, n in log.calibration) / len(chosen),
+        "eval/mean_reward": torch.cat([chosen, rejected]).mean().item(),
+        "eval/std_reward": torch.cat([chosen, rejected]).std().item(),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing of this script
+
+
+def default_learning_rate(num_parameters: int) -> float:
+    """1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)."""
+    return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.75)
+
+
+def load_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
+    """The model with a new head of one output, and its tokenizer; fills in the settings that depend on it."""
+    tokenizer = load_tokenizer(args.model, args.trust_remote_code)
+    model = load_pretrained(AutoModelForSequenceClassification, args.model, args.trust_remote_code, num_labels=1)
+    if not hasattr(model, "score"):
+        raise UserError(f"{args.model} is no causal language model ({type(model).__name__}), so it has no last token to read")
+    init_reward_head(model.score)
+    model.config.pad_token_id = tokenizer.pad_token_id  # for programs that use the library's own pooling
+    model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
+    args.learning_rate = args.learning_rate or default_learning_rate(model.num_parameters())
+    args.max_length = min(args.max_length, context_length(model))
+    return model.train().to(device), tokenizer
+
+
+def load_test_pairs(args: Args, tokenizer: AutoTokenizer) -> list[Pair]:
+    """The test split; [] without one."""
+    if args.dataset_test_split in (None, "none"):
+        return []
+    return encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_test_split), tokenizer, args)
+
+
+class Logger:
+    """Everything a run leaves behind: metrics.jsonl, the progress bar, tables of pairs, W&B, curves, the model."""
+
+    def __init__(self, args: Args, num_steps: int):
+        self.args, self.num_steps, self.last = args, num_steps, time.perf_counter()
+        self.metrics: dict[str, float] = {}
+        self.calibration: list[tuple[float, float, int]] = []
+        self.file = open(Path(args.output_dir) / "metrics.jsonl", "a")
+        self.wandb = start_wandb(args)
+        self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True)
+
+    def write(self, step: int, stats: dict) -> None:
+        """Ends a step: one line of metrics.jsonl, the bar, W&B."""
+        now = time.perf_counter()
+        stats |= {"step": step, "time/step": now - self.last, "perf/peak_memory_mb": peak_memory_mb()}
+        self.last = now
+        line = {name: stats[name] for name in METRICS if name in stats}
+        self.metrics |= line
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(line, step=step)
+        test = f", test accuracy {self.metrics['eval/accuracy']:.3f}" if "eval/accuracy" in self.metrics else ""
+        self.bar.set_postfix_str(f"loss {stats['loss']:.3f}, accuracy {stats['accuracy']:.2f}{test}")
+        self.bar.update()
+
+    def show_pairs(self, step: int, model: nn.Module, tokenizer: AutoTokenizer, pairs: list[Pair]) -> None:
+        """A table of test pairs with their rewards, `num_sample_generations` times in the run; the calibration at the end."""
+        shows = self.args.num_sample_generations
+        if not (shows and pairs and (step % -(-self.num_steps // shows) == 0 or step == self.num_steps)):
+            return
+        chosen, rejected = all_rewards(model, pairs[:4], tokenizer, self.args)
+        rows = []
+        for pair, a, b in zip(pairs, chosen.tolist(), rejected.tolist()):
+            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (pair.chosen, pair.rejected)]
+            rows.append([texts[0], f"{a:.2f}", texts[1], f"{b:.2f}", "yes" if a > b else "no"])
+        with self.bar.external_write_mode():
+            print_table(f"step {step} of {self.num_steps}", ["chosen", "reward", "rejected", "reward", "right"], rows)
+            if step == self.num_steps:
+                bins = [[f"{p:.2f}", f"{share:.2f}", str(n)] for p, share, n in self.calibration]
+                print_table("calibration on the test split", ["predicted", "observed", "pairs"], bins)
+        self.last = time.perf_counter()
+
+    def finish(self, model: nn.Module, tokenizer: AutoTokenizer) -> None:
+        """Closes the files and, unless not one step was made, saves the model with its card and draws the curves."""
+        self.bar.close()
+        self.file.close()
+        if self.metrics:
+            save_model(model, tokenizer, self.args, self.metrics)
+            panels = [["loss", "eval/loss"], ["accuracy", "eval/accuracy"], ["margin", "eval/margin"]]
+            draw_curves(Path(self.args.output_dir), "step", panels)
+        if self.wandb:
+            self.wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing that stands in every script, word for word
+
+
+class UserError(Exception):
+    """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
+
+
+def start_run(args: Args) -> torch.device:  # same in all scripts
+    """Seeds everything, picks the device, makes args.output_dir; raises UserError where a run already is."""
+    logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
+    output = Path(args.output_dir)
+    if (output / "metrics.jsonl").exists():
+        raise UserError(f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    output.mkdir(parents=True, exist_ok=True)
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=args.device or best).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all scripts
+    """bfloat16 where --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+
+
+def locate(name: str, kind: str = "model") -> str:  # same in all scripts
+    """A folder or file as given, or beside this script; else a name on the hub, if the hub or its cache has it."""
+    for path in (Path(name), Path(__file__).resolve().parent / name):
+        if path.exists():
+            return str(path)
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return name
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except Exception as error:  # no network, no such name, no permission: all end in the same advice
+        raise UserError(
+            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for ({type(error).__name__}); "
+            "offline, name a local one: python ppo.py with no flags runs on toy/ without any network"
+        ) from error
+    return name
+
+
+def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
+    """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"the tokenizer of {name} has neither a pad nor an EOS token; give it one: tokenizer.pad_token = ...")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_pretrained(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+    """A model with float32 weights, whatever precision its checkpoint was saved in; safetensors only."""
+    try:
+        return auto_class.from_pretrained(
+            locate(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code, **kwargs
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"no model could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def context_length(model: nn.Module) -> int:  # same in all scripts
+    """Most tokens that the model can read at once."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def load_split(name: str, config: str | None, split: str):  # same in all scripts
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    path = locate(name, "dataset")
+    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    try:
+        if Path(path).is_file():
+            if Path(path).suffix not in kinds:
+                raise UserError(f"--dataset {name}: a file must be one of {', '.join(kinds)}")
+            data = load_dataset(kinds[Path(path).suffix], data_files={split: path}, split=split)
+        else:
+            data = load_dataset(path, config, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # no such split, an unreadable file
+        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {str(error).splitlines()[0]}") from error
+    if len(data) == 0:
+        raise UserError(f"--dataset {name}, split {split!r}, is empty")
+    return data
+
+
+def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
+    """Raises UserError with the columns that there are where one is missing."""
+    missing = [column for column in needed if column not in data.column_names]
+    if missing:
+        raise UserError(
+            f"--dataset {name} has no column {', '.join(map(repr, missing))}; it has {', '.join(data.column_names)} (choose with {flag})"
+        )
+
+
+def pad(
+    rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False
+) -> tuple[Tensor, Tensor]:  # same in all scripts
+    """Token lists as one tensor (B, S), and its attention mask (B, S)."""
+    size = max(map(len, rows))
+    fill = [[0] * (size - len(row)) for row in rows]
+    ids = [[pad_token_id] * len(f) + row if left else row + [pad_token_id] * len(f) for f, row in zip(fill, rows)]
+    mask = [f + [1] * len(row) if left else [1] * len(row) + f for f, row in zip(fill, rows)]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def peak_memory_mb() -> float:  # same in all scripts
+    """Peak memory in MB: of the GPU on CUDA, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def start_wandb(args: Args):  # same in all scripts
+    """The W&B run, or None without --track."""
+    if not args.track:
+        return None
+    import wandb
+
+    name = Path(args.output_dir).name
+    try:
+        return wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=asdict(args), dir=args.output_dir
+        )
+    except wandb.Error as error:
+        raise UserError(f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track") from error
+
+
+def printable(text: str) -> str:  # same in all scripts
+    """Text without control characters: what a model writes must not steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:  # same in all scripts
+    """A table on the terminal; markup in its cells is shown, not obeyed."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, show_lines=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(printable(cell)) for cell in row))
+    Console().print(table)
+
+
+def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
+    """Model (safetensors), tokenizer, arguments and a model card in args.output_dir."""
+    output = Path(args.output_dir)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+    script = Path(__file__).name
+    rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
+    card = [
+        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", "---",
+        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`.", "",
+        "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
+        "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
+    ]  # fmt: skip
+    (output / "README.md").write_text("\n".join(card))
+
+
+def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts
+    """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
+    for axis, names in zip(axes, panels):
+        for name in names:
+            points = [(line[x], line[name]) for line in lines if name in line]
+            if points:
+                axis.plot(*zip(*points), label=name)
+        axis.set_xlabel(x)
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output / "curves.png", dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:  # same in all scripts
+    """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    try:
+        train(args)
+    except UserError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was trained is in {args.output_dir}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

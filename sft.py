@@ -1,0 +1,650 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers==5.23.0",
+#     "datasets==5.2.0",
+#     "tyro==1.0.17",
+#     "wandb==0.31.0",
+#     "matplotlib==3.11.2",
+#     "rich==15.0.0",
+#     "tqdm==4.70.1",
+# ]
+# ///
+"""Supervised fine-tuning: texts -> policy.
+
+For each batch of texts x_1..x_n, of which the last tokens are the completion and its EOS:
+  1. encode   prompt tokens, completion tokens, EOS; the labels are the completion and EOS (all of a text without prompt)
+  2. loss     -mean_t log pi(x_t | x_<t), over the labels alone
+  3. update   AdamW, with the learning rate warmed up and annealed
+
+  text          The  film  |  is   a    joy   .   EOS
+  label          -    -    |  *    *     *    *    *       read from the logits one position to the left
+
+EOS is a label like any other: a policy that is never shown where texts end will never end one, and an RLHF run that
+follows would see only cut-off responses. Prompt tokens carry no loss by default: the policy is asked to answer prompts,
+not to invent them. Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+
+implementation details, 2403.17031).
+
+  python sft.py                              # a small GPT-2 from scratch on the toy corpus: offline, about a minute on a CPU
+  python sft.py --model gpt2 --dataset D     # fine-tunes GPT-2; D has `text`, `prompt` + `completion`, or `messages`
+
+Shapes: B rows, S tokens (right-padded), V vocabulary.
+"""
+
+import json
+import math
+import os
+import random
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, get_scheduler
+from transformers.utils import logging
+from tyro.conf import arg
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+@dataclass
+class Args:
+    # --- Run
+    exp_name: str = "sft"
+    """name of this run, in its folder and on W&B"""
+    output_dir: str | None = None
+    """where everything goes; by default a new folder runs/NAME__SEED__TIME"""
+    seed: int = 1
+    """seed of the order of texts, and of the weights with --from-scratch"""
+    device: str | None = None
+    """cpu, cuda, mps; by default the best there is"""
+    bf16: bool = False
+    """run the models under bfloat16 autocast; weights and optimiser stay float32"""
+    track: bool = False
+    """also log to Weights & Biases (WANDB_MODE=offline works without an account)"""
+    wandb_project_name: str = "rlhf"
+    """W&B project, with --track"""
+    wandb_entity: str | None = None
+    """W&B team, with --track"""
+    num_sample_generations: int = 3
+    """how often in the run a table of sample completions is printed; 0 for never"""
+
+    # --- Model: a folder, or a name on the hub
+    model: Annotated[str | None, arg(aliases=["--model-name-or-path"])] = None
+    """the pretrained model to fine-tune"""
+    from_scratch: str | None = None
+    """start from random weights instead, with the config and tokenizer of this folder or name (toy/base if neither is given)"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model; leave it off unless you have read that code"""
+
+    # --- Data
+    dataset: Annotated[str, arg(aliases=["--dataset-name"])] = "toy/data/sft"
+    """folder, file (jsonl, csv, parquet) or hub name, with columns messages, or prompt + completion, or text"""
+    dataset_config: Annotated[str | None, arg(aliases=["--dataset-config-name"])] = None
+    """configuration of a hub dataset that has several"""
+    dataset_train_split: str = "train"
+    """split to train on"""
+    dataset_test_split: str | None = "validation"
+    """split to evaluate on; none for no evaluation"""
+    text_column: Annotated[str, arg(aliases=["--dataset-text-field"])] = "text"
+    """column of whole texts"""
+    prompt_column: str = "prompt"
+    """column of prompts, beside completions"""
+    completion_column: str = "completion"
+    """column of completions"""
+    messages_column: str = "messages"
+    """column of conversations: lists of {role, content}, through the tokenizer's chat template"""
+    completion_only_loss: bool = True
+    """no loss on prompts, nor on messages that are not the assistant's (TRL's default)"""
+    max_length: Annotated[int, arg(aliases=["--max-seq-length"])] = 512
+    """longer texts are cut at the end, and counted; with --packing, the length of a block"""
+    packing: bool = False
+    """join all texts, EOS between them, and cut them into blocks of max_length: no padding, no short rows (TRL)"""
+
+    # --- Optimisation
+    num_train_epochs: float = 1.0
+    """passes over the texts (N+ details: 1)"""
+    per_device_train_batch_size: int = 64
+    """texts, or blocks, in one forward/backward"""
+    gradient_accumulation_steps: int = 1
+    """micro-batches in an optimiser step; changes memory, not the result"""
+    learning_rate: float | None = None
+    """AdamW's; by default 2e-5 from a pretrained model (TRL), 3e-3 from scratch"""
+    lr_scheduler_type: str = "cosine"
+    """any name that transformers.get_scheduler knows (N+ details: cosine)"""
+    warmup_ratio: float = 0.03
+    """share of the run in which the learning rate rises to its value"""
+    weight_decay: float = 0.0
+    """AdamW's"""
+    max_grad_norm: float = 1.0
+    """the gradient is clipped to this norm"""
+    eval_steps: int = 100
+    """optimiser steps between evaluations; there is one at the end too"""
+
+
+METRICS = {
+    "step": "optimiser steps so far",
+    "epoch": "passes over the texts so far",
+    "num_tokens": "tokens with a label so far",
+    "lr": "learning rate",
+    "loss": "-log-probability of a label token, mean over the labels of the step, nats",
+    "mean_token_accuracy": "share of labels that were the likeliest token",
+    "grad_norm": "norm of the gradient before clipping",
+    "eval/loss": "the loss on the test split",
+    "eval/perplexity": "exp(eval/loss)",
+    "eval/mean_token_accuracy": "share of labels of the test split that were the likeliest token",
+    "eval/eos_loss": "the loss on EOS labels alone: does the policy know where texts end?",
+    "time/step": "seconds of this step",
+    "perf/tokens_per_second": "tokens with a label / seconds of this step",
+    "perf/peak_memory_mb": "peak memory so far: of the GPU on CUDA, else of the process",
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Encode
+
+IGNORE = -100  # a label that carries no loss (torch's own convention)
+
+
+def encode_pair(
+    prompt: str, completion: str, tokenizer: AutoTokenizer, completion_only: bool
+) -> tuple[list[int], list[int]]:
+    """Token ids and labels of prompt + completion + EOS. An empty prompt makes it a plain text, all of it labelled.
+
+    Prompt and completion are encoded apart, as in a rollout, where the prompt is encoded before its completion exists.
+    """
+    start = tokenizer(prompt)["input_ids"] if prompt else []
+    end = tokenizer(completion, add_special_tokens=not prompt)["input_ids"]
+    if end[-1:] != [tokenizer.eos_token_id]:
+        end = end + [tokenizer.eos_token_id]
+    return start + end, ([IGNORE] * len(start) if completion_only else start) + end
+
+
+def encode_messages(
+    messages: list[dict], tokenizer: AutoTokenizer, completion_only: bool
+) -> tuple[list[int], list[int]]:
+    """Token ids and labels of a conversation: the assistant's turns and what the template ends them with are labelled."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for i, message in enumerate(messages):
+        is_label = message["role"] == "assistant" or not completion_only
+        if message["role"] == "assistant":  # the header of the turn is the prompt's part of it
+            head = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False)
+            labels += [IGNORE if completion_only else x for x in head[len(ids) :]]
+            ids = head
+        whole = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False)
+        if whole[: len(ids)] != ids:
+            raise UserError(
+                "this chat template rewrites earlier turns when a later one is added, so a loss on single turns has no "
+                "meaning; use prompt and completion columns"
+            )
+        labels += whole[len(ids) :] if is_label else [IGNORE] * (len(whole) - len(ids))
+        ids = whole
+    return ids, labels
+
+
+def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[list[int], list[int]]]:
+    """All rows of a dataset as (ids, labels), in whichever of the three formats its columns are."""
+    if args.messages_column in data.column_names:
+        if tokenizer.chat_template is None:
+            raise UserError(f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template")
+        rows = [encode_messages(m, tokenizer, args.completion_only_loss) for m in data[args.messages_column]]
+    elif args.completion_column in data.column_names:
+        check_columns(data, [args.prompt_column], args.dataset, "--prompt-column")
+        pairs = zip(data[args.prompt_column], data[args.completion_column])
+        rows = [encode_pair(p, c, tokenizer, args.completion_only_loss) for p, c in pairs]
+    else:
+        check_columns(data, [args.text_column], args.dataset, "--text-column, --completion-column or --messages-column")
+        rows = [encode_pair("", text, tokenizer, False) for text in data[args.text_column]]
+    too_long = sum(len(ids) > args.max_length for ids, _ in rows)
+    if too_long and not args.packing:
+        print(f"cut {too_long} of {len(rows)} texts to --max-length {args.max_length} tokens; they lose their EOS")
+        rows = [(ids[: args.max_length], labels[: args.max_length]) for ids, labels in rows]
+    kept = [row for row in rows if any(label != IGNORE for label in row[1])]
+    if len(kept) < len(rows):
+        print(f"dropped {len(rows) - len(kept)} of {len(rows)} texts whose completion lies beyond --max-length or is empty")
+    if not kept:
+        raise UserError(f"--dataset {args.dataset}: no text has a completion within --max-length {args.max_length} tokens")
+    return kept
+
+
+def pack(rows: list[tuple[list[int], list[int]]], length: int) -> list[tuple[list[int], list[int]]]:
+    """Joins texts (each ends with its EOS) and cuts them into blocks of `length` tokens; the remainder is dropped.
+
+    [[a b EOS], [c d e EOS], [f EOS]] at length 4 -> [a b EOS c], [d e EOS f]
+    """
+    ids = [token for row, _ in rows for token in row]
+    labels = [label for _, row in rows for label in row]
+    return [(ids[i : i + length], labels[i : i + length]) for i in range(0, len(ids) - length + 1, length)]
+
+
+def length_grouped_batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
+    """One pass over all rows in batches of like length, in random order: little padding, and yet random enough.
+
+    Rows are shuffled, cut into groups of 50 batches, sorted by length inside a group, and the batches shuffled again.
+    """
+    order = torch.randperm(len(lengths)).tolist()
+    group = 50 * batch_size
+    ordered = [i for g in range(0, len(order), group) for i in sorted(order[g : g + group], key=lengths.__getitem__)]
+    batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
+    for i in torch.randperm(len(batches)).tolist():
+        yield batches[i]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Loss
+
+
+def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B, S-1) cross-entropy of labels[:, 1:] under logits[:, :-1], which predict them; 0 where there is no label."""
+    targets = labels[:, 1:]
+    losses = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=IGNORE
+    )
+    return losses.view_as(targets)
+
+
+def forward(model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args) -> dict[str, Tensor]:
+    """Sums over the labels of a batch: their loss, number, hits of the likeliest token, and the loss of EOS labels."""
+    ids, attention_mask = pad([ids for ids, _ in rows], tokenizer.pad_token_id, model.device)
+    labels, _ = pad([labels for _, labels in rows], IGNORE, model.device)
+    with autocast(args, model.device):
+        logits = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits  # (B, S, V)
+    losses, targets = label_losses(logits, labels), labels[:, 1:]
+    is_eos = targets == tokenizer.eos_token_id
+    return {
+        "loss": losses.sum(),
+        "tokens": (targets != IGNORE).sum(),
+        "hits": (logits[:, :-1].detach().argmax(-1) == targets).sum(),
+        "eos_loss": losses.detach()[is_eos].sum(),
+        "eos_tokens": is_eos.sum(),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Update
+
+
+def train(args: Args) -> None:
+    """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
+    device = start_run(args)
+    model, tokenizer = load_model(args, device)
+    rows = encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
+    rows = pack(rows, args.max_length) if args.packing else rows
+    test_data, test_rows = load_test_rows(args, tokenizer)
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if not rows:
+        raise UserError(f"the texts do not fill one block of --max-length {args.max_length}; lower it, or leave out --packing")
+    steps_per_epoch = math.ceil(len(rows) / batch_size)
+    num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    print(
+        f"model: {args.from_scratch or args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {device}, learning rate {args.learning_rate:.2g}\n"
+        f"data: {len(rows)} {'blocks' if args.packing else 'texts'}, {len(test_rows)} for evaluation\n"
+        f"batch: {args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size}; {num_steps} steps\noutput: {args.output_dir}"
+    )
+    log = Logger(args, num_steps)
+    lengths = [len(ids) for ids, _ in rows]
+    batches = (batch for _ in range(math.ceil(args.num_train_epochs)) for batch in length_grouped_batches(lengths, batch_size))
+    try:
+        for step, batch in zip(range(1, num_steps + 1), batches):
+            num_labels = sum(label != IGNORE for i in batch for label in rows[i][1][1:])  # the first token has no logits
+            sums = {"loss": 0.0, "hits": 0.0}
+            for i in range(0, len(batch), args.per_device_train_batch_size):
+                micro_batch = [rows[j] for j in batch[i : i + args.per_device_train_batch_size]]
+                output = forward(model, micro_batch, tokenizer, args)
+                (output["loss"] / num_labels).backward()  # of the whole step: accumulation changes nothing
+                sums = {name: x + float(output[name].detach()) for name, x in sums.items()}
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = {
+                "epoch": step / steps_per_epoch,
+                "lr": schedule.get_last_lr()[0],
+                "loss": sums["loss"] / num_labels,
+                "mean_token_accuracy": sums["hits"] / num_labels,
+                "grad_norm": float(grad_norm),
+            }
+            schedule.step()
+            if test_rows and (step % args.eval_steps == 0 or step == num_steps):
+                stats |= evaluate(model, test_rows, tokenizer, args)
+            log.write(step, stats, num_labels)
+            log.show_samples(step, model, tokenizer, test_data)
+    finally:  # also after an error or Ctrl-C: what was trained is on disk
+        log.finish(model, tokenizer)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args) -> dict[str, float]:
+    """Loss, perplexity and accuracy over all labels of the test split."""
+    model.eval()
+    sums: dict[str, float] = {}
+    by_length = sorted(rows, key=lambda row: len(row[0]))
+    for i in range(0, len(rows), args.per_device_train_batch_size):
+        output = forward(model, by_length[i : i + args.per_device_train_batch_size], tokenizer, args)
+        sums = {name: sums.get(name, 0.0) + float(x) for name, x in output.items()}
+    model.train()
+    loss = sums["loss"] / sums["tokens"]
+    return {
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(loss),
+        "eval/mean_token_accuracy": sums["hits"] / sums["tokens"],
+        "eval/eos_loss": sums["eos_loss"] / max(1.0, sums["eos_tokens"]),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing of this script
+
+
+def load_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
+    """The model to train, pretrained or with random weights, and its tokenizer; fills in the settings that depend on it."""
+    if args.model and args.from_scratch:
+        raise UserError(f"--model {args.model} and --from-scratch {args.from_scratch} exclude each other; give one")
+    if not args.model and not args.from_scratch:
+        args.from_scratch = "toy/base"
+    tokenizer = load_tokenizer(args.from_scratch or args.model, args.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {args.model or args.from_scratch} has no EOS token, which every text must end with")
+    if args.from_scratch:
+        config = AutoConfig.from_pretrained(locate(args.from_scratch), trust_remote_code=args.trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
+    else:
+        model = load_pretrained(AutoModelForCausalLM, args.model, args.trust_remote_code)
+    args.learning_rate = args.learning_rate or (3e-3 if args.from_scratch else 2e-5)
+    if args.max_length > context_length(model):
+        print(f"--max-length lowered from {args.max_length} to {context_length(model)}, the context of this model")
+        args.max_length = context_length(model)
+    return model.train().to(device), tokenizer
+
+
+def load_test_rows(args: Args, tokenizer: AutoTokenizer):
+    """The test split and its encoded rows; (None, []) without one."""
+    if args.dataset_test_split in (None, "none"):
+        return None, []
+    data = load_split(args.dataset, args.dataset_config, args.dataset_test_split)
+    return data, encode_dataset(data, tokenizer, args)
+
+
+class Logger:
+    """Everything a run leaves behind: metrics.jsonl, the progress bar, sample tables, W&B, curves, the model."""
+
+    def __init__(self, args: Args, num_steps: int):
+        self.args, self.num_steps, self.num_tokens, self.last = args, num_steps, 0, time.perf_counter()
+        self.metrics: dict[str, float] = {}
+        self.file = open(Path(args.output_dir) / "metrics.jsonl", "a")
+        self.wandb = start_wandb(args)
+        self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True)
+
+    def write(self, step: int, stats: dict, num_labels: int) -> None:
+        """Ends a step: one line of metrics.jsonl, the bar, W&B."""
+        now = time.perf_counter()
+        self.num_tokens += num_labels
+        stats |= {"step": step, "num_tokens": self.num_tokens, "time/step": now - self.last}
+        stats |= {"perf/tokens_per_second": num_labels / (now - self.last), "perf/peak_memory_mb": peak_memory_mb()}
+        self.last = now
+        self.metrics |= {name: stats[name] for name in METRICS if name in stats}
+        self.file.write(json.dumps({name: stats[name] for name in METRICS if name in stats}) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(stats, step=step)
+        perplexity = f", test perplexity {self.metrics['eval/perplexity']:.2f}" if "eval/perplexity" in self.metrics else ""
+        self.bar.set_postfix_str(f"loss {stats['loss']:.3f}{perplexity}")
+        self.bar.update()
+
+    def show_samples(self, step: int, model: nn.Module, tokenizer: AutoTokenizer, data) -> None:
+        """A table of prompts, sampled completions and the texts' own, `num_sample_generations` times in the run."""
+        shows = self.args.num_sample_generations
+        has_prompts = data is not None and {self.args.prompt_column, self.args.completion_column} <= set(data.column_names)
+        if not (shows and has_prompts and (step % -(-self.num_steps // shows) == 0 or step == self.num_steps)):
+            return
+        examples = [data[i] for i in range(min(3, len(data)))]
+        config = GenerationConfig(  # complete in itself, so that nothing stored with the checkpoint shapes the samples
+            do_sample=True, top_k=0, max_new_tokens=min(53, self.args.max_length // 2),
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        rows = []
+        for example in examples:
+            ids = torch.tensor([tokenizer(example[self.args.prompt_column])["input_ids"]], device=model.device)
+            text = model.eval().generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, ids.shape[1] :]
+            rows.append([example[self.args.prompt_column], tokenizer.decode(text), example[self.args.completion_column]])
+        model.train()
+        with self.bar.external_write_mode():
+            print_table(f"step {step} of {self.num_steps}", ["prompt", "sampled completion", "the text's own"], rows)
+        self.last = time.perf_counter()
+
+    def finish(self, model: nn.Module, tokenizer: AutoTokenizer) -> None:
+        """Closes the files and, unless not one step was made, saves the model with its card and draws the curves."""
+        self.bar.close()
+        self.file.close()
+        if self.metrics:
+            save_model(model, tokenizer, self.args, self.metrics)
+            draw_curves(Path(self.args.output_dir), "step", [["loss", "eval/loss"], ["eval/perplexity"], ["eval/eos_loss"]])
+        if self.wandb:
+            self.wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing that stands in every script, word for word
+
+
+class UserError(Exception):
+    """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
+
+
+def start_run(args: Args) -> torch.device:  # same in all scripts
+    """Seeds everything, picks the device, makes args.output_dir; raises UserError where a run already is."""
+    logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
+    output = Path(args.output_dir)
+    if (output / "metrics.jsonl").exists():
+        raise UserError(f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    output.mkdir(parents=True, exist_ok=True)
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=args.device or best).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all scripts
+    """bfloat16 where --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+
+
+def locate(name: str, kind: str = "model") -> str:  # same in all scripts
+    """A folder or file as given, or beside this script; else a name on the hub, if the hub or its cache has it."""
+    for path in (Path(name), Path(__file__).resolve().parent / name):
+        if path.exists():
+            return str(path)
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return name
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except Exception as error:  # no network, no such name, no permission: all end in the same advice
+        raise UserError(
+            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for ({type(error).__name__}); "
+            "offline, name a local one: python ppo.py with no flags runs on toy/ without any network"
+        ) from error
+    return name
+
+
+def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
+    """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"the tokenizer of {name} has neither a pad nor an EOS token; give it one: tokenizer.pad_token = ...")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_pretrained(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+    """A model with float32 weights, whatever precision its checkpoint was saved in; safetensors only."""
+    try:
+        return auto_class.from_pretrained(
+            locate(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code, **kwargs
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"no model could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def context_length(model: nn.Module) -> int:  # same in all scripts
+    """Most tokens that the model can read at once."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def load_split(name: str, config: str | None, split: str):  # same in all scripts
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    path = locate(name, "dataset")
+    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    try:
+        if Path(path).is_file():
+            if Path(path).suffix not in kinds:
+                raise UserError(f"--dataset {name}: a file must be one of {', '.join(kinds)}")
+            data = load_dataset(kinds[Path(path).suffix], data_files={split: path}, split=split)
+        else:
+            data = load_dataset(path, config, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # no such split, an unreadable file
+        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {str(error).splitlines()[0]}") from error
+    if len(data) == 0:
+        raise UserError(f"--dataset {name}, split {split!r}, is empty")
+    return data
+
+
+def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
+    """Raises UserError with the columns that there are where one is missing."""
+    missing = [column for column in needed if column not in data.column_names]
+    if missing:
+        raise UserError(
+            f"--dataset {name} has no column {', '.join(map(repr, missing))}; it has {', '.join(data.column_names)} (choose with {flag})"
+        )
+
+
+def pad(
+    rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False
+) -> tuple[Tensor, Tensor]:  # same in all scripts
+    """Token lists as one tensor (B, S), and its attention mask (B, S)."""
+    size = max(map(len, rows))
+    fill = [[0] * (size - len(row)) for row in rows]
+    ids = [[pad_token_id] * len(f) + row if left else row + [pad_token_id] * len(f) for f, row in zip(fill, rows)]
+    mask = [f + [1] * len(row) if left else [1] * len(row) + f for f, row in zip(fill, rows)]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def peak_memory_mb() -> float:  # same in all scripts
+    """Peak memory in MB: of the GPU on CUDA, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def start_wandb(args: Args):  # same in all scripts
+    """The W&B run, or None without --track."""
+    if not args.track:
+        return None
+    import wandb
+
+    name = Path(args.output_dir).name
+    try:
+        return wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=asdict(args), dir=args.output_dir
+        )
+    except wandb.Error as error:
+        raise UserError(f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track") from error
+
+
+def printable(text: str) -> str:  # same in all scripts
+    """Text without control characters: what a model writes must not steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:  # same in all scripts
+    """A table on the terminal; markup in its cells is shown, not obeyed."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, show_lines=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(printable(cell)) for cell in row))
+    Console().print(table)
+
+
+def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
+    """Model (safetensors), tokenizer, arguments and a model card in args.output_dir."""
+    output = Path(args.output_dir)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+    script = Path(__file__).name
+    rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
+    card = [
+        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", "---",
+        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`.", "",
+        "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
+        "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
+    ]  # fmt: skip
+    (output / "README.md").write_text("\n".join(card))
+
+
+def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts
+    """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
+    for axis, names in zip(axes, panels):
+        for name in names:
+            points = [(line[x], line[name]) for line in lines if name in line]
+            if points:
+                axis.plot(*zip(*points), label=name)
+        axis.set_xlabel(x)
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output / "curves.png", dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:  # same in all scripts
+    """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    try:
+        train(args)
+    except UserError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was trained is in {args.output_dir}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
