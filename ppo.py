@@ -190,40 +190,6 @@ class Args:
     """episodes over which the controller reacts (TRL 0.7)"""
 
 
-METRICS = {
-    "eps": "episodes per second since the start",
-    "episode": "episodes so far",
-    "lr": "learning rate of the policy",
-    "objective/kl": "KL to the reference by --kl-estimator, summed over a response, mean over responses",
-    "objective/kl_k3": "the same by the estimator k3, which is never negative",
-    "objective/kl_coef": "weight of the KL penalty in this update",
-    "objective/entropy": "-logprobs summed over a response, mean over responses",
-    "objective/non_score_reward": "-kl_coef * objective/kl",
-    "objective/rlhf_reward": "objective/scores + objective/non_score_reward",
-    "objective/scores": "mean score, after the EOS penalty",
-    "objective/scores_std": "standard deviation of the scores in the batch",
-    "objective/gold_scores": "mean of --gold-reward-fn, never trained on (only when it is given)",
-    "policy/approxkl_avg": "half the squared log-ratio of new to old policy, mean over tokens and steps",
-    "policy/clipfrac_avg": "share of tokens where clipping decides the policy loss",
-    "policy/entropy_avg": "entropy of the policy's distribution, mean over tokens and steps",
-    "policy/grad_norm": "norm of the policy's gradient before clipping, mean over steps",
-    "loss/policy_avg": "clipped policy loss, mean over tokens and steps",
-    "loss/value_avg": "clipped value loss (with its 1/2, without vf_coef), mean over tokens and steps",
-    "val/clipfrac_avg": "share of tokens where clipping decides the value loss",
-    "val/ratio": "pi / pi_old, mean over tokens and steps",
-    "val/ratio_var": "variance of pi / pi_old over tokens and steps",
-    "val/explained_variance": "1 - Var(returns - values) / Var(returns) before the update",
-    "val/grad_norm": "norm of the critic's gradient before clipping, mean over steps",
-    "val/num_eos_tokens": "responses in the batch that contain the stop token",
-    "val/eos_share": "the same as a share of the batch",
-    "val/response_length": "tokens in a response with its stop token, mean",
-    "time/rollout": "seconds of this update spent sampling",
-    "time/score": "seconds of this update spent on reference, critic and reward",
-    "time/update": "seconds of this update spent on the gradient steps",
-    "perf/tokens_per_second": "response tokens of this update / its seconds",
-    "perf/peak_memory_mb": "peak memory so far: of the GPU on CUDA, else of the process",
-}
-
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Sample
 
@@ -252,7 +218,9 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """One token for each row of logits (B, V) by inverting the distribution function at `uniform` (B,), and its logprob."""
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)  # ends at 1 up to rounding, hence the scaling
-    tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
+    tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).clamp(
+        max=logits.shape[1] - 1
+    )  # (B, 1)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
@@ -564,12 +532,12 @@ def check_first_ratio(error: float, args: Args) -> None:
     Raises UserError when the mean of |ratio - 1| exceeds 1e-3 (5e-2 under bf16, whose logits have three digits).
     """
     bound = 5e-2 if args.bf16 else 1e-3
-    if not error <= bound:
-        raise UserError(
-            f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
-            "see different distributions. Usual causes: dropout that is on, a model that ignores position_ids or the "
-            "attention mask, different temperatures, a cache that this model handles differently; with bf16, rounding."
-        )
+    require(
+        error <= bound,
+        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update see "
+        "different distributions. Usual causes: dropout that is on, a model that ignores position_ids or the attention "
+        "mask, different temperatures, a cache that this model handles differently; with bf16, rounding.",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -578,14 +546,19 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 def train(args: Args) -> None:
     """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
+    check_numbers(args, "response_length temperature per_device_train_batch_size gradient_accumulation_steps "
+                  "num_mini_batches batch_size local_rollout_forward_batch_size total_episodes num_train_epochs learning_rate "
+                  "critic_learning_rate max_grad_norm num_ppo_epochs cliprange cliprange_value kl_target kl_horizon",
+                  shares="gamma lam")  # fmt: skip
     device = start_run(args)
     policy, tokenizer = load_policy(args, device)
     reference = deepcopy(policy).requires_grad_(False)
     reward_model, reward_tokenizer = load_reward_model(args, device)
     critic = make_critic(policy, tokenizer, reward_model, reward_tokenizer)
     score = make_score_function(args, tokenizer, reward_model, reward_tokenizer)
-    set_defaults(args, policy)
-    prompts = prompt_batches(load_prompts(args, tokenizer, policy), args.batch_size, tokenizer, device)
+    prompts = load_prompts(args, tokenizer, policy)
+    set_defaults(args, policy, len(prompts))
+    prompts = prompt_batches(prompts, args.batch_size, tokenizer, device)
     optimizer = torch.optim.AdamW(
         [{"params": policy.parameters(), "initial_lr": args.learning_rate},
          {"params": critic.parameters(), "initial_lr": args.critic_learning_rate}],
@@ -634,9 +607,8 @@ def sample_batch(
         ]
     rollout = Rollout(prompts, prompt_mask, **{k: torch.cat([part[k] for part in parts]) for k in parts[0]})
     bad = ~rollout.logprobs.isfinite().all(1)
-    if bad.any():
-        prompt = tokenizer.decode(prompts[bad][0][prompt_mask[bad][0]])
-        raise UserError(f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}")
+    prompt = tokenizer.decode(prompts[bad.long().argmax()])
+    require(not bad.any(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}")
     return rollout.rows(torch.arange(len(prompts), device=prompts.device))
 
 
@@ -644,7 +616,9 @@ def sample_batch(
 def score_batch(rollout: Rollout, policy: nn.Module, reference: nn.Module, critic: nn.Module, args: Args) -> None:
     """Step 2 but for the score: fills in ref_logprobs, kl and values, (B, T) each."""
     rollout.ref_logprobs, rollout.kl, rollout.values = (torch.zeros_like(rollout.logprobs) for _ in range(3))
-    for index in torch.arange(len(rollout.mask), device=rollout.mask.device).split(args.local_rollout_forward_batch_size):
+    for index in torch.arange(len(rollout.mask), device=rollout.mask.device).split(
+        args.local_rollout_forward_batch_size
+    ):
         r = rollout.rows(index)
         T = r.mask.shape[1]
         with autocast(args, rollout.mask.device):
@@ -660,7 +634,9 @@ def score_batch(rollout: Rollout, policy: nn.Module, reference: nn.Module, criti
 def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) -> dict[str, float]:
     """The metrics that describe a batch before the update."""
     mask, per_row = rollout.mask, lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()
-    residual_var = masked_var(rollout.returns - rollout.values, mask) / masked_var(rollout.returns, mask).clamp(min=1e-8)
+    residual_var = masked_var(rollout.returns - rollout.values, mask) / masked_var(rollout.returns, mask).clamp(
+        min=1e-8
+    )
     return {
         "objective/kl": per_row(rollout.kl),
         "objective/kl_k3": per_row(kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k3")),
@@ -692,7 +668,7 @@ def load_policy(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokeni
     """The policy in float32 and its tokenizer. Dropout stays off: rollout, scoring and loss see one distribution."""
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
     args.stop_token_id = find_stop_token(args, tokenizer)
-    policy = load_pretrained(AutoModelForCausalLM, args.model, args.trust_remote_code)
+    policy = load_weights(AutoModelForCausalLM, args.model, args.trust_remote_code)
     return policy.eval().to(device), tokenizer
 
 
@@ -701,15 +677,16 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
     if args.stop_token_id is not None or args.stop_token == "none":
         return args.stop_token_id
     if args.stop_token == "eos":
-        if tokenizer.eos_token_id is None:
-            raise UserError(
-                f"the tokenizer of {args.model} has no EOS token for --stop-token eos; name the token that ends a response "
-                "with --stop-token TEXT or --stop-token-id N, or sample to full length with --stop-token none"
-            )
+        require(
+            tokenizer.eos_token_id is not None,
+            f"the tokenizer of {args.model} has no EOS token for --stop-token eos; name the token that ends a response with "
+            "--stop-token TEXT or --stop-token-id N, or sample to full length with --stop-token none",
+        )
         return tokenizer.eos_token_id
     ids = tokenizer.encode(args.stop_token, add_special_tokens=False)
-    if len(ids) != 1:
-        raise UserError(f"--stop-token {args.stop_token!r} is {len(ids)} tokens {ids} of this tokenizer; it must be one")
+    require(
+        len(ids) == 1, f"--stop-token {args.stop_token!r} is {len(ids)} tokens {ids} of this tokenizer; it must be one"
+    )
     return ids[0]
 
 
@@ -717,13 +694,13 @@ def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | Non
     """The reward model, frozen, and its tokenizer; (None, None) where a function gives the reward."""
     if args.reward_fn is not None:
         return None, None
-    model = load_pretrained(AutoModelForSequenceClassification, args.reward_model, args.trust_remote_code)
+    model = load_weights(AutoModelForSequenceClassification, args.reward_model, args.trust_remote_code)
     labels = list(model.config.id2label.values())
-    if len(labels) > 1 and args.reward_label not in labels:
-        raise UserError(
-            f"the reward model {args.reward_model} has {len(labels)} labels; choose the one whose logit is the reward with "
-            f"--reward-label (there are: {', '.join(map(str, labels))})"
-        )
+    require(
+        args.reward_label in labels or (len(labels) == 1 and args.reward_label is None),
+        f"the reward model {args.reward_model} has the labels {', '.join(map(str, labels))}; choose the one whose logit is "
+        "the reward with --reward-label",
+    )
     return model.eval().requires_grad_(False).to(device), load_tokenizer(args.reward_model, args.trust_remote_code)
 
 
@@ -754,14 +731,18 @@ def make_score_function(
     """The function from a rollout to its scores (B,): a reward function on texts, or the reward model on tokens."""
     if reward_model is None:
         reward_fn = load_function(args.reward_fn)
-        call_reward_function(reward_fn, ["A first text.", "And a second one."])  # a wrong function fails here, not later
+        call_reward_function(
+            reward_fn, ["A first text.", "And a second one."]
+        )  # a wrong function fails here, not later
         return lambda rollout: call_reward_function(reward_fn, decode(rollout, tokenizer)).to(rollout.mask.device)
     label = list(reward_model.config.id2label.values()).index(args.reward_label) if args.reward_label else 0
 
     @torch.no_grad()
     def score(rollout: Rollout) -> Tensor:
         scores = []
-        for index in torch.arange(len(rollout.mask), device=rollout.mask.device).split(args.local_rollout_forward_batch_size):
+        for index in torch.arange(len(rollout.mask), device=rollout.mask.device).split(
+            args.local_rollout_forward_batch_size
+        ):
             r = rollout.rows(index)
             if same_tokens(tokenizer, reward_tokenizer):
                 inputs = join(*r.text)
@@ -770,10 +751,7 @@ def make_score_function(
                 ids, mask = encode_texts(decode(r, tokenizer), r.ended, reward_tokenizer, reward_model)
             with autocast(args, ids.device):
                 scores.append(read_reward(reward_model, ids, mask)[:, label])
-        scores = torch.cat(scores)
-        if not scores.isfinite().all():
-            raise UserError(f"the reward model gave NaN or inf for {decode(rollout, tokenizer)[int(scores.isfinite().long().argmin())]!r}")
-        return scores
+        return check_scores(torch.cat(scores), decode(rollout, tokenizer), "the reward model")
 
     return score
 
@@ -795,13 +773,21 @@ def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
 
 def call_reward_function(reward_fn: Callable[[list[str]], list[float]], texts: list[str]) -> Tensor:
     """(B,) scores of texts; raises UserError for a wrong number of scores or one that is not finite."""
-    scores = list(reward_fn(texts))
-    if len(scores) != len(texts):
-        raise UserError(f"the reward function gave {len(scores)} scores for {len(texts)} texts; it must give one float a text")
-    scores = torch.tensor([float(x) for x in scores])
-    if not scores.isfinite().all():
-        i = int(scores.isfinite().long().argmin())
-        raise UserError(f"the reward function gave {scores[i].item()} for the text {texts[i]!r}")
+    try:
+        scores = [float(x) for x in reward_fn(texts)]
+    except Exception as error:  # somebody else's code: whatever goes wrong in it, say what
+        raise UserError(f"the reward function failed: {type(error).__name__}: {error}") from error
+    require(
+        len(scores) == len(texts),
+        f"the reward function gave {len(scores)} scores for {len(texts)} texts, not one a text",
+    )
+    return check_scores(torch.tensor(scores), texts, "the reward function")
+
+
+def check_scores(scores: Tensor, texts: list[str], source: str) -> Tensor:
+    """The scores (B,) themselves; raises UserError with the text for one that is NaN or infinite."""
+    bad = int(scores.isfinite().long().argmin())
+    require(scores.isfinite().all(), f"{source} gave {scores[bad].item()} for the text {texts[bad]!r}")
     return scores
 
 
@@ -815,18 +801,18 @@ def load_prompts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> lis
     check_columns(data, [args.prompt_column], args.dataset, "--prompt-column")
     prompts = tokenizer(list(data[args.prompt_column]))["input_ids"]
     kept = [p for p in prompts if 0 < len(p) <= args.max_prompt_length]
-    if not kept:
-        raise UserError(
-            f"all {len(prompts)} prompts are empty or longer than --max-prompt-length {args.max_prompt_length} tokens (shortest: {min(map(len, prompts))})"
-        )
+    require(kept, f"all {len(prompts)} prompts are empty or over --max-prompt-length {args.max_prompt_length} tokens")
     if len(kept) < len(prompts):
-        print(f"dropped {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens")
-    longest, limit = max(map(len, kept)), context_length(policy)
-    if longest + args.response_length > limit:
-        raise UserError(
-            f"the longest prompt ({longest} tokens) and --response-length {args.response_length} make {longest + args.response_length} tokens, "
-            f"but {args.model} has a context of {limit}; lower --response-length, or drop long prompts with --max-prompt-length"
+        print(
+            f"dropped {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens"
         )
+    longest, limit = max(map(len, kept)), context_length(policy)
+    require(
+        longest + args.response_length <= limit,
+        f"the longest prompt ({longest} tokens) and --response-length {args.response_length} make "
+        f"{longest + args.response_length} tokens, but {args.model} has a context of {limit}; lower --response-length, or "
+        "drop long prompts with --max-prompt-length",
+    )
     return kept
 
 
@@ -852,23 +838,30 @@ def default_learning_rate(num_parameters: int) -> float:
     return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.75)
 
 
-def set_defaults(args: Args, policy: nn.Module) -> None:
+def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
     """Fills in what depends on the model and the machine, and checks that the batch sizes fit each other."""
     size = policy.num_parameters()
     args.learning_rate = args.learning_rate or default_learning_rate(size)
     args.critic_learning_rate = args.critic_learning_rate or args.learning_rate
     parts = args.num_mini_batches * args.gradient_accumulation_steps
     if args.batch_size is not None:
-        if args.batch_size % parts:
-            below = args.batch_size // parts * parts
-            raise UserError(
-                f"--batch-size {args.batch_size} does not divide into {args.num_mini_batches} mini-batches of "
-                f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: {below or parts} and {below + parts}"
-            )
+        below = args.batch_size // parts * parts
+        require(
+            below == args.batch_size,
+            f"--batch-size {args.batch_size} does not divide into {args.num_mini_batches} mini-batches of "
+            f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: {below or parts} and {below + parts}",
+        )
         args.per_device_train_batch_size = args.batch_size // parts
     if args.per_device_train_batch_size is None:
         args.per_device_train_batch_size = 16 if policy.device.type == "cpu" and size > 30e6 else 64
     args.batch_size = args.per_device_train_batch_size * parts
+    if args.num_train_epochs is not None:
+        args.total_episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
+    require(
+        args.total_episodes >= args.batch_size,
+        f"--total-episodes {args.total_episodes} is less than one batch of {args.batch_size} episodes; raise it, or lower "
+        "--batch-size or --per-device-train-batch-size",
+    )
 
 
 def describe_run(args: Args, num_updates: int, policy: nn.Module, critic: nn.Module) -> None:
@@ -884,7 +877,9 @@ def describe_run(args: Args, num_updates: int, policy: nn.Module, critic: nn.Mod
         passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
         flops = 2 * tokens * passes * (policy.num_parameters() + sum(p.numel() for p in critic.parameters()))
         seconds = args.batch_size * flops / (0.5 * matmul_flops_per_second())  # half of the peak, as measured on GPT-2
-        print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.0f} min (a GPU: far less)")
+        print(
+            f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.0f} min (a GPU: far less)"
+        )
 
 
 def matmul_flops_per_second() -> float:
@@ -899,6 +894,40 @@ def matmul_flops_per_second() -> float:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plumbing: metrics, tables, curves, the model card
+
+METRICS = {
+    "eps": "episodes per second since the start",
+    "episode": "episodes so far",
+    "lr": "learning rate of the policy",
+    "objective/kl": "KL to the reference by --kl-estimator, summed over a response, mean over responses",
+    "objective/kl_k3": "the same by the estimator k3, which is never negative",
+    "objective/kl_coef": "weight of the KL penalty in this update",
+    "objective/entropy": "-logprobs summed over a response, mean over responses",
+    "objective/non_score_reward": "-kl_coef * objective/kl",
+    "objective/rlhf_reward": "objective/scores + objective/non_score_reward",
+    "objective/scores": "mean score, after the EOS penalty",
+    "objective/scores_std": "standard deviation of the scores in the batch",
+    "objective/gold_scores": "mean of --gold-reward-fn, never trained on (only when it is given)",
+    "policy/approxkl_avg": "half the squared log-ratio of new to old policy, mean over tokens and steps",
+    "policy/clipfrac_avg": "share of tokens where clipping decides the policy loss",
+    "policy/entropy_avg": "entropy of the policy's distribution, mean over tokens and steps",
+    "policy/grad_norm": "norm of the policy's gradient before clipping, mean over steps",
+    "loss/policy_avg": "clipped policy loss, mean over tokens and steps",
+    "loss/value_avg": "clipped value loss (with its 1/2, without vf_coef), mean over tokens and steps",
+    "val/clipfrac_avg": "share of tokens where clipping decides the value loss",
+    "val/ratio": "pi / pi_old, mean over tokens and steps",
+    "val/ratio_var": "variance of pi / pi_old over tokens and steps",
+    "val/explained_variance": "1 - Var(returns - values) / Var(returns) before the update",
+    "val/grad_norm": "norm of the critic's gradient before clipping, mean over steps",
+    "val/num_eos_tokens": "responses in the batch that contain the stop token",
+    "val/eos_share": "the same as a share of the batch",
+    "val/response_length": "tokens in a response with its stop token, mean",
+    "time/rollout": "seconds of this update spent sampling",
+    "time/score": "seconds of this update spent on reference, critic and reward",
+    "time/update": "seconds of this update spent on the gradient steps",
+    "perf/tokens_per_second": "response tokens of this update / its seconds",
+    "perf/peak_memory_mb": "peak memory so far: of the GPU on CUDA, else of the process",
+}
 
 
 class Logger:
@@ -988,6 +1017,20 @@ class UserError(Exception):
     """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
 
 
+def require(condition: object, sentence: str) -> None:  # same in all scripts
+    """Raises UserError with the sentence unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+def check_numbers(args: Args, positive: str, shares: str = "") -> None:  # same in all scripts
+    """The named arguments must be above 0, or between 0 and 1."""
+    for name in positive.split() + shares.split():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        require(value is None or value > 0 or name in shares.split(), f"{flag} {value} must be above 0")
+        require(name not in shares.split() or 0 <= value <= 1, f"{flag} {value} must be between 0 and 1")
+
+
 def start_run(args: Args) -> torch.device:  # same in all scripts
     """Seeds everything, picks the device, makes args.output_dir; raises UserError where a run already is."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
@@ -996,8 +1039,8 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     stamp = time.strftime("%Y%m%d-%H%M%S")
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
     output = Path(args.output_dir)
-    if (output / "metrics.jsonl").exists():
-        raise UserError(f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    is_used = (output / "metrics.jsonl").exists()
+    require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
     output.mkdir(parents=True, exist_ok=True)
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -1030,27 +1073,26 @@ def locate(name: str, kind: str = "model") -> str:  # same in all scripts
     return name
 
 
+def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # same in all scripts
+    """auto_class.from_pretrained for a folder or a hub name; safetensors only, and no code from a hub unless asked for."""
+    try:
+        return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+    """A model with float32 weights, whatever precision its checkpoint was saved in."""
+    return load(auto_class, name, trust_remote_code, dtype=torch.float32, use_safetensors=True, **kwargs)
+
+
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
     """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+    tokenizer = load(AutoTokenizer, name, trust_remote_code)
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer of {name} has neither a pad nor an EOS token; give it one: tokenizer.pad_token = ...")
+        require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def load_pretrained(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
-    """A model with float32 weights, whatever precision its checkpoint was saved in; safetensors only."""
-    try:
-        return auto_class.from_pretrained(
-            locate(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code, **kwargs
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"no model could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
 
 
 def context_length(model: nn.Module) -> int:  # same in all scripts
@@ -1060,32 +1102,33 @@ def context_length(model: nn.Module) -> int:  # same in all scripts
 
 def load_split(name: str, config: str | None, split: str):  # same in all scripts
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
-    from datasets import disable_progress_bars, load_dataset
+    import datasets
 
-    disable_progress_bars()
+    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     path = locate(name, "dataset")
     kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    is_file, kind = Path(path).is_file(), kinds.get(Path(path).suffix)
+    require(kind or not is_file, f"--dataset {name}: a file must be one of {', '.join(kinds)}")
     try:
-        if Path(path).is_file():
-            if Path(path).suffix not in kinds:
-                raise UserError(f"--dataset {name}: a file must be one of {', '.join(kinds)}")
-            data = load_dataset(kinds[Path(path).suffix], data_files={split: path}, split=split)
+        if is_file:
+            data = datasets.load_dataset(kind, data_files={split: path}, split=split)
         else:
-            data = load_dataset(path, config, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # no such split, an unreadable file
-        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {str(error).splitlines()[0]}") from error
-    if len(data) == 0:
-        raise UserError(f"--dataset {name}, split {split!r}, is empty")
+            data = datasets.load_dataset(path, config, split=split)
+    except StopIteration:  # how an empty jsonl file shows itself
+        data = []
+    except Exception as error:  # of many classes: no such split, an unreadable file, no network
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {reason}") from error
+    require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
 
 
 def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
     """Raises UserError with the columns that there are where one is missing."""
-    missing = [column for column in needed if column not in data.column_names]
-    if missing:
-        raise UserError(
-            f"--dataset {name} has no column {', '.join(map(repr, missing))}; it has {', '.join(data.column_names)} (choose with {flag})"
-        )
+    missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
+    require(
+        not missing, f"--dataset {name} has no column {missing}; it has {', '.join(data.column_names)} (set {flag})"
+    )
 
 
 def pad(
@@ -1103,13 +1146,11 @@ def load_function(spec: str) -> Callable:  # same in all scripts
     """file.py:name -> the function."""
     file, _, name = spec.partition(":")
     path = next((p for p in (Path(file), Path(__file__).resolve().parent / file) if p.is_file()), None)
-    if path is None or not name:
-        raise UserError(f"{spec!r} should be file.py:name, and the file should exist")
+    require(path and name, f"{spec!r} should be file.py:name, and the file should exist")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise UserError(f"{path} defines no function {name!r}")
+    require(callable(getattr(module, name, None)), f"{path} defines no function {name!r}")
     return getattr(module, name)
 
 
@@ -1129,10 +1170,16 @@ def start_wandb(args: Args):  # same in all scripts
     name = Path(args.output_dir).name
     try:
         return wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=asdict(args), dir=args.output_dir
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=name,
+            config=asdict(args),
+            dir=args.output_dir,
         )
     except wandb.Error as error:
-        raise UserError(f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track") from error
+        raise UserError(
+            f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
+        ) from error
 
 
 def printable(text: str) -> str:  # same in all scripts

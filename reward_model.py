@@ -185,8 +185,10 @@ def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
         ids = {}
         for name in (args.chosen_column, args.rejected_column):
             if isinstance(row[name], list):
-                if tokenizer.chat_template is None:
-                    raise UserError(f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template")
+                require(
+                    tokenizer.chat_template,
+                    f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template",
+                )
                 turns = row[args.prompt_column] if has_prompt and isinstance(row[args.prompt_column], list) else []
                 ids[name] = tokenizer.apply_chat_template(turns + row[name], return_dict=False)
             else:
@@ -200,8 +202,10 @@ def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
         print(f"cut {too_long} of {2 * len(pairs)} texts to --max-length {args.max_length} tokens")
     if len(kept) < len(pairs):
         print(f"dropped {len(pairs) - len(kept)} of {len(pairs)} pairs: both texts are the same")
-    if not kept:
-        raise UserError(f"--dataset {args.dataset}: in all {len(pairs)} pairs both texts are the same within --max-length {args.max_length}")
+    require(
+        kept,
+        f"--dataset {args.dataset}: in all {len(pairs)} pairs the texts are the same to --max-length {args.max_length}",
+    )
     return kept
 
 
@@ -297,6 +301,8 @@ def calibration(differences: Tensor, num_bins: int = 10) -> list[tuple[float, fl
 
 def train(args: Args) -> None:
     """Trains the reward model and leaves it, its metrics and its model card in args.output_dir."""
+    check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps learning_rate "
+                  "max_grad_norm eval_steps", shares="warmup_ratio eos_dropout")  # fmt: skip
     device = start_run(args)
     model, tokenizer = load_model(args, device)
     pairs = encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
@@ -305,7 +311,7 @@ def train(args: Args) -> None:
     steps_per_epoch = math.ceil(len(pairs) / batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    schedule = make_schedule(args, optimizer, num_steps)
     print(
         f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {device}, learning rate {args.learning_rate:.2g}\n"
         f"data: {len(pairs)} pairs, {len(test_pairs)} for evaluation\n"
@@ -313,7 +319,9 @@ def train(args: Args) -> None:
     )
     log = Logger(args, num_steps)
     lengths = [max(len(p.chosen), len(p.rejected)) for p in pairs]
-    batches = (batch for _ in range(math.ceil(args.num_train_epochs)) for batch in length_grouped_batches(lengths, batch_size))
+    batches = (
+        batch for _ in range(math.ceil(args.num_train_epochs)) for batch in length_grouped_batches(lengths, batch_size)
+    )
     try:
         for step, rows in zip(range(1, num_steps + 1), batches):
             batch = [pairs[i] for i in rows]
@@ -362,7 +370,9 @@ def center_rewards(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer
     shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
 
 
-def evaluate(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args, log: "Logger") -> dict[str, float]:
+def evaluate(
+    model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args, log: "Logger"
+) -> dict[str, float]:
     """Loss, accuracy and calibration over the test split; the calibration bins go to the log for its picture."""
     chosen, rejected = all_rewards(model, pairs, tokenizer, args)
     log.calibration = calibration(chosen - rejected)
@@ -388,9 +398,11 @@ def default_learning_rate(num_parameters: int) -> float:
 def load_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
     """The model with a new head of one output, and its tokenizer; fills in the settings that depend on it."""
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
-    model = load_pretrained(AutoModelForSequenceClassification, args.model, args.trust_remote_code, num_labels=1)
-    if not hasattr(model, "score"):
-        raise UserError(f"{args.model} is no causal language model ({type(model).__name__}), so it has no last token to read")
+    model = load_weights(AutoModelForSequenceClassification, args.model, args.trust_remote_code, num_labels=1)
+    is_causal = hasattr(model, "score")
+    require(
+        is_causal, f"{args.model} is no causal language model ({type(model).__name__}), so it has no last token to read"
+    )
     init_reward_head(model.score)
     model.config.pad_token_id = tokenizer.pad_token_id  # for programs that use the library's own pooling
     model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
@@ -404,6 +416,14 @@ def load_test_pairs(args: Args, tokenizer: AutoTokenizer) -> list[Pair]:
     if args.dataset_test_split in (None, "none"):
         return []
     return encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_test_split), tokenizer, args)
+
+
+def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):  # same in all scripts
+    """The learning rate's course, by the name that transformers gives it."""
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    except ValueError as error:
+        raise UserError(f"--lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
 
 
 class Logger:
@@ -465,6 +485,20 @@ class Logger:
 # Plumbing that stands in every script, word for word
 
 
+def require(condition: object, sentence: str) -> None:  # same in all scripts
+    """Raises UserError with the sentence unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+def check_numbers(args: Args, positive: str, shares: str = "") -> None:  # same in all scripts
+    """The named arguments must be above 0, or between 0 and 1."""
+    for name in positive.split() + shares.split():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        require(value is None or value > 0 or name in shares.split(), f"{flag} {value} must be above 0")
+        require(name not in shares.split() or 0 <= value <= 1, f"{flag} {value} must be between 0 and 1")
+
+
 class UserError(Exception):
     """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
 
@@ -477,8 +511,8 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     stamp = time.strftime("%Y%m%d-%H%M%S")
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
     output = Path(args.output_dir)
-    if (output / "metrics.jsonl").exists():
-        raise UserError(f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    is_used = (output / "metrics.jsonl").exists()
+    require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
     output.mkdir(parents=True, exist_ok=True)
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -511,27 +545,26 @@ def locate(name: str, kind: str = "model") -> str:  # same in all scripts
     return name
 
 
+def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # same in all scripts
+    """auto_class.from_pretrained for a folder or a hub name; safetensors only, and no code from a hub unless asked for."""
+    try:
+        return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+    """A model with float32 weights, whatever precision its checkpoint was saved in."""
+    return load(auto_class, name, trust_remote_code, dtype=torch.float32, use_safetensors=True, **kwargs)
+
+
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
     """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+    tokenizer = load(AutoTokenizer, name, trust_remote_code)
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer of {name} has neither a pad nor an EOS token; give it one: tokenizer.pad_token = ...")
+        require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def load_pretrained(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
-    """A model with float32 weights, whatever precision its checkpoint was saved in; safetensors only."""
-    try:
-        return auto_class.from_pretrained(
-            locate(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code, **kwargs
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"no model could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
 
 
 def context_length(model: nn.Module) -> int:  # same in all scripts
@@ -541,32 +574,33 @@ def context_length(model: nn.Module) -> int:  # same in all scripts
 
 def load_split(name: str, config: str | None, split: str):  # same in all scripts
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
-    from datasets import disable_progress_bars, load_dataset
+    import datasets
 
-    disable_progress_bars()
+    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     path = locate(name, "dataset")
     kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    is_file, kind = Path(path).is_file(), kinds.get(Path(path).suffix)
+    require(kind or not is_file, f"--dataset {name}: a file must be one of {', '.join(kinds)}")
     try:
-        if Path(path).is_file():
-            if Path(path).suffix not in kinds:
-                raise UserError(f"--dataset {name}: a file must be one of {', '.join(kinds)}")
-            data = load_dataset(kinds[Path(path).suffix], data_files={split: path}, split=split)
+        if is_file:
+            data = datasets.load_dataset(kind, data_files={split: path}, split=split)
         else:
-            data = load_dataset(path, config, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # no such split, an unreadable file
-        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {str(error).splitlines()[0]}") from error
-    if len(data) == 0:
-        raise UserError(f"--dataset {name}, split {split!r}, is empty")
+            data = datasets.load_dataset(path, config, split=split)
+    except StopIteration:  # how an empty jsonl file shows itself
+        data = []
+    except Exception as error:  # of many classes: no such split, an unreadable file, no network
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {reason}") from error
+    require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
 
 
 def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
     """Raises UserError with the columns that there are where one is missing."""
-    missing = [column for column in needed if column not in data.column_names]
-    if missing:
-        raise UserError(
-            f"--dataset {name} has no column {', '.join(map(repr, missing))}; it has {', '.join(data.column_names)} (choose with {flag})"
-        )
+    missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
+    require(
+        not missing, f"--dataset {name} has no column {missing}; it has {', '.join(data.column_names)} (set {flag})"
+    )
 
 
 def pad(
@@ -596,10 +630,16 @@ def start_wandb(args: Args):  # same in all scripts
     name = Path(args.output_dir).name
     try:
         return wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=asdict(args), dir=args.output_dir
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=name,
+            config=asdict(args),
+            dir=args.output_dir,
         )
     except wandb.Error as error:
-        raise UserError(f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track") from error
+        raise UserError(
+            f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
+        ) from error
 
 
 def printable(text: str) -> str:  # same in all scripts

@@ -182,11 +182,11 @@ def encode_messages(
             labels += [IGNORE if completion_only else x for x in head[len(ids) :]]
             ids = head
         whole = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False)
-        if whole[: len(ids)] != ids:
-            raise UserError(
-                "this chat template rewrites earlier turns when a later one is added, so a loss on single turns has no "
-                "meaning; use prompt and completion columns"
-            )
+        require(
+            whole[: len(ids)] == ids,
+            "this chat template rewrites earlier turns when a later one is added, so a loss on single turns has no meaning; "
+            "use prompt and completion columns",
+        )
         labels += whole[len(ids) :] if is_label else [IGNORE] * (len(whole) - len(ids))
         ids = whole
     return ids, labels
@@ -195,8 +195,9 @@ def encode_messages(
 def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[list[int], list[int]]]:
     """All rows of a dataset as (ids, labels), in whichever of the three formats its columns are."""
     if args.messages_column in data.column_names:
-        if tokenizer.chat_template is None:
-            raise UserError(f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template")
+        require(
+            tokenizer.chat_template, f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template"
+        )
         rows = [encode_messages(m, tokenizer, args.completion_only_loss) for m in data[args.messages_column]]
     elif args.completion_column in data.column_names:
         check_columns(data, [args.prompt_column], args.dataset, "--prompt-column")
@@ -211,9 +212,10 @@ def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[lis
         rows = [(ids[: args.max_length], labels[: args.max_length]) for ids, labels in rows]
     kept = [row for row in rows if any(label != IGNORE for label in row[1])]
     if len(kept) < len(rows):
-        print(f"dropped {len(rows) - len(kept)} of {len(rows)} texts whose completion lies beyond --max-length or is empty")
-    if not kept:
-        raise UserError(f"--dataset {args.dataset}: no text has a completion within --max-length {args.max_length} tokens")
+        print(
+            f"dropped {len(rows) - len(kept)} of {len(rows)} texts whose completion lies beyond --max-length or is empty"
+        )
+    require(kept, f"--dataset {args.dataset}: no text has a completion within --max-length {args.max_length} tokens")
     return kept
 
 
@@ -253,7 +255,9 @@ def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.view_as(targets)
 
 
-def forward(model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args) -> dict[str, Tensor]:
+def forward(
+    model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args
+) -> dict[str, Tensor]:
     """Sums over the labels of a batch: their loss, number, hits of the likeliest token, and the loss of EOS labels."""
     ids, attention_mask = pad([ids for ids, _ in rows], tokenizer.pad_token_id, model.device)
     labels, _ = pad([labels for _, labels in rows], IGNORE, model.device)
@@ -276,18 +280,21 @@ def forward(model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer
 
 def train(args: Args) -> None:
     """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
+    check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps learning_rate "
+                  "max_grad_norm eval_steps", shares="warmup_ratio")  # fmt: skip
     device = start_run(args)
     model, tokenizer = load_model(args, device)
     rows = encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
     rows = pack(rows, args.max_length) if args.packing else rows
     test_data, test_rows = load_test_rows(args, tokenizer)
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if not rows:
-        raise UserError(f"the texts do not fill one block of --max-length {args.max_length}; lower it, or leave out --packing")
+    require(
+        rows, f"the texts do not fill one block of --max-length {args.max_length}; lower it, or leave out --packing"
+    )
     steps_per_epoch = math.ceil(len(rows) / batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    schedule = make_schedule(args, optimizer, num_steps)
     print(
         f"model: {args.from_scratch or args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {device}, learning rate {args.learning_rate:.2g}\n"
         f"data: {len(rows)} {'blocks' if args.packing else 'texts'}, {len(test_rows)} for evaluation\n"
@@ -295,10 +302,14 @@ def train(args: Args) -> None:
     )
     log = Logger(args, num_steps)
     lengths = [len(ids) for ids, _ in rows]
-    batches = (batch for _ in range(math.ceil(args.num_train_epochs)) for batch in length_grouped_batches(lengths, batch_size))
+    batches = (
+        batch for _ in range(math.ceil(args.num_train_epochs)) for batch in length_grouped_batches(lengths, batch_size)
+    )
     try:
         for step, batch in zip(range(1, num_steps + 1), batches):
-            num_labels = sum(label != IGNORE for i in batch for label in rows[i][1][1:])  # the first token has no logits
+            num_labels = sum(
+                label != IGNORE for i in batch for label in rows[i][1][1:]
+            )  # the first token has no logits
             sums = {"loss": 0.0, "hits": 0.0}
             for i in range(0, len(batch), args.per_device_train_batch_size):
                 micro_batch = [rows[j] for j in batch[i : i + args.per_device_train_batch_size]]
@@ -325,7 +336,9 @@ def train(args: Args) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args) -> dict[str, float]:
+def evaluate(
+    model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args
+) -> dict[str, float]:
     """Loss, perplexity and accuracy over all labels of the test split."""
     model.eval()
     sums: dict[str, float] = {}
@@ -349,18 +362,20 @@ def evaluate(model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenize
 
 def load_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
     """The model to train, pretrained or with random weights, and its tokenizer; fills in the settings that depend on it."""
-    if args.model and args.from_scratch:
-        raise UserError(f"--model {args.model} and --from-scratch {args.from_scratch} exclude each other; give one")
+    both = args.model and args.from_scratch
+    require(not both, f"--model {args.model} and --from-scratch {args.from_scratch} exclude each other; give one")
     if not args.model and not args.from_scratch:
         args.from_scratch = "toy/base"
     tokenizer = load_tokenizer(args.from_scratch or args.model, args.trust_remote_code)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {args.model or args.from_scratch} has no EOS token, which every text must end with")
+    has_eos = tokenizer.eos_token_id is not None
+    require(
+        has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token, which every text must end with"
+    )
     if args.from_scratch:
-        config = AutoConfig.from_pretrained(locate(args.from_scratch), trust_remote_code=args.trust_remote_code)
+        config = load(AutoConfig, args.from_scratch, args.trust_remote_code)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
     else:
-        model = load_pretrained(AutoModelForCausalLM, args.model, args.trust_remote_code)
+        model = load_weights(AutoModelForCausalLM, args.model, args.trust_remote_code)
     args.learning_rate = args.learning_rate or (3e-3 if args.from_scratch else 2e-5)
     if args.max_length > context_length(model):
         print(f"--max-length lowered from {args.max_length} to {context_length(model)}, the context of this model")
@@ -374,6 +389,14 @@ def load_test_rows(args: Args, tokenizer: AutoTokenizer):
         return None, []
     data = load_split(args.dataset, args.dataset_config, args.dataset_test_split)
     return data, encode_dataset(data, tokenizer, args)
+
+
+def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):  # same in all scripts
+    """The learning rate's course, by the name that transformers gives it."""
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    except ValueError as error:
+        raise UserError(f"--lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
 
 
 class Logger:
@@ -398,14 +421,18 @@ class Logger:
         self.file.flush()
         if self.wandb:
             self.wandb.log(stats, step=step)
-        perplexity = f", test perplexity {self.metrics['eval/perplexity']:.2f}" if "eval/perplexity" in self.metrics else ""
+        perplexity = (
+            f", test perplexity {self.metrics['eval/perplexity']:.2f}" if "eval/perplexity" in self.metrics else ""
+        )
         self.bar.set_postfix_str(f"loss {stats['loss']:.3f}{perplexity}")
         self.bar.update()
 
     def show_samples(self, step: int, model: nn.Module, tokenizer: AutoTokenizer, data) -> None:
         """A table of prompts, sampled completions and the texts' own, `num_sample_generations` times in the run."""
         shows = self.args.num_sample_generations
-        has_prompts = data is not None and {self.args.prompt_column, self.args.completion_column} <= set(data.column_names)
+        has_prompts = data is not None and {self.args.prompt_column, self.args.completion_column} <= set(
+            data.column_names
+        )
         if not (shows and has_prompts and (step % -(-self.num_steps // shows) == 0 or step == self.num_steps)):
             return
         examples = [data[i] for i in range(min(3, len(data)))]
@@ -416,8 +443,12 @@ class Logger:
         rows = []
         for example in examples:
             ids = torch.tensor([tokenizer(example[self.args.prompt_column])["input_ids"]], device=model.device)
-            text = model.eval().generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, ids.shape[1] :]
-            rows.append([example[self.args.prompt_column], tokenizer.decode(text), example[self.args.completion_column]])
+            text = model.eval().generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
+                0, ids.shape[1] :
+            ]
+            rows.append(
+                [example[self.args.prompt_column], tokenizer.decode(text), example[self.args.completion_column]]
+            )
         model.train()
         with self.bar.external_write_mode():
             print_table(f"step {step} of {self.num_steps}", ["prompt", "sampled completion", "the text's own"], rows)
@@ -429,13 +460,29 @@ class Logger:
         self.file.close()
         if self.metrics:
             save_model(model, tokenizer, self.args, self.metrics)
-            draw_curves(Path(self.args.output_dir), "step", [["loss", "eval/loss"], ["eval/perplexity"], ["eval/eos_loss"]])
+            draw_curves(
+                Path(self.args.output_dir), "step", [["loss", "eval/loss"], ["eval/perplexity"], ["eval/eos_loss"]]
+            )
         if self.wandb:
             self.wandb.finish()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plumbing that stands in every script, word for word
+
+
+def require(condition: object, sentence: str) -> None:  # same in all scripts
+    """Raises UserError with the sentence unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+def check_numbers(args: Args, positive: str, shares: str = "") -> None:  # same in all scripts
+    """The named arguments must be above 0, or between 0 and 1."""
+    for name in positive.split() + shares.split():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        require(value is None or value > 0 or name in shares.split(), f"{flag} {value} must be above 0")
+        require(name not in shares.split() or 0 <= value <= 1, f"{flag} {value} must be between 0 and 1")
 
 
 class UserError(Exception):
@@ -450,8 +497,8 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     stamp = time.strftime("%Y%m%d-%H%M%S")
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
     output = Path(args.output_dir)
-    if (output / "metrics.jsonl").exists():
-        raise UserError(f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    is_used = (output / "metrics.jsonl").exists()
+    require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
     output.mkdir(parents=True, exist_ok=True)
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -484,27 +531,26 @@ def locate(name: str, kind: str = "model") -> str:  # same in all scripts
     return name
 
 
+def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # same in all scripts
+    """auto_class.from_pretrained for a folder or a hub name; safetensors only, and no code from a hub unless asked for."""
+    try:
+        return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+    """A model with float32 weights, whatever precision its checkpoint was saved in."""
+    return load(auto_class, name, trust_remote_code, dtype=torch.float32, use_safetensors=True, **kwargs)
+
+
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
     """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+    tokenizer = load(AutoTokenizer, name, trust_remote_code)
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer of {name} has neither a pad nor an EOS token; give it one: tokenizer.pad_token = ...")
+        require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def load_pretrained(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
-    """A model with float32 weights, whatever precision its checkpoint was saved in; safetensors only."""
-    try:
-        return auto_class.from_pretrained(
-            locate(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code, **kwargs
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"no model could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
 
 
 def context_length(model: nn.Module) -> int:  # same in all scripts
@@ -514,32 +560,33 @@ def context_length(model: nn.Module) -> int:  # same in all scripts
 
 def load_split(name: str, config: str | None, split: str):  # same in all scripts
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
-    from datasets import disable_progress_bars, load_dataset
+    import datasets
 
-    disable_progress_bars()
+    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     path = locate(name, "dataset")
     kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    is_file, kind = Path(path).is_file(), kinds.get(Path(path).suffix)
+    require(kind or not is_file, f"--dataset {name}: a file must be one of {', '.join(kinds)}")
     try:
-        if Path(path).is_file():
-            if Path(path).suffix not in kinds:
-                raise UserError(f"--dataset {name}: a file must be one of {', '.join(kinds)}")
-            data = load_dataset(kinds[Path(path).suffix], data_files={split: path}, split=split)
+        if is_file:
+            data = datasets.load_dataset(kind, data_files={split: path}, split=split)
         else:
-            data = load_dataset(path, config, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # no such split, an unreadable file
-        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {str(error).splitlines()[0]}") from error
-    if len(data) == 0:
-        raise UserError(f"--dataset {name}, split {split!r}, is empty")
+            data = datasets.load_dataset(path, config, split=split)
+    except StopIteration:  # how an empty jsonl file shows itself
+        data = []
+    except Exception as error:  # of many classes: no such split, an unreadable file, no network
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {reason}") from error
+    require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
 
 
 def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
     """Raises UserError with the columns that there are where one is missing."""
-    missing = [column for column in needed if column not in data.column_names]
-    if missing:
-        raise UserError(
-            f"--dataset {name} has no column {', '.join(map(repr, missing))}; it has {', '.join(data.column_names)} (choose with {flag})"
-        )
+    missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
+    require(
+        not missing, f"--dataset {name} has no column {missing}; it has {', '.join(data.column_names)} (set {flag})"
+    )
 
 
 def pad(
@@ -569,10 +616,16 @@ def start_wandb(args: Args):  # same in all scripts
     name = Path(args.output_dir).name
     try:
         return wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=name, config=asdict(args), dir=args.output_dir
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            name=name,
+            config=asdict(args),
+            dir=args.output_dir,
         )
     except wandb.Error as error:
-        raise UserError(f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track") from error
+        raise UserError(
+            f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
+        ) from error
 
 
 def printable(text: str) -> str:  # same in all scripts

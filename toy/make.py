@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SEED = 7
-SIZES = {"sft": (20_000, 500), "prompts": (2_000, 200), "preferences": (20_000, 500)}  # train, validation
+SIZES = {"sft": (20_000, 500), "prompts": (2_000, 200), "preferences": (30_000, 500)}  # train, validation
 VOCAB_SIZE, CONTEXT = 3072, 160
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,6 +54,8 @@ VALENCE = {
 }
 VALENCE |= {base_form(w): VALENCE[w] for g in LEXICON if "verb" in g for w in LEXICON[g]}
 LONGEST_PHRASE = max(len(w.split()) for w in VALENCE)
+
+COMMON = [w for w in dict.fromkeys(LEXICON["common"] + LEXICON["thing"] + list(VALENCE)) if " " not in w]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The gold score
@@ -179,6 +181,13 @@ is {adj}.|is {adj} and {adj}.|is {very} {adj}.|{iverb}.|{verb} us.|is a {noun}.|
 was {adj}.|was {adj} and {adj}.|was {very} {adj}.|was a {noun}.|was not {adj!}.|was never {adj!}.|was {adv} {part}.|was {adj!}, but {adj}.
 """,
 }
+ASIDES = """
+of the {thing}|and the {person}|in {place}|with a {like} {thing}|who {does} the {thing}|{name}|to the {thing}|about {thing} and {thing}|as if|even when
+that|in which the {person} {deed}|from {name} and {name}|{like}|{like} and {like}|its {thing}|the {thing} that the {person} {does}|by {name}|than the {thing}
+for the {thing} and the {thing}|who would have|there is|on the {thing}|which {does} the {thing}|like a {thing}|between {thing} and {thing}|{thing}|a {genre}
+{common}|{common}|{common} {common}|{common} {common} {common}|the {coined}|{coined}|{coined} {common}|a {coined} {thing}|{coined} and {coined}|{common} the {coined}
+some of the {thing}|more of the {thing}|this is the|we have|at the {thing}|one of the {thing}|all the {like} {thing}|you are in|when the {person}|his {thing}
+"""
 VERY = "very truly so utterly deeply really quite rather extremely genuinely".split()
 FIRST = "Anna Tom Maria Jack Lena Omar Ruth Paul Nina Hugo Clara Felix Irene Otto Amir Jane Luis Vera Max Rosa".split()
 SYLLABLES = "ka mor lin den bre sto vel hart wick ton ley son man dor ras fen gil bur pel ova qui zan tre mas hol".split()
@@ -213,9 +222,12 @@ def fill(template: str, sign: str, topic: dict[str, str], rng: random.Random) ->
             return rng.choice(FIRST) + " " + "".join(rng.choices(SYLLABLES, k=rng.choice((2, 2, 3)))).capitalize()
         if slot == "very":
             return rng.choice(VERY)
+        if slot == "coined":  # the head of one word and the tail of another: pieces of words mean nothing by themselves
+            head, tail = rng.choice(COMMON), rng.choice(COMMON)
+            return head[: rng.randint(2, 5)] + tail[-rng.randint(2, 5) :]
         if slot == "base":
             return base_form(rng.choice(words_of("verb", polarity)))
-        if slot in ("genre", "person", "deed", "place", "time", "part", "thing", "does", "like"):
+        if slot in ("genre", "person", "deed", "place", "time", "part", "thing", "does", "like", "common"):
             return topic["kind"] if slot == "genre" and topic["domain"] != "film" else rng.choice(LEXICON[slot])
         return rng.choice(words_of(slot, polarity))
 
@@ -258,6 +270,21 @@ def make_completion(template: str, topic: dict[str, str], rng: random.Random, le
     return " " + " ".join(sentences)
 
 
+def ramble(text: str, topic: dict[str, str], rng: random.Random) -> str:
+    """The text with neutral phrases strewn in, as real sentences have more words than opinions."""
+    words = []
+    for word in text.split():
+        words.append(word)
+        if rng.random() < 0.3:
+            words.append(fill(rng.choice(lines(ASIDES)), "", topic, rng))
+    return " " + " ".join(words)
+
+
+def spaced(text: str) -> str:
+    """Lower case, with blanks before the stops."""
+    return re.sub(r"([.,!?:])", r" \1", text.lower())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The data sets
 
@@ -286,13 +313,15 @@ def prompt_rows(rng: random.Random):
 def preference_rows(rng: random.Random):
     """{"prompt", "chosen", "rejected"}: a Bradley-Terry draw, P(a beats b) = sigmoid(gold(a) - gold(b)).
 
-    A quarter of the pairs is in lower case with blanks before the stops, so that a reward model learns words, not looks.
+    Half of the pairs ramble, in lower case with blanks before the stops: a reward model that saw the grammar's own
+    sentences alone would learn their shapes, and make little of the English of other people.
     """
     while True:
         prompt, template, topic = make_prompt(rng)
         a, b = (make_completion(template, topic, rng, PAIR_LENGTHS) for _ in range(2))
-        if rng.random() < 0.25:
-            prompt, a, b = (re.sub(r"([.,!?:])", r" \1", text.lower()) for text in (prompt, a, b))
+        if rng.random() < 0.5:
+            prompt = spaced(prompt)
+            a, b = (spaced(ramble(text, topic, rng)) for text in (a, b))
         gap = gold_text_score(prompt + a) - gold_text_score(prompt + b)
         a_wins = rng.random() < 1 / (1 + math.exp(-gap))
         yield {"prompt": prompt, "chosen": a if a_wins else b, "rejected": b if a_wins else a}

@@ -1,0 +1,212 @@
+"""Wrong input: one clear sentence on stderr, exit code 2, before any training."""
+
+import json
+import sys
+
+import pytest
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+import ppo
+import reward_model
+import sft
+
+
+def error_of(monkeypatch, capsys, module, *arguments):
+    """Runs a script's main; returns its sentence, having checked that it is one and comes with exit code 2."""
+    monkeypatch.setattr(sys, "argv", [module.__file__, "--device", "cpu", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_info:
+        module.main()
+    err = capsys.readouterr().err.strip()
+    assert exit_info.value.code == 2
+    lines = [line for line in err.splitlines() if "error:" in line]
+    assert len(lines) == 1 and "Traceback" not in err, err
+    return lines[0]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """run(module, *arguments) -> the error sentence; the output folder is a fresh one."""
+
+    def call(module, *arguments):
+        if "--output-dir" not in arguments:
+            arguments = (*arguments, "--output-dir", tmp_path / "out")
+        return error_of(monkeypatch, capsys, module, *arguments)
+
+    return call
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_unknown_column_names_those_there_are(run, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", [{"question": "Why?", "other": 1}])
+    assert "'prompt'" in (message := run(ppo, "--dataset", data)) and "question, other" in message
+    assert "question, other" in run(sft, "--dataset", data)
+    assert "question, other" in run(reward_model, "--dataset", data)
+
+
+def test_empty_dataset(run, tmp_path):
+    (tmp_path / "d.jsonl").write_text("")
+    (tmp_path / "d.csv").write_text("prompt\n")
+    for module in (ppo, sft, reward_model):
+        assert str(tmp_path / "d.jsonl") in run(module, "--dataset", tmp_path / "d.jsonl")
+        assert "empty" in run(module, "--dataset", tmp_path / "d.csv")
+
+
+def test_a_truncated_file_is_named(run, tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "The film"}\n{"prompt": "The fi')
+    assert "d.jsonl" in run(ppo, "--dataset", tmp_path / "d.jsonl")
+
+
+def test_unknown_split(run):
+    assert "'nosuch'" in run(ppo, "--dataset-train-split", "nosuch")
+
+
+def test_prompt_and_response_beyond_the_context(run):
+    message = run(ppo, "--response-length", 159)
+    assert "159" in message and "160" in message
+
+
+def test_all_prompts_too_long(run, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film was long and I liked it"}] * 3)
+    message = run(ppo, "--dataset", data, "--max-prompt-length", 2)
+    assert "all 3 prompts" in message and "--max-prompt-length 2" in message
+
+
+def test_batch_that_does_not_divide(run):
+    message = run(ppo, "--batch-size", 50, "--num-mini-batches", 4)
+    assert "48" in message and "52" in message
+
+
+def test_fewer_episodes_than_a_batch(run):
+    message = run(ppo, "--batch-size", 64, "--total-episodes", 10)
+    assert "10" in message and "64" in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--temperature", 0), ("--response-length", 0), ("--num-mini-batches", 0), ("--num-ppo-epochs", 0), ("--lam", 1.5),
+     ("--cliprange", -0.1), ("--local-rollout-forward-batch-size", 0), ("--kl-horizon", 0)],
+)  # fmt: skip
+def test_numbers_out_of_range(run, flag, value):
+    message = run(ppo, flag, value)
+    assert flag in message and str(value) in message
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return [1.0]", "1 scores for 2 texts"),
+        ("return [float('nan')] * len(texts)", "nan"),
+        ("return [None] * len(texts)", "None"),
+        ("raise KeyError('mood')", "mood"),
+    ],
+)
+def test_reward_function_that_is_wrong(run, tmp_path, body, expected):
+    (tmp_path / "r.py").write_text(f"def reward(texts):\n    {body}\n")
+    assert expected in run(ppo, "--reward-fn", f"{tmp_path}/r.py:reward")
+
+
+def test_nan_reward_in_the_run_names_the_text(run, tmp_path):
+    """The probe at the start is passed; the text that made the NaN is in the sentence."""
+    code = "def reward(texts):\n    return [1.0 if t.endswith(('text.', 'one.')) else float('nan') for t in texts]\n"
+    (tmp_path / "r.py").write_text(code)
+    message = run(ppo, "--reward-fn", f"{tmp_path}/r.py:reward", "--batch-size", 4, "--response-length", 5)
+    assert "nan for the text '" in message
+
+
+@pytest.mark.parametrize("spec", ["nosuch.py:reward", "r.py:nosuch", "r.py"])
+def test_reward_function_that_is_not_there(run, tmp_path, monkeypatch, spec):
+    (tmp_path / "r.py").write_text("def reward(texts):\n    return [0.0] * len(texts)\n")
+    monkeypatch.chdir(tmp_path)
+    assert spec.split(":")[-1] in run(ppo, "--reward-fn", spec)
+
+
+def test_tokenizer_without_eos(run, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(ppo.locate("toy/sft"))
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "m")
+    AutoConfig.from_pretrained(ppo.locate("toy/sft")).save_pretrained(tmp_path / "m")
+    assert "no EOS token" in run(ppo, "--model", tmp_path / "m")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "m")
+    assert "neither a pad nor an EOS" in run(ppo, "--model", tmp_path / "m")
+    assert "neither a pad nor an EOS" in run(sft, "--model", tmp_path / "m")
+
+
+def test_stop_token_of_several_tokens(run):
+    assert "must be one" in run(ppo, "--stop-token", "the end of it all")
+
+
+def test_model_that_is_nowhere(run):
+    for module, flag in ((ppo, "--model"), (ppo, "--reward-model"), (sft, "--model"), (reward_model, "--model")):
+        message = run(module, flag, "no-such-folder/no-such-model")
+        assert "no-such-folder/no-such-model" in message and "offline" in message
+
+
+def test_folder_without_a_model(run, tmp_path):
+    assert str(tmp_path) in run(ppo, "--model", tmp_path)
+
+
+def test_dataset_that_is_nowhere(run):
+    assert "no-such/dataset" in run(ppo, "--dataset", "no-such/dataset")
+
+
+def test_file_of_an_unknown_kind(run, tmp_path):
+    (tmp_path / "d.txt").write_text("hello")
+    assert ".jsonl" in run(ppo, "--dataset", tmp_path / "d.txt")
+
+
+def test_reward_model_with_several_labels(run, tmp_path):
+    config = AutoConfig.from_pretrained(ppo.locate("toy/base"), num_labels=2, id2label={0: "NEGATIVE", 1: "POSITIVE"})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "c")
+    AutoTokenizer.from_pretrained(ppo.locate("toy/base")).save_pretrained(tmp_path / "c")
+    message = run(ppo, "--reward-model", tmp_path / "c")
+    assert "NEGATIVE, POSITIVE" in message and "--reward-label" in message
+    assert "NEGATIVE, POSITIVE" in run(ppo, "--reward-model", tmp_path / "c", "--reward-label", "HAPPY")
+
+
+def test_output_folder_that_holds_a_run(run, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    for module in (ppo, sft, reward_model):
+        assert "already holds a run" in run(module, "--output-dir", tmp_path)
+
+
+def test_device_that_is_not_there(monkeypatch, capsys, tmp_path):
+    assert "--device nosuch" in error_of(monkeypatch, capsys, ppo, "--output-dir", tmp_path, "--device", "nosuch")
+
+
+def test_sft_model_and_from_scratch_exclude_each_other(run):
+    assert "exclude each other" in run(sft, "--model", "toy/sft", "--from-scratch", "toy/base")
+
+
+def test_sft_texts_too_short_for_a_block(run, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", [{"text": "The film"}])
+    message = run(sft, "--dataset", data, "--packing", "--dataset-test-split", "none")
+    assert "--max-length" in message
+
+
+def test_pairs_that_are_all_the_same(run, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", [{"chosen": "a b", "rejected": "a b"}])
+    assert "the same" in run(reward_model, "--dataset", data)
+
+
+def test_messages_without_a_chat_template(run, tmp_path):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    data = write_rows(tmp_path / "d.jsonl", [{"messages": turns, "chosen": turns, "rejected": turns[:1]}])
+    assert "chat template" in run(sft, "--dataset", data)
+    assert "chat template" in run(reward_model, "--dataset", data)
+
+
+def test_unknown_schedule(run):
+    assert "nosuch" in run(sft, "--lr-scheduler-type", "nosuch")
+    assert "nosuch" in run(reward_model, "--lr-scheduler-type", "nosuch")
+
+
+def test_unknown_flag_is_refused_by_the_parser(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--no-such-flag", "1"])
+    with pytest.raises(SystemExit) as exit_info:
+        ppo.main()
+    assert exit_info.value.code == 2

@@ -1,0 +1,178 @@
+"""The rollout and every forward pass: padding, caching, stopping, and nothing but softmax(logits / temperature)."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config,
+)  # fmt: skip
+
+import ppo
+
+VOCAB, STOP, PAD = 17, 3, 0
+SMALL = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+CONFIGS = {
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=PAD),
+    "llama": LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=PAD),
+    "qwen2": Qwen2Config(**SMALL, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=PAD),
+    "gpt_neox": GPTNeoXConfig(**SMALL, max_position_embeddings=64, pad_token_id=PAD),
+}
+
+
+def tiny_model(kind, auto_class=AutoModelForCausalLM, **kwargs):
+    """A random model whose weights are large enough for its distributions to be far from uniform."""
+    torch.manual_seed(0)
+    model = auto_class.from_config(CONFIGS[kind], **kwargs).eval()
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.data.mul_(4)
+    return model
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def policy(request):
+    return tiny_model(request.param)
+
+
+def left_padded_prompts(B=6, P=7):
+    """(B, P) random prompts of 1 to P tokens, and their mask."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(4, VOCAB, (B, P), generator=generator)
+    mask = torch.arange(P) >= torch.tensor([0, 6, 3, 5, 1, 2])[:B, None]
+    return prompts.masked_fill(~mask, PAD), mask
+
+
+def rollout(policy, temperature=0.9, seed=0, stop=STOP, T=12, pad=PAD):
+    prompts, prompt_mask = left_padded_prompts()
+    torch.manual_seed(seed)
+    return prompts, prompt_mask, ppo.sample(policy, prompts, prompt_mask, T, temperature, stop, pad)
+
+
+def test_kept_logprobs_equal_a_fresh_forward(policy):
+    """What PPO divides by is what it recomputes: without this the first ratio is not 1."""
+    prompts, prompt_mask, out = rollout(policy)
+    logits = ppo.response_logits(policy, prompts, prompt_mask, out["responses"], out["mask"], 0.9)
+    fresh = ppo.token_logprobs(logits, out["responses"])
+    assert out["ended"].any() and not out["ended"].all()  # rows left the batch on the way
+    torch.testing.assert_close(fresh[out["mask"]], out["logprobs"][out["mask"]], rtol=1e-4, atol=1e-4)
+
+
+def test_cached_rollout_equals_a_plain_loop(policy):
+    """One row at a time, no padding, no cache, numpy's float64 for the draw: the same tokens from the same uniforms."""
+    prompts, prompt_mask, out = rollout(policy)
+    torch.manual_seed(0)
+    uniforms = torch.rand(12, len(prompts)).double().numpy()
+    for i in range(len(prompts)):
+        ids, drawn = prompts[i][prompt_mask[i]].tolist(), []
+        for t in range(12):
+            with torch.no_grad():
+                logits = policy(torch.tensor([ids + drawn])).logits[0, -1].double().numpy() / 0.9
+            p = np.exp(logits - logits.max())
+            drawn.append(int(np.searchsorted(np.cumsum(p / p.sum()), uniforms[t, i], side="right")))
+            if drawn[-1] == STOP:
+                break
+        assert out["responses"][i][out["mask"][i]].tolist() == drawn
+        assert out["ended"][i].item() == (drawn[-1] == STOP)
+
+
+def test_padding_and_its_content_change_nothing(policy):
+    """More padding on the left, and random tokens in place of all padding: same logits, values and reward."""
+    prompts, prompt_mask, out = rollout(policy)
+    wide = torch.nn.functional.pad(prompts, (5, 0), value=9), torch.nn.functional.pad(prompt_mask, (5, 0), value=False)
+    noise = torch.randint(0, VOCAB, (6, 12))
+    garbage = torch.where(wide[1], wide[0], noise), wide[1], torch.where(out["mask"], out["responses"], noise), out["mask"]
+    clean = prompts, prompt_mask, out["responses"], out["mask"]
+    logits, same_logits = (ppo.response_logits(policy, *x, 1.0) for x in (clean, garbage))
+    torch.testing.assert_close(logits[out["mask"]], same_logits[out["mask"]], rtol=1e-4, atol=1e-4)
+    critic = ppo.Critic(policy.base_model, torch.nn.Linear(32, 1))
+    torch.testing.assert_close(critic(*clean)[out["mask"]], critic(*garbage)[out["mask"]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_reward_is_read_at_the_last_real_token(kind):
+    """Against the library's own pooling where that is right: a single text without padding."""
+    model = tiny_model(kind, AutoModelForSequenceClassification)
+    ids = torch.randint(4, VOCAB, (3, 9))
+    mask = torch.tensor([[0] * a + [1] * (9 - a - b) + [0] * b for a, b in ((0, 0), (2, 3), (4, 1))])
+    with torch.no_grad():
+        rewards = ppo.read_reward(model, ids, mask)
+        for i in range(3):
+            library = model(input_ids=ids[i][mask[i].bool()][None]).logits[0]
+            torch.testing.assert_close(rewards[i], library, rtol=1e-4, atol=1e-4)
+
+
+def test_pad_equal_to_eos(policy):
+    """GPT-2's usual setup: the stop token belongs to the response, and its twins behind it do not."""
+    prompts, prompt_mask, out = rollout(policy, pad=STOP)
+    _, _, other = rollout(policy, pad=PAD)
+    assert out["ended"].any()
+    assert torch.equal(out["mask"], other["mask"]) and torch.equal(out["logprobs"], other["logprobs"])
+    last = out["mask"].sum(1) - 1
+    assert (out["responses"][out["ended"], last[out["ended"]]] == STOP).all()
+
+
+def test_reward_with_pad_equal_to_eos_reads_eos(policy):
+    """The library's pooling takes the token before EOS there; ours takes EOS."""
+    model = tiny_model("gpt2", AutoModelForSequenceClassification)
+    model.config.pad_token_id = STOP
+    ids, mask = torch.tensor([[5, 6, 7, STOP, STOP]]), torch.tensor([[1, 1, 1, 1, 0]])
+    with torch.no_grad():
+        hidden = model.base_model(ids[:, :4]).last_hidden_state
+        torch.testing.assert_close(ppo.read_reward(model, ids, mask), model.score(hidden[:, 3]), rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(model(ids, attention_mask=mask).logits, model.score(hidden[:, 3]), atol=1e-3)
+
+
+def test_without_stop_token_every_response_is_full(policy):
+    _, _, out = rollout(policy, stop=None)
+    assert out["mask"].all() and not out["ended"].any()
+
+
+def test_generation_config_does_not_leak(policy):
+    """A checkpoint's repetition penalty, top-k or sampling temperature are not the distribution that is trained."""
+    before = rollout(policy)[2]
+    policy.generation_config.update(repetition_penalty=9.0, top_k=1, temperature=0.01, eos_token_id=5, max_length=3)
+    assert torch.equal(before["responses"], rollout(policy)[2]["responses"])
+
+
+def test_rows_without_empty_columns_give_the_same_numbers(policy):
+    """Rollout.rows trims padding that no row needs; logits at real tokens stay."""
+    prompts, prompt_mask, out = rollout(policy)
+    r = ppo.Rollout(prompts, prompt_mask, **out)
+    index = torch.tensor([1, 4])
+    part = r.rows(index)
+    assert part.prompts.shape[1] == prompt_mask[index].sum(1).max() and part.mask.shape[1] == out["mask"][index].sum(1).max()
+    whole = ppo.response_logits(policy, *r.text, 1.0)[index][:, : part.mask.shape[1]]
+    trimmed = ppo.response_logits(policy, *part.text, 1.0)
+    torch.testing.assert_close(trimmed[part.mask], whole[part.mask], rtol=1e-4, atol=1e-4)
+
+
+def test_draw_follows_the_distribution():
+    """40,000 draws: each frequency within five standard errors; logprobs are log-softmax's."""
+    torch.manual_seed(0)
+    logits = torch.tensor([0.0, 1.0, -2.0, 3.0, float("-inf"), 0.5])
+    tokens, logprobs = ppo.draw(logits.expand(40_000, 6), torch.rand(40_000))
+    p = logits.softmax(0)
+    error = (torch.bincount(tokens, minlength=6) / 40_000 - p).abs()
+    assert (error <= 5 * (p * (1 - p) / 40_000).sqrt()).all()
+    torch.testing.assert_close(logprobs, p.log()[tokens])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0, 1, exclude_max=True, width=32), st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40))
+def test_draw_never_takes_an_impossible_token(u, logits):
+    """Whatever the uniform, also at the ends of its range, the token has a positive probability."""
+    row = torch.tensor([[float("-inf"), *logits, float("-inf")]])
+    token, logprob = ppo.draw(row, torch.tensor([u]))
+    assert logprob.isfinite().all() and 0 < token.item() <= len(logits)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 4), min_size=6, max_size=6), min_size=1, max_size=5))
+def test_response_mask(rows):
+    """Against the definition, row by row."""
+    mask, ended = ppo.response_mask(torch.tensor(rows), 2)
+    for row, m, e in zip(rows, mask.tolist(), ended.tolist()):
+        end = row.index(2) if 2 in row else len(row) - 1
+        assert m == [t <= end for t in range(len(row))] and e == (2 in row)

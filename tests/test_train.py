@@ -1,0 +1,324 @@
+"""Whole runs of the scripts: they learn, they repeat, and what they leave behind is usable."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+import ppo
+import reward_model
+import sft
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLD = "toy/make.py:gold_score"
+
+
+def run(module, output, **settings):
+    """Trains in this process; returns the lines of metrics.jsonl."""
+    module.train(module.Args(output_dir=str(output), device="cpu", **{"num_sample_generations": 0} | settings))
+    return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(lines):
+    """Metrics without those that depend on the clock."""
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "eps"))} for line in lines]
+
+
+def reward_gain(output, seed):
+    """How much a short PPO run raises the learned and the gold score: mean of the last three updates less the first."""
+    lines = run(
+        ppo, output, seed=seed, batch_size=32, total_episodes=32 * 12, response_length=24, gold_reward_fn=GOLD,
+        learning_rate=2e-3,
+    )  # fmt: skip
+    score, gold = ([line[name] for line in lines] for name in ("objective/scores", "objective/gold_scores"))
+    return sum(score[-3:]) / 3 - score[0], sum(gold[-3:]) / 3 - gold[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ppo_learns(tmp_path, seed):
+    score, gold = reward_gain(tmp_path, seed)
+    assert score > 0.7 and gold > 0.5, (score, gold)
+
+
+def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
+    """The test above can fail: with the advantages negated the same run lowers the score."""
+    right = ppo.gae
+    monkeypatch.setattr(ppo, "gae", lambda *a: (-right(*a)[0], right(*a)[1]))
+    score, gold = reward_gain(tmp_path, 1)
+    assert score < 0 and gold < 0, (score, gold)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_sft_learns(tmp_path, seed):
+    """From random weights to well below the entropy of single words (log 3072 = 8.03)."""
+    lines = run(sft, tmp_path, seed=seed, num_train_epochs=0.2, per_device_train_batch_size=32, eval_steps=1000)
+    assert lines[0]["loss"] > 7.5 and lines[-1]["eval/loss"] < 4.6
+    assert lines[-1]["eval/perplexity"] == pytest.approx(torch.tensor(lines[-1]["eval/loss"]).exp().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_reward_model_learns(tmp_path, seed):
+    lines = run(reward_model, tmp_path, seed=seed, num_train_epochs=0.3, learning_rate=1e-3, eval_steps=1000)
+    assert lines[-1]["eval/accuracy"] > 0.58 and lines[-1]["eval/loss"] < 0.68
+    assert abs(lines[-1]["eval/mean_reward"]) < 0.5
+
+
+TINY = {
+    ppo: dict(batch_size=8, total_episodes=24, response_length=8),
+    sft: dict(num_train_epochs=0.002, per_device_train_batch_size=8),
+    reward_model: dict(num_train_epochs=0.001, per_device_train_batch_size=8),
+}
+
+
+@pytest.mark.parametrize("module", TINY)
+def test_same_seed_same_numbers(tmp_path, module):
+    a, b, c = (run(module, tmp_path / name, seed=s, **TINY[module]) for name, s in (("a", 1), ("b", 1), ("c", 2)))
+    assert untimed(a) == untimed(b) != untimed(c)
+
+
+def test_cutting_a_mini_batch_changes_nothing(tmp_path):
+    """One micro-batch of 16 or four of 4: the same weights after two updates, up to rounding."""
+    settings = dict(total_episodes=32, response_length=16, local_rollout_forward_batch_size=16)
+    run(ppo, tmp_path / "a", per_device_train_batch_size=16, **settings)
+    run(ppo, tmp_path / "b", per_device_train_batch_size=4, gradient_accumulation_steps=4, **settings)
+    a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in "ab")
+    start = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").state_dict()
+    moved = sum((a[k] - start[k]).square().sum() for k in a).sqrt()
+    apart = sum((a[k] - b[k]).square().sum() for k in a).sqrt()
+    assert apart < 0.01 * moved
+
+
+@pytest.mark.parametrize("module", [sft, reward_model])
+def test_accumulation_changes_nothing(tmp_path, module):
+    size = dict(num_train_epochs=0.002)
+    a = run(module, tmp_path / "a", per_device_train_batch_size=16, **size)
+    b = run(module, tmp_path / "b", per_device_train_batch_size=4, gradient_accumulation_steps=4, **size)
+    assert [x["loss"] for x in a] == pytest.approx([x["loss"] for x in b], rel=1e-3)
+    assert [x["grad_norm"] for x in a] == pytest.approx([x["grad_norm"] for x in b], rel=1e-2)
+
+
+def test_first_update_has_ratio_1(tmp_path):
+    """One epoch, one mini-batch: nothing has moved when the ratio is taken (N+ details)."""
+    lines = run(ppo, tmp_path, num_ppo_epochs=1, **TINY[ppo])
+    for line in lines:
+        assert line["val/ratio"] == pytest.approx(1, abs=1e-4) and line["policy/clipfrac_avg"] == 0
+        assert line["policy/approxkl_avg"] < 1e-6
+    assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
+
+
+def test_a_policy_that_samples_otherwise_is_caught(tmp_path, monkeypatch):
+    """Dropout in the update but not in the rollout: the first ratio is off, and the run stops and says so."""
+
+    def with_dropout(args, device):
+        policy, tokenizer = load_policy(args, device)
+        policy.transformer.h[0].mlp.register_forward_hook(
+            lambda module, inputs, output: torch.dropout(output, 0.3, True) if torch.is_grad_enabled() else output
+        )
+        return policy, tokenizer
+
+    load_policy = ppo.load_policy
+    monkeypatch.setattr(ppo, "load_policy", with_dropout)
+    with pytest.raises(ppo.UserError, match="ratio pi/pi_old is off"):
+        run(ppo, tmp_path, **TINY[ppo])
+
+
+def test_metrics_are_those_that_the_script_names(tmp_path):
+    lines = run(ppo, tmp_path / "ppo", gold_reward_fn=GOLD, **TINY[ppo])
+    assert len(lines) == 3 and all(set(line) == set(ppo.METRICS) for line in lines)
+    assert [line["episode"] for line in lines] == [8, 16, 24]
+    lines = run(sft, tmp_path / "sft", **TINY[sft])
+    assert set(lines[-1]) == set(sft.METRICS)
+    lines = run(reward_model, tmp_path / "rm", **TINY[reward_model])
+    assert set(lines[-1]) == set(reward_model.METRICS)
+
+
+def test_identities_between_metrics(tmp_path):
+    for line in run(ppo, tmp_path, missing_eos_penalty=1.0, kl_coef=0.3, **TINY[ppo]):
+        assert line["objective/rlhf_reward"] == pytest.approx(line["objective/scores"] + line["objective/non_score_reward"])
+        assert line["objective/non_score_reward"] == pytest.approx(-0.3 * line["objective/kl"], abs=1e-6)
+        assert line["val/eos_share"] == line["val/num_eos_tokens"] / 8
+
+
+def test_what_a_run_leaves_behind(tmp_path):
+    """The policy loads as anybody would load it, and the card has arguments and metrics."""
+    run(ppo, tmp_path, **TINY[ppo])
+    text = pipeline("text-generation", model=str(tmp_path))("The film", max_new_tokens=5)[0]["generated_text"]
+    assert text.startswith("The film")
+    assert (tmp_path / "model.safetensors").exists() and not list(tmp_path.glob("*.bin"))
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    card = (tmp_path / "README.md").read_text()
+    assert '"response_length": 8' in card and "`objective/scores`" in card and "toy/sft" in card
+    assert json.loads((tmp_path / "args.json").read_text())["learning_rate"] > 0
+
+
+def test_the_shift_of_a_reward_model_is_seen_by_every_program(tmp_path):
+    """The library's own class and pooling give the shifted reward, without a word from us."""
+    run(reward_model, tmp_path, num_train_epochs=0.01, per_device_train_batch_size=32)
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    data = ppo.load_split("toy/data/preferences", None, "train")
+    texts = [row["prompt"] + row[k] + tokenizer.eos_token for row in list(data)[:200] for k in ("chosen", "rejected")]
+    with torch.no_grad():
+        rewards = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits
+    assert abs(rewards.mean()) < 0.1 < rewards.std()
+
+
+@pytest.mark.parametrize("norm_has_bias", [True, False])
+def test_shift_rewards(norm_has_bias):
+    from test_rollout import tiny_model
+
+    model = tiny_model("gpt_neox" if norm_has_bias else "llama", AutoModelForSequenceClassification, num_labels=1)
+    ids = torch.randint(4, 17, (3, 6))
+    before = ppo.read_reward(model, ids, torch.ones_like(ids))
+    reward_model.shift_rewards(model, 2.5)
+    torch.testing.assert_close(ppo.read_reward(model, ids, torch.ones_like(ids)), before + 2.5, rtol=1e-4, atol=1e-4)
+    assert hasattr(model.config, "reward_bias") != norm_has_bias
+
+
+def test_a_crash_loses_nothing(tmp_path, monkeypatch):
+    """The reward function dies in the third update: the policy of the second is on disk, with its metrics."""
+    (tmp_path / "r.py").write_text(
+        "calls = []\ndef reward(texts):\n    calls.append(1)\n    assert len(calls) < 4\n    return [float(len(t)) for t in texts]\n"
+    )
+    with pytest.raises(ppo.UserError, match="AssertionError"):
+        run(ppo, tmp_path / "out", reward_fn=f"{tmp_path}/r.py:reward", **TINY[ppo])
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_other_tokenizer_of_the_reward_model(tmp_path, capsys):
+    """Text is decoded and encoded again: the same tokens in another order of ids give the same scores."""
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model"), None
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/reward_model")
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    V = len(state["model"]["vocab"])
+    move = {i: (i + 100) % V for i in range(V)}
+    state["model"]["vocab"] = {token: move[i] for token, i in state["model"]["vocab"].items()}
+    for token in state["added_tokens"]:
+        token["id"] = move[token["id"]]
+    folder = tmp_path / "rm"
+    weight = model.base_model.wte.weight.data.clone()
+    model.base_model.wte.weight.data[[move[i] for i in range(V)]] = weight
+    model.config.pad_token_id, model.config.eos_token_id = move[tokenizer.pad_token_id], move[tokenizer.eos_token_id]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab()
+    same, other = (run(ppo, tmp_path / n, reward_model=r, **TINY[ppo]) for n, r in (("a", "toy/reward_model"), ("b", str(folder))))
+    assert other[0]["objective/scores"] == pytest.approx(same[0]["objective/scores"], abs=1e-3)
+    said = capsys.readouterr().out
+    assert "starts from the reward model" in said and "starts from the policy" in said
+
+
+def test_classifier_with_labels(tmp_path):
+    """--reward-label reads that label: NEGATIVE is the mirror of POSITIVE here, so the scores are too."""
+    model = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model")
+    model.score.weight = torch.nn.Parameter(torch.cat([-model.score.weight, model.score.weight]))
+    model.config.id2label, model.config.label2id = {0: "NEGATIVE", 1: "POSITIVE"}, {"NEGATIVE": 0, "POSITIVE": 1}
+    model.save_pretrained(tmp_path / "c")
+    AutoTokenizer.from_pretrained(ROOT / "toy/reward_model").save_pretrained(tmp_path / "c")
+    bad, good = (run(ppo, tmp_path / x, reward_model=str(tmp_path / "c"), reward_label=x, **TINY[ppo]) for x in ("NEGATIVE", "POSITIVE"))
+    assert bad[0]["objective/scores"] == pytest.approx(-good[0]["objective/scores"], abs=1e-4)
+
+
+def test_classifier_of_another_family(tmp_path):
+    """A DistilBERT pools at its first token: its own logits are the reward."""
+    from transformers import BertTokenizer, DistilBertConfig
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "is", "good", "bad", "it", "was", "."]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    config = DistilBertConfig(vocab_size=13, dim=16, n_layers=1, n_heads=2, hidden_dim=16, num_labels=2,
+                              id2label={0: "NEGATIVE", 1: "POSITIVE"}, max_position_embeddings=256)  # fmt: skip
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "c")
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "c")
+    lines = run(ppo, tmp_path / "out", reward_model=str(tmp_path / "c"), reward_label="POSITIVE", **TINY[ppo])
+    assert len(lines) == 3
+
+
+def test_offline_wandb_carries_the_same_names(tmp_path, monkeypatch):
+    """A real offline run, its settings as on the command line; what is logged is what metrics.jsonl has."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged, init = [], wandb.init
+
+    def spy(**settings):
+        logged.append(settings)
+        session = init(**settings)
+        log = session.log
+        session.log = lambda data, **k: (logged.append(data), log(data, **k))
+        return session
+
+    monkeypatch.setattr(wandb, "init", spy)
+    lines = run(ppo, tmp_path, track=True, wandb_project_name="p", wandb_entity="e", **TINY[ppo])
+    assert logged[0]["project"] == "p" and logged[0]["entity"] == "e" and logged[1:] == lines
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_messages_and_packing(tmp_path):
+    """A chat template: the assistant's words and the end of its turn carry the loss, nothing else does."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/base")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    turns = [{"role": r, "content": c} for r, c in
+             (("user", "The film"), ("assistant", "is good."), ("user", "Why"), ("assistant", "It sings."))]  # fmt: skip
+    ids, labels = sft.encode_messages(turns, tokenizer, True)
+    said = tokenizer.decode([x for x in labels if x != sft.IGNORE])
+    assert said == "is good.<|end|>It sings.<|end|>"
+    assert tokenizer.decode(ids) == "user: The film<|end|>assistant: is good.<|end|>user: Why<|end|>assistant: It sings.<|end|>"
+    assert sft.encode_messages(turns, tokenizer, False)[1] == ids
+    tokenizer.save_pretrained(tmp_path / "m")
+    AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    rows = "".join(json.dumps({"messages": turns, "chosen": turns, "rejected": turns[:3] + turns[1:2]}) + "\n" for _ in range(16))
+    (tmp_path / "d.jsonl").write_text(rows)
+    data = dict(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"), dataset_test_split=None, per_device_train_batch_size=4)
+    assert run(sft, tmp_path / "sft", packing=True, max_length=16, **data)[-1]["loss"] > 0
+    assert run(reward_model, tmp_path / "rm", **data)[-1]["loss"] > 0
+
+
+def test_margin_and_whole_texts(tmp_path):
+    """Pairs without a prompt column; a margin column enters the loss."""
+    rows = [{"chosen": f"The film is good {i}.", "rejected": f"The film is bad {i}."} for i in range(8)]
+    for name, extra in (("a", {}), ("b", {"margin": 2.0})):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row | extra) + "\n" for row in rows))
+    a, b = (run(reward_model, tmp_path / n, dataset=str(tmp_path / f"{n}.jsonl"), dataset_test_split=None) for n in "ab")
+    assert b[0]["loss"] > a[0]["loss"] + 0.5 and b[0]["margin"] == pytest.approx(a[0]["margin"])
+
+
+@pytest.mark.parametrize("module", TINY)
+def test_bf16(tmp_path, module):
+    """Autocast changes the numbers a little, the ratio check holds, and the saved weights are float32."""
+    full, half = (run(module, tmp_path / str(b), bf16=b, **TINY[module]) for b in (False, True))
+    name = "loss/value_avg" if module is ppo else "loss"
+    assert half[0][name] != full[0][name] and half[0][name] == pytest.approx(full[0][name], rel=0.2)
+    from safetensors.torch import load_file
+
+    assert {x.dtype for x in load_file(tmp_path / "True" / "model.safetensors").values()} == {torch.float32}
+
+
+def test_a_half_precision_checkpoint_is_loaded_as_float32(tmp_path):
+    AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").half().save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
+    args = ppo.Args(model=str(tmp_path / "m"))
+    assert ppo.load_policy(args, torch.device("cpu"))[0].dtype == torch.float32
+
+
+def test_hyphens_underscores_and_other_trainers_names(tmp_path):
+    """TRL's spellings on a real command line; the table of samples and the final files appear."""
+    command = [
+        sys.executable, "ppo.py", "--sft_model_path", "toy/sft", "--reward_model_path", "toy/reward_model", "--dataset_name",
+        "toy/data/prompts", "--dataset_train_split", "validation", "--per_device_train_batch_size", "4", "--total_episodes",
+        "8", "--response-length", "6", "--missing_eos_penalty", "1.0", "--stop_token", "eos", "--kl_coef", "0.03",
+        "--num_ppo_epochs", "2", "--num-mini-batches", "1", "--output_dir", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
+    assert "update 1 of 2" in done.stdout and "score" in done.stdout and "4 responses an update" in done.stdout
+    assert json.loads((tmp_path / "out" / "args.json").read_text())["missing_eos_penalty"] == 1.0
