@@ -15,8 +15,8 @@
 
 For each batch of prompts:
   1. sample     response y_1..y_T ~ pi(. | prompt), temperature as asked, up to and including the stop token
-  2. score      ref_logprobs of a frozen copy of the first policy; values V_t of the critic; one score for the whole text,
-                less `missing_eos_penalty` where the response never stops
+  2. score      ref_logprobs of a frozen copy of the first policy; values V_t of the critic; one score for the text as
+                a whole, less `missing_eos_penalty` where the response never stops
   3. reward     r_t = -kl_coef * KL_t, and the score is added to r of the last real token
   4. advantage  delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t;  whiten A
   5. loss       ratio_t = pi(y_t) / pi_old(y_t);  policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
@@ -37,10 +37,10 @@ How it departs from the textbook: no environment, an episode is one response; th
 is taken for every token although the score comes once; and all means over tokens are over real tokens, never padding.
 Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2016 (GAE, 1506.02438, eq. 16);
 Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024
-(the N+ implementation details, 2403.17031). ../README.md has the glossary of metrics.
+(the N+ implementation details, 2403.17031). The README has a glossary of the metrics.
 
-  python ppo.py                 # the toy world: offline, about a minute on two CPU cores, the score rises from 0 to over 3
-  python ppo.py --model gpt2    # GPT-2 on the same prompts and reward (minutes on a GPU; on a CPU it says how long)
+  python ppo.py                 # the toy world: offline, a minute on two CPU cores, the score rises from 0 to over 5
+  python ppo.py --model gpt2    # GPT-2 on the same prompts and reward; on a CPU it says at once how long it will take
 
 Shapes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary, D hidden size.
 """
@@ -49,7 +49,6 @@ import importlib.util
 import json
 import os
 import random
-import resource
 import sys
 import time
 from collections import defaultdict
@@ -215,12 +214,11 @@ def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor,
 
 
 def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One token for each row of logits (B, V) by inverting the distribution function at `uniform` (B,), and its logprob."""
+    """One token for each row of logits (B, V), and its logprob: the distribution function inverted at uniform (B,)."""
     logprobs = logits.log_softmax(1)
-    cdf = logprobs.exp().cumsum(1)  # ends at 1 up to rounding, hence the scaling
-    tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).clamp(
-        max=logits.shape[1] - 1
-    )  # (B, 1)
+    cdf = logprobs.exp().cumsum(1)
+    threshold = uniform[:, None] * cdf[:, -1:]  # (B, 1), scaled because rounding lets the sum end a little off 1
+    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
@@ -434,7 +432,7 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared error (TRL, OpenAI's code): losses (B, T) with their 1/2, and where the clipped one was larger."""
+    """Clipped squared error (TRL, OpenAI's code): losses (B, T) with their 1/2, and where the clipped was larger."""
     values, old_values, returns = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))
     near_values = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     unclipped, clipped = (values - returns) ** 2, (near_values - returns) ** 2
@@ -467,13 +465,18 @@ class Rollout:
         return self.prompts, self.prompt_mask, self.responses, self.mask
 
     def rows(self, index: Tensor) -> "Rollout":
-        """Some of the episodes, without the columns in which none of them has a token: fewer to compute, same numbers."""
+        """Some of the episodes, less the columns in which none of them has a token: fewer to compute, same numbers."""
         P, T = self.prompt_mask[index].sum(1).max(), self.mask[index].sum(1).max()
         part = {f.name: getattr(self, f.name) for f in fields(self)}
         part = {name: x if x is None else x[index] for name, x in part.items()}
         part = {name: x if x is None or x.dim() == 1 else x[:, -P:] if "prompt" in name else x[:, :T]
                 for name, x in part.items()}  # fmt: skip
         return Rollout(**part)
+
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, "Rollout"]]:
+        """All episodes, `size` at a time: their row numbers and themselves."""
+        for index in torch.arange(len(self.mask), device=self.mask.device).split(size):
+            yield index, self.rows(index)
 
 
 def mini_batches(batch_size: int, args: Args) -> Iterator[list[Tensor]]:
@@ -534,9 +537,9 @@ def check_first_ratio(error: float, args: Args) -> None:
     bound = 5e-2 if args.bf16 else 1e-3
     require(
         error <= bound,
-        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update see "
-        "different distributions. Usual causes: dropout that is on, a model that ignores position_ids or the attention "
-        "mask, different temperatures, a cache that this model handles differently; with bf16, rounding.",
+        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
+        "see different distributions. Usual causes: dropout that is on, a model that ignores position_ids or the "
+        "attention mask, different temperatures, a cache that this model handles differently; with bf16, rounding.",
     )
 
 
@@ -546,16 +549,14 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 def train(args: Args) -> None:
     """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
-    check_numbers(args, "response_length temperature per_device_train_batch_size gradient_accumulation_steps "
-                  "num_mini_batches batch_size local_rollout_forward_batch_size total_episodes num_train_epochs learning_rate "
-                  "critic_learning_rate max_grad_norm num_ppo_epochs cliprange cliprange_value kl_target kl_horizon",
-                  shares="gamma lam")  # fmt: skip
+    check_args(args)
     device = start_run(args)
     policy, tokenizer = load_policy(args, device)
     reference = deepcopy(policy).requires_grad_(False)
     reward_model, reward_tokenizer = load_reward_model(args, device)
     critic = make_critic(policy, tokenizer, reward_model, reward_tokenizer)
-    score = make_score_function(args, tokenizer, reward_model, reward_tokenizer)
+    score = make_scorer(args.reward_fn, tokenizer, reward_model, reward_tokenizer, args)
+    gold_score = make_scorer(args.gold_reward_fn, tokenizer) if args.gold_reward_fn else None
     prompts = load_prompts(args, tokenizer, policy)
     set_defaults(args, policy, len(prompts))
     prompts = prompt_batches(prompts, args.batch_size, tokenizer, device)
@@ -580,15 +581,14 @@ def train(args: Args) -> None:
             rewards, non_score_reward = shape_rewards(scores, rollout.kl, rollout.mask, kl_controller.value)  # step 3
             if args.whiten_rewards:
                 rewards = masked_whiten(rewards, rollout.mask, shift_mean=False)
-            rollout.advantages, rollout.returns = gae(
-                rewards, rollout.values, rollout.mask, args.gamma, args.lam
-            )  # step 4
-            if args.whiten_advantages:
-                rollout.advantages = masked_whiten(rollout.advantages, rollout.mask)
+            advantages, rollout.returns = gae(rewards, rollout.values, rollout.mask, args.gamma, args.lam)  # step 4
+            rollout.advantages = masked_whiten(advantages, rollout.mask) if args.whiten_advantages else advantages
             with log.clock("update"):
                 stats = optimize(policy, critic, optimizer, rollout, args)  # steps 5 and 6
-            stats |= rollout_stats(rollout, scores, non_score_reward) | gold_stats(rollout, tokenizer, args)
+            stats |= rollout_stats(rollout, scores, non_score_reward)
             stats |= {"lr": optimizer.param_groups[0]["lr"], "objective/kl_coef": kl_controller.value}
+            if gold_score:
+                stats["objective/gold_scores"] = gold_score(rollout).mean().item()
             log.write(update, stats, rollout, scores, tokenizer)
             if args.adaptive_kl:
                 kl_controller.update(stats["objective/kl"], args.batch_size)  # step 7
@@ -616,10 +616,7 @@ def sample_batch(
 def score_batch(rollout: Rollout, policy: nn.Module, reference: nn.Module, critic: nn.Module, args: Args) -> None:
     """Step 2 but for the score: fills in ref_logprobs, kl and values, (B, T) each."""
     rollout.ref_logprobs, rollout.kl, rollout.values = (torch.zeros_like(rollout.logprobs) for _ in range(3))
-    for index in torch.arange(len(rollout.mask), device=rollout.mask.device).split(
-        args.local_rollout_forward_batch_size
-    ):
-        r = rollout.rows(index)
+    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
         T = r.mask.shape[1]
         with autocast(args, rollout.mask.device):
             ref_logits = response_logits(reference, *r.text, args.temperature)  # (b, T, V)
@@ -634,9 +631,7 @@ def score_batch(rollout: Rollout, policy: nn.Module, reference: nn.Module, criti
 def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) -> dict[str, float]:
     """The metrics that describe a batch before the update."""
     mask, per_row = rollout.mask, lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()
-    residual_var = masked_var(rollout.returns - rollout.values, mask) / masked_var(rollout.returns, mask).clamp(
-        min=1e-8
-    )
+    residual_var, return_var = masked_var(rollout.returns - rollout.values, mask), masked_var(rollout.returns, mask)
     return {
         "objective/kl": per_row(rollout.kl),
         "objective/kl_k3": per_row(kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k3")),
@@ -645,19 +640,11 @@ def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) ->
         "objective/rlhf_reward": scores.mean().item() + per_row(non_score_reward),
         "objective/scores": scores.mean().item(),
         "objective/scores_std": scores.std(correction=0).item(),
-        "val/explained_variance": 1 - residual_var.item(),
+        "val/explained_variance": 1 - (residual_var / return_var.clamp(min=1e-8)).item(),
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": mask.sum(1).float().mean().item(),
     }
-
-
-def gold_stats(rollout: Rollout, tokenizer: AutoTokenizer, args: Args) -> dict[str, float]:
-    """The mean of the second opinion, where there is one."""
-    if args.gold_reward_fn is None:
-        return {}
-    scores = call_reward_function(load_function(args.gold_reward_fn), decode(rollout, tokenizer))
-    return {"objective/gold_scores": scores.mean().item()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -679,8 +666,8 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
     if args.stop_token == "eos":
         require(
             tokenizer.eos_token_id is not None,
-            f"the tokenizer of {args.model} has no EOS token for --stop-token eos; name the token that ends a response with "
-            "--stop-token TEXT or --stop-token-id N, or sample to full length with --stop-token none",
+            f"the tokenizer of {args.model} has no EOS token for --stop-token eos; name the token that ends a response "
+            "with --stop-token TEXT or --stop-token-id N, or sample to full length with --stop-token none",
         )
         return tokenizer.eos_token_id
     ids = tokenizer.encode(args.stop_token, add_special_tokens=False)
@@ -698,8 +685,8 @@ def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | Non
     labels = list(model.config.id2label.values())
     require(
         args.reward_label in labels or (len(labels) == 1 and args.reward_label is None),
-        f"the reward model {args.reward_model} has the labels {', '.join(map(str, labels))}; choose the one whose logit is "
-        "the reward with --reward-label",
+        f"the reward model {args.reward_model} has the labels {', '.join(map(str, labels))}; choose with "
+        "--reward-label the one whose logit is the reward",
     )
     return model.eval().requires_grad_(False).to(device), load_tokenizer(args.reward_model, args.trust_remote_code)
 
@@ -707,14 +694,14 @@ def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | Non
 def make_critic(
     policy: nn.Module, tokenizer: AutoTokenizer, reward_model: nn.Module | None, reward_tokenizer: AutoTokenizer | None
 ) -> Critic:
-    """A copy of the reward model where it reads the policy's tokens (N+ details), else of the policy with a head of zeros."""
-    if reward_model is not None and hasattr(reward_model, "score") and reward_model.config.num_labels == 1:
-        if same_tokens(tokenizer, reward_tokenizer):
-            print("critic: starts from the reward model")
-            body, head = deepcopy(reward_model.base_model), deepcopy(reward_model.score)
-            critic = Critic(body, head, getattr(reward_model.config, "reward_bias", 0.0))
-            return critic.requires_grad_(True).to(policy.device)
-    print("critic: starts from the policy, since there is no reward model that reads the same tokens")
+    """A copy of the reward model where it reads the policy's tokens (N+ details), else of the policy; then V is 0."""
+    has_one_head = hasattr(reward_model, "score") and reward_model.config.num_labels == 1
+    if has_one_head and same_tokens(tokenizer, reward_tokenizer):
+        print("critic: starts from the reward model")
+        body, head = deepcopy(reward_model.base_model), deepcopy(reward_model.score)
+        critic = Critic(body, head, getattr(reward_model.config, "reward_bias", 0.0))
+        return critic.requires_grad_(True).to(policy.device)
+    print("critic: starts from the policy, since there is no reward model of one label that reads the same tokens")
     head = nn.Linear(policy.config.get_text_config().hidden_size, 1)
     nn.init.zeros_(head.weight), nn.init.zeros_(head.bias)
     return Critic(deepcopy(policy.base_model), head).to(policy.device)
@@ -725,26 +712,23 @@ def same_tokens(a: AutoTokenizer, b: AutoTokenizer) -> bool:
     return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
-def make_score_function(
-    args: Args, tokenizer: AutoTokenizer, reward_model: nn.Module | None, reward_tokenizer: AutoTokenizer | None
-) -> Callable[[Rollout], Tensor]:
-    """The function from a rollout to its scores (B,): a reward function on texts, or the reward model on tokens."""
-    if reward_model is None:
-        reward_fn = load_function(args.reward_fn)
-        call_reward_function(
-            reward_fn, ["A first text.", "And a second one."]
-        )  # a wrong function fails here, not later
-        return lambda rollout: call_reward_function(reward_fn, decode(rollout, tokenizer)).to(rollout.mask.device)
+def make_scorer(
+    reward_fn: str | None, tokenizer: AutoTokenizer, reward_model: nn.Module | None = None,
+    reward_tokenizer: AutoTokenizer | None = None, args: Args | None = None,
+) -> Callable[[Rollout], Tensor]:  # fmt: skip
+    """The function from a rollout to its scores (B,): `reward_fn` on its texts, else the reward model on its tokens."""
+    if reward_fn is not None:
+        function = load_function(reward_fn)
+        call_reward_function(function, ["A first text.", "And a second one."])  # a wrong function fails now, not later
+        return lambda rollout: call_reward_function(function, decode(rollout, tokenizer)).to(rollout.mask.device)
     label = list(reward_model.config.id2label.values()).index(args.reward_label) if args.reward_label else 0
+    reads_our_tokens = same_tokens(tokenizer, reward_tokenizer)
 
     @torch.no_grad()
     def score(rollout: Rollout) -> Tensor:
         scores = []
-        for index in torch.arange(len(rollout.mask), device=rollout.mask.device).split(
-            args.local_rollout_forward_batch_size
-        ):
-            r = rollout.rows(index)
-            if same_tokens(tokenizer, reward_tokenizer):
+        for _, r in rollout.chunks(args.local_rollout_forward_batch_size):
+            if reads_our_tokens:
                 inputs = join(*r.text)
                 ids, mask = inputs["input_ids"], inputs["attention_mask"]
             else:
@@ -801,17 +785,16 @@ def load_prompts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> lis
     check_columns(data, [args.prompt_column], args.dataset, "--prompt-column")
     prompts = tokenizer(list(data[args.prompt_column]))["input_ids"]
     kept = [p for p in prompts if 0 < len(p) <= args.max_prompt_length]
-    require(kept, f"all {len(prompts)} prompts are empty or over --max-prompt-length {args.max_prompt_length} tokens")
+    reason = f"empty, or over --max-prompt-length {args.max_prompt_length} tokens"
+    require(kept, f"all {len(prompts)} prompts are {reason}")
     if len(kept) < len(prompts):
-        print(
-            f"dropped {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens"
-        )
+        print(f"dropped {len(prompts) - len(kept)} of {len(prompts)} prompts: {reason}")
     longest, limit = max(map(len, kept)), context_length(policy)
     require(
         longest + args.response_length <= limit,
         f"the longest prompt ({longest} tokens) and --response-length {args.response_length} make "
-        f"{longest + args.response_length} tokens, but {args.model} has a context of {limit}; lower --response-length, or "
-        "drop long prompts with --max-prompt-length",
+        f"{longest + args.response_length} tokens, but {args.model} has a context of {limit}; lower "
+        "--response-length, or drop long prompts with --max-prompt-length",
     )
     return kept
 
@@ -833,9 +816,21 @@ def prompt_batches(
 # Plumbing: settings that depend on the machine and the model
 
 
+def check_args(args: Args) -> None:
+    """Numbers that no run can have."""
+    check_numbers(
+        args,
+        "response_length temperature per_device_train_batch_size gradient_accumulation_steps num_mini_batches "
+        "batch_size local_rollout_forward_batch_size total_episodes num_train_epochs learning_rate "
+        "critic_learning_rate max_grad_norm num_ppo_epochs cliprange cliprange_value kl_target kl_horizon "
+        "max_prompt_length",
+        shares="gamma lam",
+    )
+
+
 def default_learning_rate(num_parameters: int) -> float:
     """1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)."""
-    return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.75)
+    return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.6)
 
 
 def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
@@ -849,7 +844,7 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
         require(
             below == args.batch_size,
             f"--batch-size {args.batch_size} does not divide into {args.num_mini_batches} mini-batches of "
-            f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: {below or parts} and {below + parts}",
+            f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: {below or parts}, {below + parts}",
         )
         args.per_device_train_batch_size = args.batch_size // parts
     if args.per_device_train_batch_size is None:
@@ -859,27 +854,25 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
         args.total_episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
     require(
         args.total_episodes >= args.batch_size,
-        f"--total-episodes {args.total_episodes} is less than one batch of {args.batch_size} episodes; raise it, or lower "
-        "--batch-size or --per-device-train-batch-size",
+        f"--total-episodes {args.total_episodes} is less than one batch of {args.batch_size} episodes; raise it, or "
+        "lower --batch-size or --per-device-train-batch-size",
     )
 
 
 def describe_run(args: Args, num_updates: int, policy: nn.Module, critic: nn.Module) -> None:
     """Prints the batch geometry in words, and on a CPU how long the run will take."""
-    print(
-        f"policy: {args.model}, {policy.num_parameters() / 1e6:.2f}M parameters on {policy.device}, learning rate {args.learning_rate:.2g}\n"
-        f"batch: {args.batch_size} responses an update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} mini-batches x "
-        f"{args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size}; "
-        f"{num_updates} updates = {num_updates * args.batch_size} episodes\noutput: {args.output_dir}"
-    )
+    print(f"policy: {args.model}, {policy.num_parameters() / 1e6:.2f}M parameters on {policy.device}, "
+          f"learning rate {args.learning_rate:.2g}")  # fmt: skip
+    print(f"batch: {args.batch_size} responses an update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
+          f"mini-batches x {args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size}; "
+          f"{num_updates} updates = {num_updates * args.batch_size} episodes")  # fmt: skip
+    print(f"output: {args.output_dir}")
     if policy.device.type == "cpu":
         tokens = args.response_length + 16
         passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
         flops = 2 * tokens * passes * (policy.num_parameters() + sum(p.numel() for p in critic.parameters()))
         seconds = args.batch_size * flops / (0.5 * matmul_flops_per_second())  # half of the peak, as measured on GPT-2
-        print(
-            f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.0f} min (a GPU: far less)"
-        )
+        print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.0f} min")
 
 
 def matmul_flops_per_second() -> float:
@@ -931,13 +924,12 @@ METRICS = {
 
 
 class Logger:
-    """Everything a run leaves behind: metrics.jsonl, the progress bar, sample tables, warnings, W&B, curves, the model."""
+    """What a run shows and leaves behind: metrics.jsonl, progress bar, tables, warnings, W&B, curves, the model."""
 
     def __init__(self, args: Args, num_updates: int):
         self.args, self.num_updates, self.start = args, num_updates, time.perf_counter()
         self.seconds, self.metrics, self.warned = {}, {}, set()
-        self.file = open(Path(args.output_dir) / "metrics.jsonl", "a")
-        self.wandb = start_wandb(args)
+        self.file, self.wandb = open_metrics(args), start_wandb(args)
         self.bar = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
 
     @contextmanager
@@ -973,10 +965,11 @@ class Logger:
         k1 = (rollout.logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
         standard_error = k1.std() / len(k1) ** 0.5
         signs = {
-            "the KL to the reference is clearly negative, which no true KL is: sampling and scoring probably use different "
-            "distributions (temperature, top-k, dropout, padding).": k1.mean() < -0.1 - 3 * standard_error,
-            "no response ends with the stop token: raise --response-length, set --missing-eos-penalty, or check that the "
-            "policy was taught to end its texts.": self.args.stop_token_id is not None and stats["val/eos_share"] == 0,
+            "the KL to the reference is clearly negative, which no true KL is: sampling and scoring probably use "
+            "different distributions (temperature, top-k, dropout, padding).": k1.mean() < -0.1 - 3 * standard_error,
+            "no response ends with the stop token: raise --response-length, set --missing-eos-penalty, or check that "
+            "the policy was taught to end its texts.": self.args.stop_token_id is not None
+            and stats["val/eos_share"] == 0,
             "all scores of the batch are equal, so there is nothing to learn from: look at the reward.": stats[
                 "objective/scores_std"] < 1e-6,
         }  # fmt: skip
@@ -1032,7 +1025,7 @@ def check_numbers(args: Args, positive: str, shares: str = "") -> None:  # same 
 
 
 def start_run(args: Args) -> torch.device:  # same in all scripts
-    """Seeds everything, picks the device, makes args.output_dir; raises UserError where a run already is."""
+    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
     random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -1041,12 +1034,20 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     output = Path(args.output_dir)
     is_used = (output / "metrics.jsonl").exists()
     require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
-    output.mkdir(parents=True, exist_ok=True)
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(0, device=args.device or best).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def open_metrics(args: Args):  # same in all scripts
+    """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        return open(Path(args.output_dir) / "metrics.jsonl", "a")
+    except OSError as error:
+        raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
 
 
 def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all scripts
@@ -1067,14 +1068,15 @@ def locate(name: str, kind: str = "model") -> str:  # same in all scripts
         HfApi().repo_info(name, repo_type=kind, timeout=10)
     except Exception as error:  # no network, no such name, no permission: all end in the same advice
         raise UserError(
-            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for ({type(error).__name__}); "
-            "offline, name a local one: python ppo.py with no flags runs on toy/ without any network"
+            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for "
+            f"({type(error).__name__}); offline, name a local one: python {Path(__file__).name} with no flags runs on "
+            "toy/ without any network"
         ) from error
     return name
 
 
 def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # same in all scripts
-    """auto_class.from_pretrained for a folder or a hub name; safetensors only, and no code from a hub unless asked for."""
+    """auto_class.from_pretrained for a folder or a hub name; Python code that comes with it runs only if asked for."""
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError, KeyError) as error:
@@ -1126,15 +1128,12 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
 def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
     """Raises UserError with the columns that there are where one is missing."""
     missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
-    require(
-        not missing, f"--dataset {name} has no column {missing}; it has {', '.join(data.column_names)} (set {flag})"
-    )
+    there = ", ".join(data.column_names)
+    require(not missing, f"--dataset {name} has no column {missing}; it has {there} (set {flag})")
 
 
-def pad(
-    rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False
-) -> tuple[Tensor, Tensor]:  # same in all scripts
-    """Token lists as one tensor (B, S), and its attention mask (B, S)."""
+def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token lists as one tensor (B, S), and its attention mask (B, S). Same in all scripts."""
     size = max(map(len, rows))
     fill = [[0] * (size - len(row)) for row in rows]
     ids = [[pad_token_id] * len(f) + row if left else row + [pad_token_id] * len(f) for f, row in zip(fill, rows)]
@@ -1149,15 +1148,22 @@ def load_function(spec: str) -> Callable:  # same in all scripts
     require(path and name, f"{spec!r} should be file.py:name, and the file should exist")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # somebody else's code
+        raise UserError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
     require(callable(getattr(module, name, None)), f"{path} defines no function {name!r}")
     return getattr(module, name)
 
 
 def peak_memory_mb() -> float:  # same in all scripts
-    """Peak memory in MB: of the GPU on CUDA, else of this process."""
+    """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
@@ -1167,14 +1173,10 @@ def start_wandb(args: Args):  # same in all scripts
         return None
     import wandb
 
-    name = Path(args.output_dir).name
+    folder = Path(args.output_dir)
     try:
         return wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=name,
-            config=asdict(args),
-            dir=args.output_dir,
+            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args), dir=folder
         )
     except wandb.Error as error:
         raise UserError(

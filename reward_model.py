@@ -40,7 +40,6 @@ import json
 import math
 import os
 import random
-import resource
 import sys
 import time
 from collections import defaultdict
@@ -120,7 +119,7 @@ class Args:
     gradient_accumulation_steps: int = 1
     """micro-batches in an optimiser step; changes memory, not the result"""
     learning_rate: float | None = None
-    """AdamW's; by default from the size of the model (see default_learning_rate)"""
+    """AdamW's; by default from the size of the model (see reward_learning_rate)"""
     lr_scheduler_type: str = "cosine"
     """any name that transformers.get_scheduler knows (N+ details: cosine)"""
     warmup_ratio: float = 0.03
@@ -146,7 +145,7 @@ METRICS = {
     "eval/loss": "Bradley-Terry loss on the test split, without margin and centring",
     "eval/accuracy": "share of test pairs whose chosen text has the higher reward",
     "eval/margin": "mean of r_chosen - r_rejected on the test split",
-    "eval/calibration_error": "mean distance of sigmoid(reward difference) from the share that was chosen, over ten bins",
+    "eval/calibration_error": "mean distance of sigmoid(reward difference) from the share that was chosen, in ten bins",
     "eval/mean_reward": "mean reward of the test texts, chosen and rejected",
     "eval/std_reward": "standard deviation of the same",
     "time/step": "seconds of this step",
@@ -175,8 +174,16 @@ def encode_text(prompt: str, text: str, tokenizer: AutoTokenizer) -> list[int]:
     return ids + [tokenizer.eos_token_id]
 
 
+def encode_conversation(prompt: object, messages: list[dict], tokenizer: AutoTokenizer, args: Args) -> list[int]:
+    """Token ids of a conversation, after the prompt's turns where the prompt is a list of messages too."""
+    has_template = tokenizer.chat_template
+    require(has_template, f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template")
+    turns = prompt if isinstance(prompt, list) else []
+    return tokenizer.apply_chat_template(turns + messages, return_dict=False)
+
+
 def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
-    """All pairs of a dataset, cut to max_length; pairs that are equal then teach nothing and are dropped and counted."""
+    """All pairs of a dataset, cut to max_length; pairs that are then equal teach nothing: dropped and counted."""
     check_columns(data, [args.chosen_column, args.rejected_column], args.dataset, "--chosen-column, --rejected-column")
     has_prompt, has_margin = args.prompt_column in data.column_names, args.margin_column in data.column_names
     pairs = []
@@ -185,12 +192,7 @@ def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
         ids = {}
         for name in (args.chosen_column, args.rejected_column):
             if isinstance(row[name], list):
-                require(
-                    tokenizer.chat_template,
-                    f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template",
-                )
-                turns = row[args.prompt_column] if has_prompt and isinstance(row[args.prompt_column], list) else []
-                ids[name] = tokenizer.apply_chat_template(turns + row[name], return_dict=False)
+                ids[name] = encode_conversation(row.get(args.prompt_column), row[name], tokenizer, args)
             else:
                 ids[name] = encode_text(row[args.prompt_column] if has_prompt else "", row[name], tokenizer)
             too_long += len(ids[name]) > args.max_length
@@ -202,10 +204,8 @@ def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
         print(f"cut {too_long} of {2 * len(pairs)} texts to --max-length {args.max_length} tokens")
     if len(kept) < len(pairs):
         print(f"dropped {len(pairs) - len(kept)} of {len(pairs)} pairs: both texts are the same")
-    require(
-        kept,
-        f"--dataset {args.dataset}: in all {len(pairs)} pairs the texts are the same to --max-length {args.max_length}",
-    )
+    same = f"in all {len(pairs)} pairs the two texts are the same up to --max-length {args.max_length}"
+    require(kept, f"--dataset {args.dataset}: {same}")
     return kept
 
 
@@ -216,16 +216,17 @@ def without_eos(pair: Pair, eos_token_id: int | None) -> Pair:
 
 
 def length_grouped_batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
-    """One pass over all rows in batches of like length, in random order: little padding, and yet random enough.
+    """Endless passes over all rows in batches of like length, in random order: little padding, yet random enough.
 
     Rows are shuffled, cut into groups of 50 batches, sorted by length inside a group, and the batches shuffled again.
     """
-    order = torch.randperm(len(lengths)).tolist()
-    group = 50 * batch_size
-    ordered = [i for g in range(0, len(order), group) for i in sorted(order[g : g + group], key=lengths.__getitem__)]
-    batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-    for i in torch.randperm(len(batches)).tolist():
-        yield batches[i]
+    while True:
+        order = torch.randperm(len(lengths)).tolist()
+        groups = [order[i : i + 50 * batch_size] for i in range(0, len(order), 50 * batch_size)]
+        ordered = [row for group in groups for row in sorted(group, key=lengths.__getitem__)]
+        batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
+        for i in torch.randperm(len(batches)).tolist():
+            yield batches[i]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ def pair_rewards(model: nn.Module, pairs: list[Pair], pad_token_id: int, args: A
 
 
 def init_reward_head(head: nn.Linear) -> None:
-    """Weights from N(0, 1/(D+1)), i.e. a standard deviation of 1/sqrt(D+1), so that rewards begin near +-1 (N details)."""
+    """Weights of standard deviation 1/sqrt(D+1), so that rewards begin within about +-1 (N+ details)."""
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
 
@@ -267,8 +268,8 @@ def shift_rewards(model: nn.Module, shift: float) -> None:
     """Adds a constant to every reward, in a way that is saved with the model.
 
     The head of transformers' classifiers has no bias. But where the last layer is h = norm(x) g + c, moving c by
-    shift w / |w|^2 moves every w . h by the shift: a plain weight that any program which loads the model sees. Where that
-    norm has no c (RMSNorm), the shift stands in the config as `reward_bias`, which read_reward adds.
+    shift w / |w|^2 moves every w . h by the shift: a plain weight that any program which loads the model sees. Where
+    that norm has no c (RMSNorm), the shift stands in the config as `reward_bias`, which read_reward adds.
     """
     norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
     w = model.score.weight.detach()[0]
@@ -301,8 +302,8 @@ def calibration(differences: Tensor, num_bins: int = 10) -> list[tuple[float, fl
 
 def train(args: Args) -> None:
     """Trains the reward model and leaves it, its metrics and its model card in args.output_dir."""
-    check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps learning_rate "
-                  "max_grad_norm eval_steps", shares="warmup_ratio eos_dropout")  # fmt: skip
+    check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps "
+                  "learning_rate max_grad_norm eval_steps", shares="warmup_ratio eos_dropout")  # fmt: skip
     device = start_run(args)
     model, tokenizer = load_model(args, device)
     pairs = encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
@@ -312,16 +313,10 @@ def train(args: Args) -> None:
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
     schedule = make_schedule(args, optimizer, num_steps)
-    print(
-        f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {device}, learning rate {args.learning_rate:.2g}\n"
-        f"data: {len(pairs)} pairs, {len(test_pairs)} for evaluation\n"
-        f"batch: {args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size} pairs; {num_steps} steps\noutput: {args.output_dir}"
-    )
+    print(f"data: {len(pairs)} pairs, {len(test_pairs)} for evaluation")
+    describe_training(args.model, model, num_steps, args)
     log = Logger(args, num_steps)
-    lengths = [max(len(p.chosen), len(p.rejected)) for p in pairs]
-    batches = (
-        batch for _ in range(math.ceil(args.num_train_epochs)) for batch in length_grouped_batches(lengths, batch_size)
-    )
+    batches = length_grouped_batches([max(len(p.chosen), len(p.rejected)) for p in pairs], batch_size)
     try:
         for step, rows in zip(range(1, num_steps + 1), batches):
             batch = [pairs[i] for i in rows]
@@ -390,7 +385,7 @@ def evaluate(
 # Plumbing of this script
 
 
-def default_learning_rate(num_parameters: int) -> float:
+def reward_learning_rate(num_parameters: int) -> float:
     """1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)."""
     return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.75)
 
@@ -399,14 +394,12 @@ def load_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokeniz
     """The model with a new head of one output, and its tokenizer; fills in the settings that depend on it."""
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
     model = load_weights(AutoModelForSequenceClassification, args.model, args.trust_remote_code, num_labels=1)
-    is_causal = hasattr(model, "score")
-    require(
-        is_causal, f"{args.model} is no causal language model ({type(model).__name__}), so it has no last token to read"
-    )
+    kind, is_causal = type(model).__name__, hasattr(model, "score")
+    require(is_causal, f"{args.model} is no causal language model ({kind}), so it has no last token to read")
     init_reward_head(model.score)
     model.config.pad_token_id = tokenizer.pad_token_id  # for programs that use the library's own pooling
     model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
-    args.learning_rate = args.learning_rate or default_learning_rate(model.num_parameters())
+    args.learning_rate = args.learning_rate or reward_learning_rate(model.num_parameters())
     args.max_length = min(args.max_length, context_length(model))
     return model.train().to(device), tokenizer
 
@@ -416,6 +409,15 @@ def load_test_pairs(args: Args, tokenizer: AutoTokenizer) -> list[Pair]:
     if args.dataset_test_split in (None, "none"):
         return []
     return encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_test_split), tokenizer, args)
+
+
+def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -> None:
+    """Prints what is about to happen."""
+    size, lr = f"{model.num_parameters() / 1e6:.2f}M parameters", f"learning rate {args.learning_rate:.2g}"
+    print(f"model: {name}, {size} on {model.device}, {lr}")
+    micro_batch = args.per_device_train_batch_size
+    print(f"batch: {args.gradient_accumulation_steps} micro-batches of {micro_batch} rows; {num_steps} steps")
+    print(f"output: {args.output_dir}")
 
 
 def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):  # same in all scripts
@@ -433,8 +435,7 @@ class Logger:
         self.args, self.num_steps, self.last = args, num_steps, time.perf_counter()
         self.metrics: dict[str, float] = {}
         self.calibration: list[tuple[float, float, int]] = []
-        self.file = open(Path(args.output_dir) / "metrics.jsonl", "a")
-        self.wandb = start_wandb(args)
+        self.file, self.wandb = open_metrics(args), start_wandb(args)
         self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True)
 
     def write(self, step: int, stats: dict) -> None:
@@ -453,7 +454,7 @@ class Logger:
         self.bar.update()
 
     def show_pairs(self, step: int, model: nn.Module, tokenizer: AutoTokenizer, pairs: list[Pair]) -> None:
-        """A table of test pairs with their rewards, `num_sample_generations` times in the run; the calibration at the end."""
+        """A table of test pairs with their rewards, `num_sample_generations` times; the calibration at the end."""
         shows = self.args.num_sample_generations
         if not (shows and pairs and (step % -(-self.num_steps // shows) == 0 or step == self.num_steps)):
             return
@@ -504,7 +505,7 @@ class UserError(Exception):
 
 
 def start_run(args: Args) -> torch.device:  # same in all scripts
-    """Seeds everything, picks the device, makes args.output_dir; raises UserError where a run already is."""
+    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
     random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -513,12 +514,20 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     output = Path(args.output_dir)
     is_used = (output / "metrics.jsonl").exists()
     require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
-    output.mkdir(parents=True, exist_ok=True)
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(0, device=args.device or best).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def open_metrics(args: Args):  # same in all scripts
+    """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        return open(Path(args.output_dir) / "metrics.jsonl", "a")
+    except OSError as error:
+        raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
 
 
 def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all scripts
@@ -539,14 +548,15 @@ def locate(name: str, kind: str = "model") -> str:  # same in all scripts
         HfApi().repo_info(name, repo_type=kind, timeout=10)
     except Exception as error:  # no network, no such name, no permission: all end in the same advice
         raise UserError(
-            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for ({type(error).__name__}); "
-            "offline, name a local one: python ppo.py with no flags runs on toy/ without any network"
+            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for "
+            f"({type(error).__name__}); offline, name a local one: python {Path(__file__).name} with no flags runs on "
+            "toy/ without any network"
         ) from error
     return name
 
 
 def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # same in all scripts
-    """auto_class.from_pretrained for a folder or a hub name; safetensors only, and no code from a hub unless asked for."""
+    """auto_class.from_pretrained for a folder or a hub name; Python code that comes with it runs only if asked for."""
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError, KeyError) as error:
@@ -598,15 +608,12 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
 def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
     """Raises UserError with the columns that there are where one is missing."""
     missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
-    require(
-        not missing, f"--dataset {name} has no column {missing}; it has {', '.join(data.column_names)} (set {flag})"
-    )
+    there = ", ".join(data.column_names)
+    require(not missing, f"--dataset {name} has no column {missing}; it has {there} (set {flag})")
 
 
-def pad(
-    rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False
-) -> tuple[Tensor, Tensor]:  # same in all scripts
-    """Token lists as one tensor (B, S), and its attention mask (B, S)."""
+def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token lists as one tensor (B, S), and its attention mask (B, S). Same in all scripts."""
     size = max(map(len, rows))
     fill = [[0] * (size - len(row)) for row in rows]
     ids = [[pad_token_id] * len(f) + row if left else row + [pad_token_id] * len(f) for f, row in zip(fill, rows)]
@@ -615,9 +622,13 @@ def pad(
 
 
 def peak_memory_mb() -> float:  # same in all scripts
-    """Peak memory in MB: of the GPU on CUDA, else of this process."""
+    """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
@@ -627,14 +638,10 @@ def start_wandb(args: Args):  # same in all scripts
         return None
     import wandb
 
-    name = Path(args.output_dir).name
+    folder = Path(args.output_dir)
     try:
         return wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=name,
-            config=asdict(args),
-            dir=args.output_dir,
+            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args), dir=folder
         )
     except wandb.Error as error:
         raise UserError(

@@ -14,7 +14,7 @@
 """Supervised fine-tuning: texts -> policy.
 
 For each batch of texts x_1..x_n, of which the last tokens are the completion and its EOS:
-  1. encode   prompt tokens, completion tokens, EOS; the labels are the completion and EOS (all of a text without prompt)
+  1. encode   prompt tokens, completion tokens, EOS; the labels are the completion and EOS (without prompt: everything)
   2. loss     -mean_t log pi(x_t | x_<t), over the labels alone
   3. update   AdamW, with the learning rate warmed up and annealed
 
@@ -26,7 +26,7 @@ follows would see only cut-off responses. Prompt tokens carry no loss by default
 not to invent them. Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+
 implementation details, 2403.17031).
 
-  python sft.py                              # a small GPT-2 from scratch on the toy corpus: offline, about a minute on a CPU
+  python sft.py                              # a small GPT-2 from scratch on the toy corpus: offline, a minute on a CPU
   python sft.py --model gpt2 --dataset D     # fine-tunes GPT-2; D has `text`, `prompt` + `completion`, or `messages`
 
 Shapes: B rows, S tokens (right-padded), V vocabulary.
@@ -36,7 +36,6 @@ import json
 import math
 import os
 import random
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -83,7 +82,7 @@ class Args:
     model: Annotated[str | None, arg(aliases=["--model-name-or-path"])] = None
     """the pretrained model to fine-tune"""
     from_scratch: str | None = None
-    """start from random weights instead, with the config and tokenizer of this folder or name (toy/base if neither is given)"""
+    """start from random weights, with the config and tokenizer of this folder or name; without --model, toy/base"""
     trust_remote_code: bool = False
     """run Python code that comes with a model; leave it off unless you have read that code"""
 
@@ -172,7 +171,7 @@ def encode_pair(
 def encode_messages(
     messages: list[dict], tokenizer: AutoTokenizer, completion_only: bool
 ) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a conversation: the assistant's turns and what the template ends them with are labelled."""
+    """Token ids and labels of a conversation: the assistant's turns and what ends them are labelled."""
     ids: list[int] = []
     labels: list[int] = []
     for i, message in enumerate(messages):
@@ -184,8 +183,8 @@ def encode_messages(
         whole = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False)
         require(
             whole[: len(ids)] == ids,
-            "this chat template rewrites earlier turns when a later one is added, so a loss on single turns has no meaning; "
-            "use prompt and completion columns",
+            "this chat template rewrites earlier turns when a later one is added, so a loss on single turns has no "
+            "meaning; use prompt and completion columns",
         )
         labels += whole[len(ids) :] if is_label else [IGNORE] * (len(whole) - len(ids))
         ids = whole
@@ -195,9 +194,8 @@ def encode_messages(
 def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[list[int], list[int]]]:
     """All rows of a dataset as (ids, labels), in whichever of the three formats its columns are."""
     if args.messages_column in data.column_names:
-        require(
-            tokenizer.chat_template, f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template"
-        )
+        has_template = tokenizer.chat_template
+        require(has_template, f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template")
         rows = [encode_messages(m, tokenizer, args.completion_only_loss) for m in data[args.messages_column]]
     elif args.completion_column in data.column_names:
         check_columns(data, [args.prompt_column], args.dataset, "--prompt-column")
@@ -212,9 +210,7 @@ def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[lis
         rows = [(ids[: args.max_length], labels[: args.max_length]) for ids, labels in rows]
     kept = [row for row in rows if any(label != IGNORE for label in row[1])]
     if len(kept) < len(rows):
-        print(
-            f"dropped {len(rows) - len(kept)} of {len(rows)} texts whose completion lies beyond --max-length or is empty"
-        )
+        print(f"dropped {len(rows) - len(kept)} of {len(rows)} texts: empty, or no completion within --max-length")
     require(kept, f"--dataset {args.dataset}: no text has a completion within --max-length {args.max_length} tokens")
     return kept
 
@@ -230,16 +226,17 @@ def pack(rows: list[tuple[list[int], list[int]]], length: int) -> list[tuple[lis
 
 
 def length_grouped_batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
-    """One pass over all rows in batches of like length, in random order: little padding, and yet random enough.
+    """Endless passes over all rows in batches of like length, in random order: little padding, yet random enough.
 
     Rows are shuffled, cut into groups of 50 batches, sorted by length inside a group, and the batches shuffled again.
     """
-    order = torch.randperm(len(lengths)).tolist()
-    group = 50 * batch_size
-    ordered = [i for g in range(0, len(order), group) for i in sorted(order[g : g + group], key=lengths.__getitem__)]
-    batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-    for i in torch.randperm(len(batches)).tolist():
-        yield batches[i]
+    while True:
+        order = torch.randperm(len(lengths)).tolist()
+        groups = [order[i : i + 50 * batch_size] for i in range(0, len(order), 50 * batch_size)]
+        ordered = [row for group in groups for row in sorted(group, key=lengths.__getitem__)]
+        batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
+        for i in torch.randperm(len(batches)).tolist():
+            yield batches[i]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,10 +246,8 @@ def length_grouped_batches(lengths: list[int], batch_size: int) -> Iterator[list
 def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """(B, S-1) cross-entropy of labels[:, 1:] under logits[:, :-1], which predict them; 0 where there is no label."""
     targets = labels[:, 1:]
-    losses = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=IGNORE
-    )
-    return losses.view_as(targets)
+    logits = logits[:, :-1].flatten(0, 1).float()
+    return F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORE).view_as(targets)
 
 
 def forward(
@@ -280,36 +275,29 @@ def forward(
 
 def train(args: Args) -> None:
     """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
-    check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps learning_rate "
-                  "max_grad_norm eval_steps", shares="warmup_ratio")  # fmt: skip
+    check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps "
+                  "learning_rate max_grad_norm eval_steps", shares="warmup_ratio")  # fmt: skip
     device = start_run(args)
     model, tokenizer = load_model(args, device)
     rows = encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
-    rows = pack(rows, args.max_length) if args.packing else rows
+    if args.packing:
+        rows = pack(rows, args.max_length)
+        require(rows, f"the texts do not fill one block of --max-length {args.max_length}; lower it, or do not pack")
     test_data, test_rows = load_test_rows(args, tokenizer)
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    require(
-        rows, f"the texts do not fill one block of --max-length {args.max_length}; lower it, or leave out --packing"
-    )
     steps_per_epoch = math.ceil(len(rows) / batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
     schedule = make_schedule(args, optimizer, num_steps)
-    print(
-        f"model: {args.from_scratch or args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {device}, learning rate {args.learning_rate:.2g}\n"
-        f"data: {len(rows)} {'blocks' if args.packing else 'texts'}, {len(test_rows)} for evaluation\n"
-        f"batch: {args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size}; {num_steps} steps\noutput: {args.output_dir}"
-    )
+    print(f"data: {len(rows)} {'blocks' if args.packing else 'texts'}, {len(test_rows)} for evaluation")
+    describe_training(args.from_scratch or args.model, model, num_steps, args)
     log = Logger(args, num_steps)
-    lengths = [len(ids) for ids, _ in rows]
-    batches = (
-        batch for _ in range(math.ceil(args.num_train_epochs)) for batch in length_grouped_batches(lengths, batch_size)
-    )
+    batches = length_grouped_batches([len(ids) for ids, _ in rows], batch_size)
     try:
         for step, batch in zip(range(1, num_steps + 1), batches):
             num_labels = sum(
                 label != IGNORE for i in batch for label in rows[i][1][1:]
-            )  # the first token has no logits
+            )  # the first one is not predicted
             sums = {"loss": 0.0, "hits": 0.0}
             for i in range(0, len(batch), args.per_device_train_batch_size):
                 micro_batch = [rows[j] for j in batch[i : i + args.per_device_train_batch_size]]
@@ -361,16 +349,14 @@ def evaluate(
 
 
 def load_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
-    """The model to train, pretrained or with random weights, and its tokenizer; fills in the settings that depend on it."""
+    """The model to train, pretrained or with random weights, and its tokenizer; fills in the settings left to it."""
     both = args.model and args.from_scratch
     require(not both, f"--model {args.model} and --from-scratch {args.from_scratch} exclude each other; give one")
     if not args.model and not args.from_scratch:
         args.from_scratch = "toy/base"
     tokenizer = load_tokenizer(args.from_scratch or args.model, args.trust_remote_code)
-    has_eos = tokenizer.eos_token_id is not None
-    require(
-        has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token, which every text must end with"
-    )
+    name, has_eos = args.from_scratch or args.model, tokenizer.eos_token_id is not None
+    require(has_eos, f"the tokenizer of {name} has no EOS token, which every text must end with")
     if args.from_scratch:
         config = load(AutoConfig, args.from_scratch, args.trust_remote_code)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
@@ -391,6 +377,15 @@ def load_test_rows(args: Args, tokenizer: AutoTokenizer):
     return data, encode_dataset(data, tokenizer, args)
 
 
+def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -> None:
+    """Prints what is about to happen."""
+    size, lr = f"{model.num_parameters() / 1e6:.2f}M parameters", f"learning rate {args.learning_rate:.2g}"
+    print(f"model: {name}, {size} on {model.device}, {lr}")
+    micro_batch = args.per_device_train_batch_size
+    print(f"batch: {args.gradient_accumulation_steps} micro-batches of {micro_batch} rows; {num_steps} steps")
+    print(f"output: {args.output_dir}")
+
+
 def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):  # same in all scripts
     """The learning rate's course, by the name that transformers gives it."""
     try:
@@ -405,8 +400,7 @@ class Logger:
     def __init__(self, args: Args, num_steps: int):
         self.args, self.num_steps, self.num_tokens, self.last = args, num_steps, 0, time.perf_counter()
         self.metrics: dict[str, float] = {}
-        self.file = open(Path(args.output_dir) / "metrics.jsonl", "a")
-        self.wandb = start_wandb(args)
+        self.file, self.wandb = open_metrics(args), start_wandb(args)
         self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True)
 
     def write(self, step: int, stats: dict, num_labels: int) -> None:
@@ -416,39 +410,36 @@ class Logger:
         stats |= {"step": step, "num_tokens": self.num_tokens, "time/step": now - self.last}
         stats |= {"perf/tokens_per_second": num_labels / (now - self.last), "perf/peak_memory_mb": peak_memory_mb()}
         self.last = now
-        self.metrics |= {name: stats[name] for name in METRICS if name in stats}
-        self.file.write(json.dumps({name: stats[name] for name in METRICS if name in stats}) + "\n")
+        line = {name: stats[name] for name in METRICS if name in stats}
+        self.metrics |= line
+        self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         if self.wandb:
-            self.wandb.log(stats, step=step)
-        perplexity = (
-            f", test perplexity {self.metrics['eval/perplexity']:.2f}" if "eval/perplexity" in self.metrics else ""
-        )
-        self.bar.set_postfix_str(f"loss {stats['loss']:.3f}{perplexity}")
+            self.wandb.log(line, step=step)
+        test = f", test perplexity {self.metrics['eval/perplexity']:.2f}" if "eval/perplexity" in self.metrics else ""
+        self.bar.set_postfix_str(f"loss {stats['loss']:.3f}{test}")
         self.bar.update()
 
     def show_samples(self, step: int, model: nn.Module, tokenizer: AutoTokenizer, data) -> None:
         """A table of prompts, sampled completions and the texts' own, `num_sample_generations` times in the run."""
-        shows = self.args.num_sample_generations
-        has_prompts = data is not None and {self.args.prompt_column, self.args.completion_column} <= set(
-            data.column_names
+        shows, prompt, completion = (
+            self.args.num_sample_generations,
+            self.args.prompt_column,
+            self.args.completion_column,
         )
-        if not (shows and has_prompts and (step % -(-self.num_steps // shows) == 0 or step == self.num_steps)):
+        if not (shows and (step % -(-self.num_steps // shows) == 0 or step == self.num_steps)):
             return
-        examples = [data[i] for i in range(min(3, len(data)))]
+        if data is None or not {prompt, completion} <= set(data.column_names):
+            return
         config = GenerationConfig(  # complete in itself, so that nothing stored with the checkpoint shapes the samples
             do_sample=True, top_k=0, max_new_tokens=min(53, self.args.max_length // 2),
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
         rows = []
-        for example in examples:
-            ids = torch.tensor([tokenizer(example[self.args.prompt_column])["input_ids"]], device=model.device)
-            text = model.eval().generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
-                0, ids.shape[1] :
-            ]
-            rows.append(
-                [example[self.args.prompt_column], tokenizer.decode(text), example[self.args.completion_column]]
-            )
+        for example in data.select(range(min(3, len(data)))):
+            ids = torch.tensor([tokenizer(example[prompt])["input_ids"]], device=model.device)
+            output = model.eval().generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0]
+            rows.append([example[prompt], tokenizer.decode(output[ids.shape[1] :]), example[completion]])
         model.train()
         with self.bar.external_write_mode():
             print_table(f"step {step} of {self.num_steps}", ["prompt", "sampled completion", "the text's own"], rows)
@@ -460,9 +451,8 @@ class Logger:
         self.file.close()
         if self.metrics:
             save_model(model, tokenizer, self.args, self.metrics)
-            draw_curves(
-                Path(self.args.output_dir), "step", [["loss", "eval/loss"], ["eval/perplexity"], ["eval/eos_loss"]]
-            )
+            panels = [["loss", "eval/loss"], ["eval/perplexity"], ["eval/eos_loss"]]
+            draw_curves(Path(self.args.output_dir), "step", panels)
         if self.wandb:
             self.wandb.finish()
 
@@ -490,7 +480,7 @@ class UserError(Exception):
 
 
 def start_run(args: Args) -> torch.device:  # same in all scripts
-    """Seeds everything, picks the device, makes args.output_dir; raises UserError where a run already is."""
+    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
     random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -499,12 +489,20 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     output = Path(args.output_dir)
     is_used = (output / "metrics.jsonl").exists()
     require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
-    output.mkdir(parents=True, exist_ok=True)
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(0, device=args.device or best).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def open_metrics(args: Args):  # same in all scripts
+    """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        return open(Path(args.output_dir) / "metrics.jsonl", "a")
+    except OSError as error:
+        raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
 
 
 def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all scripts
@@ -525,14 +523,15 @@ def locate(name: str, kind: str = "model") -> str:  # same in all scripts
         HfApi().repo_info(name, repo_type=kind, timeout=10)
     except Exception as error:  # no network, no such name, no permission: all end in the same advice
         raise UserError(
-            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for ({type(error).__name__}); "
-            "offline, name a local one: python ppo.py with no flags runs on toy/ without any network"
+            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for "
+            f"({type(error).__name__}); offline, name a local one: python {Path(__file__).name} with no flags runs on "
+            "toy/ without any network"
         ) from error
     return name
 
 
 def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # same in all scripts
-    """auto_class.from_pretrained for a folder or a hub name; safetensors only, and no code from a hub unless asked for."""
+    """auto_class.from_pretrained for a folder or a hub name; Python code that comes with it runs only if asked for."""
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError, KeyError) as error:
@@ -584,15 +583,12 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
 def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
     """Raises UserError with the columns that there are where one is missing."""
     missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
-    require(
-        not missing, f"--dataset {name} has no column {missing}; it has {', '.join(data.column_names)} (set {flag})"
-    )
+    there = ", ".join(data.column_names)
+    require(not missing, f"--dataset {name} has no column {missing}; it has {there} (set {flag})")
 
 
-def pad(
-    rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False
-) -> tuple[Tensor, Tensor]:  # same in all scripts
-    """Token lists as one tensor (B, S), and its attention mask (B, S)."""
+def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token lists as one tensor (B, S), and its attention mask (B, S). Same in all scripts."""
     size = max(map(len, rows))
     fill = [[0] * (size - len(row)) for row in rows]
     ids = [[pad_token_id] * len(f) + row if left else row + [pad_token_id] * len(f) for f, row in zip(fill, rows)]
@@ -601,9 +597,13 @@ def pad(
 
 
 def peak_memory_mb() -> float:  # same in all scripts
-    """Peak memory in MB: of the GPU on CUDA, else of this process."""
+    """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
@@ -613,14 +613,10 @@ def start_wandb(args: Args):  # same in all scripts
         return None
     import wandb
 
-    name = Path(args.output_dir).name
+    folder = Path(args.output_dir)
     try:
         return wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=name,
-            config=asdict(args),
-            dir=args.output_dir,
+            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args), dir=folder
         )
     except wandb.Error as error:
         raise UserError(
