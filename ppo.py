@@ -224,28 +224,28 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def sample(
-    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, response_length: int, temperature: float,
+    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float,
     stop_token_id: int | None, pad_token_id: int,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Draws one response for each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
-    Nothing else shapes the distribution: no generation config is read. Returns responses (B, T), mask (B, T),
-    logprobs (B, T) of the drawn tokens (0 on padding) and ended (B,); T = response_length.
+    Nothing else shapes the distribution: no generation config is read. All chance is in `uniforms` (B, T), drawn ahead
+    from [0, 1), so that no response depends on its neighbours. Returns responses (B, T), mask (B, T), logprobs (B, T)
+    of the drawn tokens (0 on padding) and ended (B,).
     """
-    B, device = len(prompts), prompts.device
-    responses = prompts.new_full((B, response_length), pad_token_id)  # (B, T)
-    logprobs = torch.zeros(B, response_length, device=device)  # (B, T)
-    uniforms = torch.rand(response_length, B, device=device)  # drawn ahead: no row's draw depends on another row's end
+    (B, T), device = uniforms.shape, prompts.device
+    responses = prompts.new_full((B, T), pad_token_id)  # (B, T)
+    logprobs = torch.zeros(B, T, device=device)  # (B, T)
     ended = torch.zeros(B, dtype=torch.bool, device=device)  # (B,)
     rows = torch.arange(B, device=device)  # the rows still in the forward pass; all arrays below have one line for each
     tokens, attention_mask, cache = prompts, prompt_mask.long(), DynamicCache(config=policy.config)
-    for t in range(response_length):
+    for t in range(T):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         output = policy(
             input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
             past_key_values=cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-        token, logprob = draw(output.logits[:, -1].float() / temperature, uniforms[t, rows])
+        token, logprob = draw(output.logits[:, -1].float() / temperature, uniforms[rows, t])
         responses[rows, t], logprobs[rows, t] = token, logprob
         ended[rows] |= token == (-1 if stop_token_id is None else stop_token_id)
         going = ~ended[rows]
@@ -256,7 +256,7 @@ def sample(
             cache.batch_select_indices(going.nonzero().squeeze(1))
         tokens, attention_mask = token[:, None], F.pad(attention_mask, (0, 1), value=1)
     mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
-    mask &= torch.arange(response_length, device=device) <= t
+    mask &= torch.arange(T, device=device) <= t
     return {
         "responses": responses.masked_fill(~mask, pad_token_id),
         "mask": mask,
@@ -388,6 +388,7 @@ class AdaptiveKLController:
         self.value, self.target, self.horizon = kl_coef, target, horizon
 
     def update(self, kl: float, episodes: int) -> None:
+        """`kl` is that of the last batch, in nats a response; `episodes` is the size of that batch."""
         error = max(-0.2, min(0.2, kl / self.target - 1))
         self.value *= 1 + error * episodes / self.horizon
 
@@ -568,7 +569,7 @@ def train(args: Args) -> None:
     kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     num_updates = args.total_episodes // args.batch_size
     describe_run(args, num_updates, policy, critic)
-    log = Logger(args, num_updates)
+    log = PPOLog(args, num_updates)
     try:
         for update in range(1, num_updates + 1):
             for group in optimizer.param_groups:
@@ -600,10 +601,11 @@ def sample_batch(
     policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, tokenizer: AutoTokenizer, args: Args
 ) -> Rollout:
     """Step 1 for a whole batch, `local_rollout_forward_batch_size` prompts at a time."""
+    uniforms = torch.rand(len(prompts), args.response_length, device=prompts.device)
     with autocast(args, prompts.device):
         parts = [
-            sample(policy, p, m, args.response_length, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
-            for p, m in zip(*(x.split(args.local_rollout_forward_batch_size) for x in (prompts, prompt_mask)))
+            sample(policy, *rows, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
+            for rows in zip(*(x.split(args.local_rollout_forward_batch_size) for x in (prompts, prompt_mask, uniforms)))
         ]
     rollout = Rollout(prompts, prompt_mask, **{k: torch.cat([part[k] for part in parts]) for k in parts[0]})
     bad = ~rollout.logprobs.isfinite().all(1)
@@ -923,7 +925,7 @@ METRICS = {
 }
 
 
-class Logger:
+class PPOLog:
     """What a run shows and leaves behind: metrics.jsonl, progress bar, tables, warnings, W&B, curves, the model."""
 
     def __init__(self, args: Args, num_updates: int):
@@ -1228,12 +1230,12 @@ def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same 
     import matplotlib.pyplot as plt
 
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    logged = {name for line in lines for name in line}
+    panels = [names for names in ([name for name in panel if name in logged] for panel in panels) if names]
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
     for axis, names in zip(axes, panels):
         for name in names:
-            points = [(line[x], line[name]) for line in lines if name in line]
-            if points:
-                axis.plot(*zip(*points), label=name)
+            axis.plot(*zip(*((line[x], line[name]) for line in lines if name in line)), label=name)
         axis.set_xlabel(x)
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)

@@ -182,7 +182,7 @@ def encode_conversation(prompt: object, messages: list[dict], tokenizer: AutoTok
     return tokenizer.apply_chat_template(turns + messages, return_dict=False)
 
 
-def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
+def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
     """All pairs of a dataset, cut to max_length; pairs that are then equal teach nothing: dropped and counted."""
     check_columns(data, [args.chosen_column, args.rejected_column], args.dataset, "--chosen-column, --rejected-column")
     has_prompt, has_margin = args.prompt_column in data.column_names, args.margin_column in data.column_names
@@ -305,8 +305,8 @@ def train(args: Args) -> None:
     check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps "
                   "learning_rate max_grad_norm eval_steps", shares="warmup_ratio eos_dropout")  # fmt: skip
     device = start_run(args)
-    model, tokenizer = load_model(args, device)
-    pairs = encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
+    model, tokenizer = load_classifier(args, device)
+    pairs = encode_pairs(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
     test_pairs = load_test_pairs(args, tokenizer)
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(pairs) / batch_size)
@@ -315,7 +315,7 @@ def train(args: Args) -> None:
     schedule = make_schedule(args, optimizer, num_steps)
     print(f"data: {len(pairs)} pairs, {len(test_pairs)} for evaluation")
     describe_training(args.model, model, num_steps, args)
-    log = Logger(args, num_steps)
+    log = RewardModelLog(args, num_steps)
     batches = length_grouped_batches([max(len(p.chosen), len(p.rejected)) for p in pairs], batch_size)
     try:
         for step, rows in zip(range(1, num_steps + 1), batches):
@@ -341,7 +341,7 @@ def train(args: Args) -> None:
             if step == num_steps:
                 center_rewards(model, pairs, tokenizer, args)
             if test_pairs and (step % args.eval_steps == 0 or step == num_steps):
-                stats |= evaluate(model, test_pairs, tokenizer, args, log)
+                stats |= evaluate_rewards(model, test_pairs, tokenizer, args, log)
             log.write(step, stats)
             log.show_pairs(step, model, tokenizer, test_pairs)
     finally:  # also after an error or Ctrl-C: what was trained is on disk
@@ -365,8 +365,8 @@ def center_rewards(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer
     shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
 
 
-def evaluate(
-    model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args, log: "Logger"
+def evaluate_rewards(
+    model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args, log: "RewardModelLog"
 ) -> dict[str, float]:
     """Loss, accuracy and calibration over the test split; the calibration bins go to the log for its picture."""
     chosen, rejected = all_rewards(model, pairs, tokenizer, args)
@@ -390,7 +390,7 @@ def reward_learning_rate(num_parameters: int) -> float:
     return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.75)
 
 
-def load_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
+def load_classifier(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
     """The model with a new head of one output, and its tokenizer; fills in the settings that depend on it."""
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
     model = load_weights(AutoModelForSequenceClassification, args.model, args.trust_remote_code, num_labels=1)
@@ -408,7 +408,7 @@ def load_test_pairs(args: Args, tokenizer: AutoTokenizer) -> list[Pair]:
     """The test split; [] without one."""
     if args.dataset_test_split in (None, "none"):
         return []
-    return encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_test_split), tokenizer, args)
+    return encode_pairs(load_split(args.dataset, args.dataset_config, args.dataset_test_split), tokenizer, args)
 
 
 def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -> None:
@@ -428,7 +428,7 @@ def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):
         raise UserError(f"--lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
 
 
-class Logger:
+class RewardModelLog:
     """Everything a run leaves behind: metrics.jsonl, the progress bar, tables of pairs, W&B, curves, the model."""
 
     def __init__(self, args: Args, num_steps: int):
@@ -693,12 +693,12 @@ def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same 
     import matplotlib.pyplot as plt
 
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    logged = {name for line in lines for name in line}
+    panels = [names for names in ([name for name in panel if name in logged] for panel in panels) if names]
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
     for axis, names in zip(axes, panels):
         for name in names:
-            points = [(line[x], line[name]) for line in lines if name in line]
-            if points:
-                axis.plot(*zip(*points), label=name)
+            axis.plot(*zip(*((line[x], line[name]) for line in lines if name in line)), label=name)
         axis.set_xlabel(x)
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)

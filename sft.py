@@ -175,23 +175,22 @@ def encode_messages(
     ids: list[int] = []
     labels: list[int] = []
     for i, message in enumerate(messages):
-        is_label = message["role"] == "assistant" or not completion_only
-        if message["role"] == "assistant":  # the header of the turn is the prompt's part of it
-            head = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False)
-            labels += [IGNORE if completion_only else x for x in head[len(ids) :]]
-            ids = head
         whole = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False)
         require(
             whole[: len(ids)] == ids,
             "this chat template rewrites earlier turns when a later one is added, so a loss on single turns has no "
             "meaning; use prompt and completion columns",
         )
-        labels += whole[len(ids) :] if is_label else [IGNORE] * (len(whole) - len(ids))
+        start = len(whole) if completion_only else len(ids)  # of what is labelled in this turn
+        if message["role"] == "assistant" and completion_only:  # all but the header, which a rollout is given
+            head = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False)
+            start = len(os.path.commonprefix([head, whole]))  # less a last token that merges with the first word
+        labels += [IGNORE] * (start - len(ids)) + whole[start:]
         ids = whole
     return ids, labels
 
 
-def encode_dataset(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[list[int], list[int]]]:
+def encode_completions(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[list[int], list[int]]]:
     """All rows of a dataset as (ids, labels), in whichever of the three formats its columns are."""
     if args.messages_column in data.column_names:
         has_template = tokenizer.chat_template
@@ -278,8 +277,8 @@ def train(args: Args) -> None:
     check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps "
                   "learning_rate max_grad_norm eval_steps", shares="warmup_ratio")  # fmt: skip
     device = start_run(args)
-    model, tokenizer = load_model(args, device)
-    rows = encode_dataset(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
+    model, tokenizer = load_language_model(args, device)
+    rows = encode_completions(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
     if args.packing:
         rows = pack(rows, args.max_length)
         require(rows, f"the texts do not fill one block of --max-length {args.max_length}; lower it, or do not pack")
@@ -291,13 +290,11 @@ def train(args: Args) -> None:
     schedule = make_schedule(args, optimizer, num_steps)
     print(f"data: {len(rows)} {'blocks' if args.packing else 'texts'}, {len(test_rows)} for evaluation")
     describe_training(args.from_scratch or args.model, model, num_steps, args)
-    log = Logger(args, num_steps)
+    log = SFTLog(args, num_steps)
     batches = length_grouped_batches([len(ids) for ids, _ in rows], batch_size)
     try:
         for step, batch in zip(range(1, num_steps + 1), batches):
-            num_labels = sum(
-                label != IGNORE for i in batch for label in rows[i][1][1:]
-            )  # the first one is not predicted
+            num_labels = sum(label != IGNORE for i in batch for label in rows[i][1][1:])  # nothing predicts the first
             sums = {"loss": 0.0, "hits": 0.0}
             for i in range(0, len(batch), args.per_device_train_batch_size):
                 micro_batch = [rows[j] for j in batch[i : i + args.per_device_train_batch_size]]
@@ -316,7 +313,7 @@ def train(args: Args) -> None:
             }
             schedule.step()
             if test_rows and (step % args.eval_steps == 0 or step == num_steps):
-                stats |= evaluate(model, test_rows, tokenizer, args)
+                stats |= evaluate_policy(model, test_rows, tokenizer, args)
             log.write(step, stats, num_labels)
             log.show_samples(step, model, tokenizer, test_data)
     finally:  # also after an error or Ctrl-C: what was trained is on disk
@@ -324,7 +321,7 @@ def train(args: Args) -> None:
 
 
 @torch.no_grad()
-def evaluate(
+def evaluate_policy(
     model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args
 ) -> dict[str, float]:
     """Loss, perplexity and accuracy over all labels of the test split."""
@@ -348,7 +345,7 @@ def evaluate(
 # Plumbing of this script
 
 
-def load_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
+def load_language_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
     """The model to train, pretrained or with random weights, and its tokenizer; fills in the settings left to it."""
     both = args.model and args.from_scratch
     require(not both, f"--model {args.model} and --from-scratch {args.from_scratch} exclude each other; give one")
@@ -374,7 +371,7 @@ def load_test_rows(args: Args, tokenizer: AutoTokenizer):
     if args.dataset_test_split in (None, "none"):
         return None, []
     data = load_split(args.dataset, args.dataset_config, args.dataset_test_split)
-    return data, encode_dataset(data, tokenizer, args)
+    return data, encode_completions(data, tokenizer, args)
 
 
 def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -> None:
@@ -394,7 +391,7 @@ def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):
         raise UserError(f"--lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
 
 
-class Logger:
+class SFTLog:
     """Everything a run leaves behind: metrics.jsonl, the progress bar, sample tables, W&B, curves, the model."""
 
     def __init__(self, args: Args, num_steps: int):
@@ -668,12 +665,12 @@ def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same 
     import matplotlib.pyplot as plt
 
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    logged = {name for line in lines for name in line}
+    panels = [names for names in ([name for name in panel if name in logged] for panel in panels) if names]
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
     for axis, names in zip(axes, panels):
         for name in names:
-            points = [(line[x], line[name]) for line in lines if name in line]
-            if points:
-                axis.plot(*zip(*points), label=name)
+            axis.plot(*zip(*((line[x], line[name]) for line in lines if name in line)), label=name)
         axis.set_xlabel(x)
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)

@@ -2,7 +2,36 @@
 
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait take the cores from other test runs
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture(scope="session")
+def part_of(tmp_path_factory):
+    """part_of("sft", 64) -> a folder with the first 64 rows of toy/data/sft and up to 400 for validation."""
+
+    def make(name: str, rows: int) -> str:
+        folder = tmp_path_factory.mktemp(name)
+        for split, n in (("train", rows), ("validation", min(rows, 400))):
+            with open(ROOT / "toy/data" / name / f"{split}.jsonl") as file:
+                (folder / f"{split}.jsonl").write_text("".join(islice(file, n)))
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(part_of):
+    """Settings of a run of three or four steps, for each script."""
+    return {
+        "ppo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
+        "sft": dict(dataset=part_of("sft", 32), per_device_train_batch_size=8),
+        "reward_model": dict(dataset=part_of("preferences", 24), per_device_train_batch_size=8),
+    }

@@ -1,5 +1,7 @@
 """The pure functions of the algorithm, held to what the mathematics says of them."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -215,7 +217,9 @@ def test_preference_loss_depends_on_differences_alone():
 
 def test_probabilities_of_both_outcomes_add_up():
     a, b, zero = randn(B), randn(B), torch.zeros(B, dtype=torch.float64)
-    total = (-reward_model.preference_loss(a, b, zero, 0.0)).exp() + (-reward_model.preference_loss(b, a, zero, 0.0)).exp()
+    total = (-reward_model.preference_loss(a, b, zero, 0.0)).exp() + (
+        -reward_model.preference_loss(b, a, zero, 0.0)
+    ).exp()
     torch.testing.assert_close(total, torch.ones_like(total))
 
 
@@ -248,7 +252,9 @@ def test_packing_keeps_every_token_in_order_but_the_remainder():
 
 def test_length_grouped_batches_hold_every_row_once_and_pad_less():
     lengths = torch.randint(1, 100, (1000,)).tolist()
-    batches = list(sft.length_grouped_batches(lengths, 10))
+    passes = sft.length_grouped_batches(lengths, 10)  # without end: 100 batches are a pass
+    batches, second = (list(itertools.islice(passes, 100)) for _ in range(2))
+    assert batches != second and sorted(i for batch in second for i in batch) == list(range(1000))
     assert sorted(i for batch in batches for i in batch) == list(range(1000))
     grouped = sum(len(b) * max(lengths[i] for i in b) for b in batches)
     plain = sum(10 * max(lengths[i : i + 10]) for i in range(0, 1000, 10))
@@ -262,4 +268,8 @@ def test_labels_are_scored_by_the_logits_before_them():
     logits = torch.nn.functional.one_hot(ids.roll(-1, 1), 5).double() * 1e3
     assert sft.label_losses(logits, ids).sum() == 0
     assert sft.label_losses(-logits, torch.full_like(ids, sft.IGNORE)).sum() == 0
-    assert sft.label_losses(-logits, torch.tensor([[sft.IGNORE, sft.IGNORE, 0, 1]]))[0].gt(1).tolist() == [False, True, True]
+    assert sft.label_losses(-logits, torch.tensor([[sft.IGNORE, sft.IGNORE, 0, 1]]))[0].gt(1).tolist() == [
+        False,
+        True,
+        True,
+    ]

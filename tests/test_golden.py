@@ -665,7 +665,7 @@ def test_pair_accuracy_against_trl(monkeypatch):
     i, o = golden("trl_reward_model_loss")
     chosen, rejected = i["rewards_chosen"], i["rewards_rejected"]
     monkeypatch.setattr(reward_model, "all_rewards", lambda *_: (chosen, rejected))
-    stats = reward_model.evaluate(None, [], None, None, SimpleNamespace())
+    stats = reward_model.evaluate_rewards(None, [], None, None, SimpleNamespace())
     ties = (chosen == rejected).double().mean()
     close(stats["eval/loss"], o["loss_no_margin"])
     close(stats["eval/accuracy"], o["accuracy_strict_gt"])

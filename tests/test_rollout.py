@@ -1,12 +1,19 @@
 """The rollout and every forward pass: padding, caching, stopping, and nothing but softmax(logits / temperature)."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
-    AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Qwen2Config,
 )  # fmt: skip
 
 import ppo
@@ -24,7 +31,10 @@ CONFIGS = {
 def tiny_model(kind, auto_class=AutoModelForCausalLM, **kwargs):
     """A random model whose weights are large enough for its distributions to be far from uniform."""
     torch.manual_seed(0)
-    model = auto_class.from_config(CONFIGS[kind], **kwargs).eval()
+    config = deepcopy(CONFIGS[kind])
+    for name, value in kwargs.items():
+        setattr(config, name, value)
+    model = auto_class.from_config(config).eval()
     for p in model.parameters():
         if p.dim() == 2:
             p.data.mul_(4)
@@ -47,7 +57,8 @@ def left_padded_prompts(B=6, P=7):
 def rollout(policy, temperature=0.9, seed=0, stop=STOP, T=12, pad=PAD):
     prompts, prompt_mask = left_padded_prompts()
     torch.manual_seed(seed)
-    return prompts, prompt_mask, ppo.sample(policy, prompts, prompt_mask, T, temperature, stop, pad)
+    uniforms = torch.rand(len(prompts), T)
+    return prompts, prompt_mask, ppo.sample(policy, prompts, prompt_mask, uniforms, temperature, stop, pad)
 
 
 def test_kept_logprobs_equal_a_fresh_forward(policy):
@@ -63,14 +74,14 @@ def test_cached_rollout_equals_a_plain_loop(policy):
     """One row at a time, no padding, no cache, numpy's float64 for the draw: the same tokens from the same uniforms."""
     prompts, prompt_mask, out = rollout(policy)
     torch.manual_seed(0)
-    uniforms = torch.rand(12, len(prompts)).double().numpy()
+    uniforms = torch.rand(len(prompts), 12).double().numpy()
     for i in range(len(prompts)):
         ids, drawn = prompts[i][prompt_mask[i]].tolist(), []
         for t in range(12):
             with torch.no_grad():
                 logits = policy(torch.tensor([ids + drawn])).logits[0, -1].double().numpy() / 0.9
             p = np.exp(logits - logits.max())
-            drawn.append(int(np.searchsorted(np.cumsum(p / p.sum()), uniforms[t, i], side="right")))
+            drawn.append(int(np.searchsorted(np.cumsum(p / p.sum()), uniforms[i, t], side="right")))
             if drawn[-1] == STOP:
                 break
         assert out["responses"][i][out["mask"][i]].tolist() == drawn
@@ -82,7 +93,12 @@ def test_padding_and_its_content_change_nothing(policy):
     prompts, prompt_mask, out = rollout(policy)
     wide = torch.nn.functional.pad(prompts, (5, 0), value=9), torch.nn.functional.pad(prompt_mask, (5, 0), value=False)
     noise = torch.randint(0, VOCAB, (6, 12))
-    garbage = torch.where(wide[1], wide[0], noise), wide[1], torch.where(out["mask"], out["responses"], noise), out["mask"]
+    garbage = (
+        torch.where(wide[1], wide[0], noise),
+        wide[1],
+        torch.where(out["mask"], out["responses"], noise),
+        out["mask"],
+    )
     clean = prompts, prompt_mask, out["responses"], out["mask"]
     logits, same_logits = (ppo.response_logits(policy, *x, 1.0) for x in (clean, garbage))
     torch.testing.assert_close(logits[out["mask"]], same_logits[out["mask"]], rtol=1e-4, atol=1e-4)
@@ -142,7 +158,8 @@ def test_rows_without_empty_columns_give_the_same_numbers(policy):
     r = ppo.Rollout(prompts, prompt_mask, **out)
     index = torch.tensor([1, 4])
     part = r.rows(index)
-    assert part.prompts.shape[1] == prompt_mask[index].sum(1).max() and part.mask.shape[1] == out["mask"][index].sum(1).max()
+    assert part.prompts.shape[1] == prompt_mask[index].sum(1).max() < prompts.shape[1]
+    assert part.mask.shape[1] == out["mask"][index].sum(1).max()
     whole = ppo.response_logits(policy, *r.text, 1.0)[index][:, : part.mask.shape[1]]
     trimmed = ppo.response_logits(policy, *part.text, 1.0)
     torch.testing.assert_close(trimmed[part.mask], whole[part.mask], rtol=1e-4, atol=1e-4)

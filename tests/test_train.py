@@ -54,30 +54,30 @@ def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_sft_learns(tmp_path, seed):
+def test_sft_learns(tmp_path, seed, part_of):
     """From random weights to well below the entropy of single words (log 3072 = 8.03)."""
-    lines = run(sft, tmp_path, seed=seed, num_train_epochs=0.2, per_device_train_batch_size=32, eval_steps=1000)
-    assert lines[0]["loss"] > 7.5 and lines[-1]["eval/loss"] < 4.6
+    data = part_of("sft", 4000)
+    lines = run(sft, tmp_path, seed=seed, dataset=data, per_device_train_batch_size=32, eval_steps=1000)
+    assert lines[0]["loss"] > 7.5 and lines[-1]["eval/loss"] < 5.3
     assert lines[-1]["eval/perplexity"] == pytest.approx(torch.tensor(lines[-1]["eval/loss"]).exp().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_reward_model_learns(tmp_path, seed):
-    lines = run(reward_model, tmp_path, seed=seed, num_train_epochs=0.3, learning_rate=1e-3, eval_steps=1000)
+def test_reward_model_learns(tmp_path, seed, part_of):
+    data = part_of("preferences", 6000)
+    lines = run(reward_model, tmp_path, seed=seed, dataset=data, learning_rate=1e-3, eval_steps=1000)
     assert lines[-1]["eval/accuracy"] > 0.58 and lines[-1]["eval/loss"] < 0.68
     assert abs(lines[-1]["eval/mean_reward"]) < 0.5
 
 
-TINY = {
-    ppo: dict(batch_size=8, total_episodes=24, response_length=8),
-    sft: dict(num_train_epochs=0.002, per_device_train_batch_size=8),
-    reward_model: dict(num_train_epochs=0.001, per_device_train_batch_size=8),
-}
+MODULES = [ppo, sft, reward_model]
 
 
-@pytest.mark.parametrize("module", TINY)
-def test_same_seed_same_numbers(tmp_path, module):
-    a, b, c = (run(module, tmp_path / name, seed=s, **TINY[module]) for name, s in (("a", 1), ("b", 1), ("c", 2)))
+@pytest.mark.parametrize("module", MODULES)
+def test_same_seed_same_numbers(tmp_path, module, tiny):
+    a, b, c = (
+        run(module, tmp_path / name, seed=s, **tiny[module.__name__]) for name, s in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert untimed(a) == untimed(b) != untimed(c)
 
 
@@ -94,24 +94,40 @@ def test_cutting_a_mini_batch_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("module", [sft, reward_model])
-def test_accumulation_changes_nothing(tmp_path, module):
-    size = dict(num_train_epochs=0.002)
+def test_accumulation_changes_nothing(tmp_path, module, tiny):
+    size = {k: v for k, v in tiny[module.__name__].items() if k == "dataset"}
     a = run(module, tmp_path / "a", per_device_train_batch_size=16, **size)
     b = run(module, tmp_path / "b", per_device_train_batch_size=4, gradient_accumulation_steps=4, **size)
     assert [x["loss"] for x in a] == pytest.approx([x["loss"] for x in b], rel=1e-3)
     assert [x["grad_norm"] for x in a] == pytest.approx([x["grad_norm"] for x in b], rel=1e-2)
 
 
-def test_first_update_has_ratio_1(tmp_path):
+def test_policy_and_critic_are_clipped_apart():
+    """One SGD step at rate 1 moves each of the two by exactly max_grad_norm."""
+    args = ppo.Args(per_device_train_batch_size=4, num_ppo_epochs=1, response_length=6, max_grad_norm=0.01)
+    policy, tokenizer = ppo.load_policy(args, torch.device("cpu"))
+    critic = ppo.make_critic(policy, tokenizer, *ppo.load_reward_model(args, torch.device("cpu")))
+    prompts, prompt_mask = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
+    rollout = ppo.sample_batch(policy, prompts, prompt_mask.bool(), tokenizer, args)
+    ppo.score_batch(rollout, policy, policy, critic, args)
+    rollout.advantages, rollout.returns = torch.randn_like(rollout.values), rollout.values + 10
+    start = [[p.detach().clone() for p in model.parameters()] for model in (policy, critic)]
+    ppo.optimize(policy, critic, torch.optim.SGD([*policy.parameters(), *critic.parameters()], lr=1.0), rollout, args)
+    for model, before in zip((policy, critic), start):
+        moved = sum((p - b).square().sum() for p, b in zip(model.parameters(), before)).sqrt().item()
+        assert moved == pytest.approx(0.01, rel=1e-2)
+
+
+def test_first_update_has_ratio_1(tmp_path, tiny):
     """One epoch, one mini-batch: nothing has moved when the ratio is taken (N+ details)."""
-    lines = run(ppo, tmp_path, num_ppo_epochs=1, **TINY[ppo])
+    lines = run(ppo, tmp_path, num_ppo_epochs=1, **tiny["ppo"])
     for line in lines:
         assert line["val/ratio"] == pytest.approx(1, abs=1e-4) and line["policy/clipfrac_avg"] == 0
         assert line["policy/approxkl_avg"] < 1e-6
     assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
 
 
-def test_a_policy_that_samples_otherwise_is_caught(tmp_path, monkeypatch):
+def test_a_policy_that_samples_otherwise_is_caught(tmp_path, monkeypatch, tiny):
     """Dropout in the update but not in the rollout: the first ratio is off, and the run stops and says so."""
 
     def with_dropout(args, device):
@@ -124,29 +140,31 @@ def test_a_policy_that_samples_otherwise_is_caught(tmp_path, monkeypatch):
     load_policy = ppo.load_policy
     monkeypatch.setattr(ppo, "load_policy", with_dropout)
     with pytest.raises(ppo.UserError, match="ratio pi/pi_old is off"):
-        run(ppo, tmp_path, **TINY[ppo])
+        run(ppo, tmp_path, **tiny["ppo"])
 
 
-def test_metrics_are_those_that_the_script_names(tmp_path):
-    lines = run(ppo, tmp_path / "ppo", gold_reward_fn=GOLD, **TINY[ppo])
+def test_metrics_are_those_that_the_script_names(tmp_path, tiny):
+    lines = run(ppo, tmp_path / "ppo", gold_reward_fn=GOLD, **tiny["ppo"])
     assert len(lines) == 3 and all(set(line) == set(ppo.METRICS) for line in lines)
     assert [line["episode"] for line in lines] == [8, 16, 24]
-    lines = run(sft, tmp_path / "sft", **TINY[sft])
+    lines = run(sft, tmp_path / "sft", **tiny["sft"])
     assert set(lines[-1]) == set(sft.METRICS)
-    lines = run(reward_model, tmp_path / "rm", **TINY[reward_model])
+    lines = run(reward_model, tmp_path / "rm", **tiny["reward_model"])
     assert set(lines[-1]) == set(reward_model.METRICS)
 
 
-def test_identities_between_metrics(tmp_path):
-    for line in run(ppo, tmp_path, missing_eos_penalty=1.0, kl_coef=0.3, **TINY[ppo]):
-        assert line["objective/rlhf_reward"] == pytest.approx(line["objective/scores"] + line["objective/non_score_reward"])
+def test_identities_between_metrics(tmp_path, tiny):
+    for line in run(ppo, tmp_path, missing_eos_penalty=1.0, kl_coef=0.3, **tiny["ppo"]):
+        assert line["objective/rlhf_reward"] == pytest.approx(
+            line["objective/scores"] + line["objective/non_score_reward"]
+        )
         assert line["objective/non_score_reward"] == pytest.approx(-0.3 * line["objective/kl"], abs=1e-6)
         assert line["val/eos_share"] == line["val/num_eos_tokens"] / 8
 
 
-def test_what_a_run_leaves_behind(tmp_path):
+def test_what_a_run_leaves_behind(tmp_path, tiny):
     """The policy loads as anybody would load it, and the card has arguments and metrics."""
-    run(ppo, tmp_path, **TINY[ppo])
+    run(ppo, tmp_path, **tiny["ppo"])
     text = pipeline("text-generation", model=str(tmp_path))("The film", max_new_tokens=5)[0]["generated_text"]
     assert text.startswith("The film")
     assert (tmp_path / "model.safetensors").exists() and not list(tmp_path.glob("*.bin"))
@@ -156,10 +174,13 @@ def test_what_a_run_leaves_behind(tmp_path):
     assert json.loads((tmp_path / "args.json").read_text())["learning_rate"] > 0
 
 
-def test_the_shift_of_a_reward_model_is_seen_by_every_program(tmp_path):
+def test_the_shift_of_a_reward_model_is_seen_by_every_program(tmp_path, part_of):
     """The library's own class and pooling give the shifted reward, without a word from us."""
-    run(reward_model, tmp_path, num_train_epochs=0.01, per_device_train_batch_size=32)
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    run(reward_model, tmp_path, dataset=part_of("preferences", 200), per_device_train_batch_size=32)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
     data = ppo.load_split("toy/data/preferences", None, "train")
     texts = [row["prompt"] + row[k] + tokenizer.eos_token for row in list(data)[:200] for k in ("chosen", "rejected")]
     with torch.no_grad():
@@ -179,53 +200,69 @@ def test_shift_rewards(norm_has_bias):
     assert hasattr(model.config, "reward_bias") != norm_has_bias
 
 
-def test_a_crash_loses_nothing(tmp_path, monkeypatch):
+def test_a_crash_loses_nothing(tmp_path, monkeypatch, tiny):
     """The reward function dies in the third update: the policy of the second is on disk, with its metrics."""
     (tmp_path / "r.py").write_text(
         "calls = []\ndef reward(texts):\n    calls.append(1)\n    assert len(calls) < 4\n    return [float(len(t)) for t in texts]\n"
     )
     with pytest.raises(ppo.UserError, match="AssertionError"):
-        run(ppo, tmp_path / "out", reward_fn=f"{tmp_path}/r.py:reward", **TINY[ppo])
+        run(ppo, tmp_path / "out", reward_fn=f"{tmp_path}/r.py:reward", **tiny["ppo"])
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_other_tokenizer_of_the_reward_model(tmp_path, capsys):
-    """Text is decoded and encoded again: the same tokens in another order of ids give the same scores."""
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model"), None
+def other_ids(folder):
+    """The toy reward model with its token ids moved by 100: the same model of the same texts, in other tokens."""
+    model = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/reward_model")
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     V = len(state["model"]["vocab"])
-    move = {i: (i + 100) % V for i in range(V)}
-    state["model"]["vocab"] = {token: move[i] for token, i in state["model"]["vocab"].items()}
+    state["model"]["vocab"] = {token: (i + 100) % V for token, i in state["model"]["vocab"].items()}
     for token in state["added_tokens"]:
-        token["id"] = move[token["id"]]
-    folder = tmp_path / "rm"
-    weight = model.base_model.wte.weight.data.clone()
-    model.base_model.wte.weight.data[[move[i] for i in range(V)]] = weight
-    model.config.pad_token_id, model.config.eos_token_id = move[tokenizer.pad_token_id], move[tokenizer.eos_token_id]
+        token["id"] = (token["id"] + 100) % V
+    model.base_model.wte.weight.data = model.base_model.wte.weight.data.roll(100, 0)
+    model.config.pad_token_id = (tokenizer.pad_token_id + 100) % V
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(state))
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab()
-    same, other = (run(ppo, tmp_path / n, reward_model=r, **TINY[ppo]) for n, r in (("a", "toy/reward_model"), ("b", str(folder))))
-    assert other[0]["objective/scores"] == pytest.approx(same[0]["objective/scores"], abs=1e-3)
-    said = capsys.readouterr().out
-    assert "starts from the reward model" in said and "starts from the policy" in said
+    return str(folder)
 
 
-def test_classifier_with_labels(tmp_path):
+def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, tiny):
+    """Text is decoded and encoded again, so that the same texts get the same scores; and a run goes through."""
+    ours = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    args, device = ppo.Args(), torch.device("cpu")
+    same = ppo.load_reward_model(args, device)
+    args.reward_model = other_ids(tmp_path / "rm")
+    other = ppo.load_reward_model(args, device)
+    assert other[1].get_vocab() != ours.get_vocab()
+    rows = list(ppo.load_split("toy/data/sft", None, "validation"))[:20]
+    prompts, prompt_mask = ppo.pad([ours(r["prompt"])["input_ids"] for r in rows], ours.pad_token_id, device, left=True)
+    ended = torch.arange(20) % 2 == 0
+    ids = [ours(r["completion"])["input_ids"] + [ours.eos_token_id] * e for r, e in zip(rows, ended.tolist())]
+    responses, mask = ppo.pad(ids, ours.pad_token_id, device)
+    rollout = ppo.Rollout(prompts, prompt_mask.bool(), responses, mask.bool(), torch.zeros(mask.shape), ended)
+    a, b = (ppo.make_scorer(None, ours, *pair, args)(rollout) for pair in (same, other))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    run(ppo, tmp_path / "out", reward_model=args.reward_model, **tiny["ppo"])
+    assert "starts from the policy" in capsys.readouterr().out
+
+
+def test_classifier_with_labels(tmp_path, tiny):
     """--reward-label reads that label: NEGATIVE is the mirror of POSITIVE here, so the scores are too."""
     model = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model")
     model.score.weight = torch.nn.Parameter(torch.cat([-model.score.weight, model.score.weight]))
     model.config.id2label, model.config.label2id = {0: "NEGATIVE", 1: "POSITIVE"}, {"NEGATIVE": 0, "POSITIVE": 1}
     model.save_pretrained(tmp_path / "c")
     AutoTokenizer.from_pretrained(ROOT / "toy/reward_model").save_pretrained(tmp_path / "c")
-    bad, good = (run(ppo, tmp_path / x, reward_model=str(tmp_path / "c"), reward_label=x, **TINY[ppo]) for x in ("NEGATIVE", "POSITIVE"))
+    bad, good = (
+        run(ppo, tmp_path / x, reward_model=str(tmp_path / "c"), reward_label=x, **tiny["ppo"])
+        for x in ("NEGATIVE", "POSITIVE")
+    )
     assert bad[0]["objective/scores"] == pytest.approx(-good[0]["objective/scores"], abs=1e-4)
 
 
-def test_classifier_of_another_family(tmp_path):
+def test_classifier_of_another_family(tmp_path, tiny):
     """A DistilBERT pools at its first token: its own logits are the reward."""
     from transformers import BertTokenizer, DistilBertConfig
 
@@ -235,11 +272,11 @@ def test_classifier_of_another_family(tmp_path):
                               id2label={0: "NEGATIVE", 1: "POSITIVE"}, max_position_embeddings=256)  # fmt: skip
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "c")
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "c")
-    lines = run(ppo, tmp_path / "out", reward_model=str(tmp_path / "c"), reward_label="POSITIVE", **TINY[ppo])
+    lines = run(ppo, tmp_path / "out", reward_model=str(tmp_path / "c"), reward_label="POSITIVE", **tiny["ppo"])
     assert len(lines) == 3
 
 
-def test_offline_wandb_carries_the_same_names(tmp_path, monkeypatch):
+def test_offline_wandb_carries_the_same_names(tmp_path, monkeypatch, tiny):
     """A real offline run, its settings as on the command line; what is logged is what metrics.jsonl has."""
     import wandb
 
@@ -254,7 +291,7 @@ def test_offline_wandb_carries_the_same_names(tmp_path, monkeypatch):
         return session
 
     monkeypatch.setattr(wandb, "init", spy)
-    lines = run(ppo, tmp_path, track=True, wandb_project_name="p", wandb_entity="e", **TINY[ppo])
+    lines = run(ppo, tmp_path, track=True, wandb_project_name="p", wandb_entity="e", **tiny["ppo"])
     assert logged[0]["project"] == "p" and logged[0]["entity"] == "e" and logged[1:] == lines
     assert list(tmp_path.glob("wandb/offline-run-*"))
 
@@ -263,22 +300,30 @@ def test_messages_and_packing(tmp_path):
     """A chat template: the assistant's words and the end of its turn carry the loss, nothing else does."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/base")
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
     turns = [{"role": r, "content": c} for r, c in
              (("user", "The film"), ("assistant", "is good."), ("user", "Why"), ("assistant", "It sings."))]  # fmt: skip
     ids, labels = sft.encode_messages(turns, tokenizer, True)
     said = tokenizer.decode([x for x in labels if x != sft.IGNORE])
     assert said == "is good.<|end|>It sings.<|end|>"
-    assert tokenizer.decode(ids) == "user: The film<|end|>assistant: is good.<|end|>user: Why<|end|>assistant: It sings.<|end|>"
+    text = "user:\nThe film<|end|>assistant:\nis good.<|end|>user:\nWhy<|end|>assistant:\nIt sings.<|end|>"
+    assert tokenizer.decode(ids) == text
     assert sft.encode_messages(turns, tokenizer, False)[1] == ids
     tokenizer.save_pretrained(tmp_path / "m")
     AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
-    rows = "".join(json.dumps({"messages": turns, "chosen": turns, "rejected": turns[:3] + turns[1:2]}) + "\n" for _ in range(16))
+    rows = "".join(
+        json.dumps({"messages": turns, "chosen": turns, "rejected": turns[:3] + turns[1:2]}) + "\n" for _ in range(16)
+    )
     (tmp_path / "d.jsonl").write_text(rows)
-    data = dict(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"), dataset_test_split=None, per_device_train_batch_size=4)
+    data = dict(
+        model=str(tmp_path / "m"),
+        dataset=str(tmp_path / "d.jsonl"),
+        dataset_test_split=None,
+        per_device_train_batch_size=4,
+    )
     assert run(sft, tmp_path / "sft", packing=True, max_length=16, **data)[-1]["loss"] > 0
     assert run(reward_model, tmp_path / "rm", **data)[-1]["loss"] > 0
 
@@ -288,16 +333,18 @@ def test_margin_and_whole_texts(tmp_path):
     rows = [{"chosen": f"The film is good {i}.", "rejected": f"The film is bad {i}."} for i in range(8)]
     for name, extra in (("a", {}), ("b", {"margin": 2.0})):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row | extra) + "\n" for row in rows))
-    a, b = (run(reward_model, tmp_path / n, dataset=str(tmp_path / f"{n}.jsonl"), dataset_test_split=None) for n in "ab")
+    a, b = (
+        run(reward_model, tmp_path / n, dataset=str(tmp_path / f"{n}.jsonl"), dataset_test_split=None) for n in "ab"
+    )
     assert b[0]["loss"] > a[0]["loss"] + 0.5 and b[0]["margin"] == pytest.approx(a[0]["margin"])
 
 
-@pytest.mark.parametrize("module", TINY)
-def test_bf16(tmp_path, module):
+@pytest.mark.parametrize("module", MODULES)
+def test_bf16(tmp_path, module, tiny):
     """Autocast changes the numbers a little, the ratio check holds, and the saved weights are float32."""
-    full, half = (run(module, tmp_path / str(b), bf16=b, **TINY[module]) for b in (False, True))
-    name = "loss/value_avg" if module is ppo else "loss"
-    assert half[0][name] != full[0][name] and half[0][name] == pytest.approx(full[0][name], rel=0.2)
+    full, half = (run(module, tmp_path / str(b), bf16=b, **tiny[module.__name__]) for b in (False, True))
+    name = "policy/entropy_avg" if module is ppo else "loss"
+    assert half[0][name] != full[0][name] and half[0][name] == pytest.approx(full[0][name], rel=0.3)
     from safetensors.torch import load_file
 
     assert {x.dtype for x in load_file(tmp_path / "True" / "model.safetensors").values()} == {torch.float32}

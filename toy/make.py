@@ -63,7 +63,7 @@ COMMON = [w for w in dict.fromkeys(LEXICON["common"] + LEXICON["thing"] + list(V
 NEGATORS = set("not never no hardly scarcely barely rarely lacks lacking without neither nor nothing nobody little fails "
                "failed cannot isn't wasn't doesn't didn't don't aren't weren't can't won't instead unlike far".split())
 PHRASE_NEGATORS = ("anything but", "could have been", "should have been", "might have been", "wants to be",
-                   "tries to be", "less than")  # "far from" needs only its first word
+                   "tries to be", "less than", "i wish", "supposed to be")  # "far from" needs only its first word
 INTENSIFIERS = set("very truly so utterly deeply really extremely genuinely consistently thoroughly simply".split())
 DAMPENERS = set("slightly somewhat fairly mostly partly bit".split())
 CONCESSIVES = ("despite", "for all", "although", "though", "even if")
@@ -71,7 +71,7 @@ CONCESSIVES = ("despite", "for all", "although", "though", "even if")
 
 def clause_score(words: list[str], counts: dict[str, int]) -> float:
     """Gold valence of one clause: strength x negation x intensity of each opinion word that is new to the text."""
-    total, opinions, negated, weight, i = 0.0, 0, False, 1.0, 0
+    total, opinions, others, negated, weight, i = 0.0, 0, 0, False, 1.0, 0
     for i_next in range(len(words)):
         if i_next < i:  # inside a phrase that was already read
             continue
@@ -81,18 +81,19 @@ def clause_score(words: list[str], counts: dict[str, int]) -> float:
         if phrase is None:
             rest = " ".join(words[i : i + 3])
             negated |= word in NEGATORS or rest.startswith(PHRASE_NEGATORS)
+            negated |= word == "to" and "too" in words[:i]  # "too clever to be good"
             weight = 1.4 if word in INTENSIFIERS else 0.6 if word in DAMPENERS else weight
             if word == "too":  # "too clever", "too slow": the excess itself is the complaint
                 total, weight = total - 1.0, 0.5
-            i += 1
+            others, i = others + 1, i + 1
             continue
         counts[phrase] = counts.get(phrase, 0) + 1
         if counts[phrase] == 1:
             total += VALENCE[phrase] * weight * (-0.7 if negated else 1.0)
         elif counts[phrase] > 2:
             total -= 0.5  # the third "wonderful" bores
-        opinions, weight, i = opinions + len(phrase.split()), 1.0, i + len(phrase.split())
-    is_heap = len(words) > 4 and opinions > 0.6 * len(words)  # a heap of opinion words is no sentence
+        opinions, weight, i = opinions + 1, 1.0, i + len(phrase.split())
+    is_heap = len(words) > 4 and opinions > 0.6 * (opinions + others)  # a heap of opinion words is no sentence
     return 0.0 if is_heap else max(-5.0, min(5.0, total))
 
 
@@ -102,7 +103,8 @@ def gold_text_score(text: str) -> float:
     counts: dict[str, int] = {}
     total = 0.0
     for sentence in re.split(r"[.!?;]+", text):
-        before, contrast, after = sentence.partition(" but ")  # what follows "but" is what is meant
+        before, contrast, after = re.sub(r"(?<!anything) but ", "|", sentence, count=1).partition("|")
+        # what follows "but" is what is meant
         for part, weight in ((before, 0.6 if contrast else 1.0), (after, 1.3)):
             for clause in part.split(","):
                 concessive = clause.strip().startswith(CONCESSIVES)
@@ -313,15 +315,17 @@ def prompt_rows(rng: random.Random):
 def preference_rows(rng: random.Random):
     """{"prompt", "chosen", "rejected"}: a Bradley-Terry draw, P(a beats b) = sigmoid(gold(a) - gold(b)).
 
-    Half of the pairs ramble, in lower case with blanks before the stops: a reward model that saw the grammar's own
-    sentences alone would learn their shapes, and make little of the English of other people.
+    Half of the texts ramble, in lower case with blanks before the stops: a reward model that saw the grammar's own
+    sentences alone would learn their shapes, and make little of the English of other people. In a fifth of the pairs
+    only one text does: a comparison says nothing of what its two texts share, so rambling would be worth anything.
     """
     while True:
         prompt, template, topic = make_prompt(rng)
         a, b = (make_completion(template, topic, rng, PAIR_LENGTHS) for _ in range(2))
-        if rng.random() < 0.5:
-            prompt = spaced(prompt)
-            a, b = (spaced(ramble(text, topic, rng)) for text in (a, b))
+        a_rambles = rng.random() < 0.5
+        b_rambles = a_rambles if rng.random() < 0.8 else not a_rambles
+        prompt = spaced(prompt) if a_rambles else prompt
+        a, b = (spaced(ramble(t, topic, rng)) if rambles else t for t, rambles in ((a, a_rambles), (b, b_rambles)))
         gap = gold_text_score(prompt + a) - gold_text_score(prompt + b)
         a_wins = rng.random() < 1 / (1 + math.exp(-gap))
         yield {"prompt": prompt, "chosen": a if a_wins else b, "rejected": b if a_wins else a}

@@ -1,0 +1,238 @@
+"""Every flag of every script changes something: a run with it differs from the same run without it."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import run, untimed
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import ppo
+import reward_model
+import sft
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = {"ppo": ppo, "sft": sft, "reward_model": reward_model}
+
+# flag -> the value to give it, or (value, settings that both runs have). A value with {tmp} stands for what the
+# fixture `world` has made. Each such pair of runs must log different numbers.
+CHANGES = {
+    "ppo": {
+        "seed": 2, "bf16": True, "model": "{tmp}/policy", "reward_model": "{tmp}/reward", "dataset": "{tmp}/prompts.csv",
+        "reward_label": ("NEGATIVE", {"reward_model": "{tmp}/classifier", "reward_label": "POSITIVE"}),
+        "reward_fn": "toy/make.py:gold_score", "gold_reward_fn": "toy/make.py:gold_score",
+        "dataset_train_split": "validation", "prompt_column": ("other", {"dataset": "{tmp}/prompts.csv"}),
+        "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
+        "max_prompt_length": 5, "response_length": 6, "temperature": 1.0,
+        "stop_token": ("none", {"response_length": 30}), "stop_token_id": 11,
+        "missing_eos_penalty": 1.0, "per_device_train_batch_size": (4, {"batch_size": None}),
+        "gradient_accumulation_steps": (2, {"per_device_train_batch_size": 4, "batch_size": None}),
+        "num_mini_batches": 2, "batch_size": 4, "total_episodes": 16,
+        "num_train_epochs": 0.5, "learning_rate": 1e-4, "critic_learning_rate": 1e-4, "adam_epsilon": 1e-3,
+        "max_grad_norm": 1e-3, "num_ppo_epochs": 2, "cliprange": 0.001, "cliprange_value": 0.001, "vf_coef": 0.5,
+        "gamma": 0.5, "lam": 0.5, "whiten_rewards": True, "whiten_advantages": False, "kl_coef": 1.0,
+        "kl_estimator": "k3", "adaptive_kl": True, "kl_target": (1.0, {"adaptive_kl": True}),
+        "kl_horizon": (10, {"adaptive_kl": True}),
+    },
+    "sft": {
+        "seed": 2, "bf16": True, "model": "toy/sft", "from_scratch": "{tmp}/config", "dataset": "{tmp}/texts.csv",
+        "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
+        "dataset_train_split": "validation", "dataset_test_split": None,
+        "text_column": ("other", {"dataset": "{tmp}/texts.csv", "dataset_test_split": None}),
+        "prompt_column": ("other", {"dataset": "{tmp}/pairs.csv", "dataset_test_split": None}),
+        "completion_column": ("other", {"dataset": "{tmp}/pairs.csv", "dataset_test_split": None}),
+        "messages_column": ("other", {"dataset": "{tmp}/chats.jsonl", "dataset_test_split": None, "model": "{tmp}/chat"}),
+        "completion_only_loss": False, "max_length": 12, "packing": (True, {"max_length": 12}), "num_train_epochs": 2.0,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant", "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}), "weight_decay": 1.0,
+        "max_grad_norm": 1e-3, "eval_steps": 1,
+    },
+    "reward_model": {
+        "seed": 2, "bf16": True, "model": "{tmp}/policy", "dataset": "{tmp}/preferences.csv",
+        "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
+        "dataset_train_split": "validation", "dataset_test_split": None,
+        "chosen_column": ("other", {"dataset": "{tmp}/preferences.csv", "dataset_test_split": None}),
+        "rejected_column": ("other", {"dataset": "{tmp}/preferences.csv", "dataset_test_split": None}),
+        "prompt_column": ("other", {"dataset": "{tmp}/preferences.csv", "dataset_test_split": None}),
+        "margin_column": ("points", {"dataset": "{tmp}/preferences.csv", "dataset_test_split": None}),
+        "max_length": 12, "eos_dropout": 0.5, "num_train_epochs": 2.0, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "lr_scheduler_type": "constant",
+        "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}), "weight_decay": 1.0, "max_grad_norm": 1e-3,
+        "center_rewards_coefficient": 1.0, "eval_steps": 1,
+    },
+}  # fmt: skip
+ELSEWHERE = {  # flags whose effect is no number in metrics.jsonl
+    "output_dir": "all runs of the tests",
+    "exp_name": "test_the_default_folder_has_name_and_seed",
+    "device": "test_device",
+    "track": "test_offline_wandb_carries_the_same_names",
+    "wandb_project_name": "test_offline_wandb_carries_the_same_names",
+    "wandb_entity": "test_offline_wandb_carries_the_same_names",
+    "local_rollout_forward_batch_size": "test_rollout_in_parts_is_the_same_rollout",
+    "num_sample_generations": "test_sample_tables",
+    "trust_remote_code": "test_python_code_in_a_checkpoint_runs_only_when_asked",
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Models and data beside those of the toy world, and other columns in them."""
+    tmp = tmp_path_factory.mktemp("world")
+    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
+    policy.lm_head.weight.data *= 1.2
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    policy.save_pretrained(tmp / "policy")
+    reward = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model")
+    reward.score.weight.data *= 2
+    reward.save_pretrained(tmp / "reward")
+    reward.score.weight.data = torch.cat([-reward.score.weight, reward.score.weight]).data
+    reward.config.id2label, reward.config.label2id = {0: "NEGATIVE", 1: "POSITIVE"}, {"NEGATIVE": 0, "POSITIVE": 1}
+    reward.save_pretrained(tmp / "classifier")
+    policy.save_pretrained(tmp / "chat")
+    for name in ("policy", "reward", "classifier", "chat"):
+        if name == "chat":
+            tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        tokenizer.save_pretrained(tmp / name)
+    shutil.copytree(ROOT / "toy/base", tmp / "config")
+    config = json.loads((tmp / "config/config.json").read_text()) | {"n_layer": 1}
+    (tmp / "config/config.json").write_text(json.dumps(config))
+    columns = {
+        "prompts": "prompt,other", "texts": "text,other", "pairs": "prompt,completion,other",
+        "preferences": "prompt,chosen,rejected,other,points",
+    }  # fmt: skip
+    for name, header in columns.items():
+        lines = [[f"The {c} {i}" for c in header.split(",")] for i in range(16)]
+        lines = [
+            [str(i % 3) if c == "points" else x for c, x in zip(header.split(","), x)] for i, x in enumerate(lines)
+        ]
+        (tmp / f"{name}.csv").write_text("\n".join([header, *(",".join(line) for line in lines)]) + "\n")
+    turns = lambda x: [{"role": "user", "content": "The film"}, {"role": "assistant", "content": f"is {x}."}]  # noqa: E731
+    rows = [{"messages": turns("good"), "other": turns("bad")}] * 16
+    (tmp / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for i, name in enumerate(("first", "second")):
+        (tmp / "configs" / name).mkdir(parents=True)
+        row = {
+            "prompt": f"The film {i}",
+            "completion": f" is {i}",
+            "chosen": f" is good {i}",
+            "rejected": f" is bad {i}",
+        }
+        for split in ("train", "validation"):
+            (tmp / "configs" / name / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    head = ["---", "configs:"]
+    for name in ("first", "second"):
+        head += [f"- config_name: {name}", f"  data_dir: {name}"]
+    (tmp / "configs/README.md").write_text("\n".join([*head, "---", ""]))
+    return tmp
+
+
+@pytest.fixture(scope="module")
+def metrics_of(world, tmp_path_factory):
+    """metrics_of(script, settings) -> the logged numbers; equal settings are run once."""
+    known = {}
+
+    def call(script, settings):
+        settings = {k: v.replace("{tmp}", str(world)) if isinstance(v, str) else v for k, v in settings.items()}
+        key = script + repr(sorted(settings.items()))
+        if key not in known:
+            known[key] = untimed(run(MODULES[script], tmp_path_factory.mktemp("run"), **settings))
+        return known[key]
+
+    return call
+
+
+@pytest.mark.parametrize("script, flag", [(s, f) for s in CHANGES for f in CHANGES[s]])
+def test_flag_changes_the_numbers(script, flag, metrics_of, tiny):
+    change = CHANGES[script][flag]
+    value, both = change if isinstance(change, tuple) else (change, {})
+    settings = tiny[script] | both
+    given = settings | {flag: value}
+    if flag in ("dataset", "dataset_config") and script != "ppo":
+        given |= {"dataset_test_split": None}
+        settings |= {"dataset_test_split": None}
+    assert metrics_of(script, given) != metrics_of(script, settings)
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_no_flag_is_left_out(script):
+    flags = {field.name for field in dataclasses.fields(MODULES[script].Args)}
+    assert flags == set(CHANGES[script]) | set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_the_default_folder_has_name_and_seed(script, tmp_path, monkeypatch, tiny):
+    monkeypatch.chdir(tmp_path)
+    settings = tiny[script] | dict(exp_name="trial", seed=5, device="cpu", num_sample_generations=0)
+    MODULES[script].train(MODULES[script].Args(**settings))
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("trial__5__") and (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_device(script, tmp_path):
+    args = MODULES[script].Args(device="meta", output_dir=str(tmp_path / "x"))
+    assert MODULES[script].start_run(args).type == "meta"
+
+
+def test_rollout_in_parts_is_the_same_rollout(tmp_path, monkeypatch, tiny):
+    """--local-rollout-forward-batch-size changes how many rows a forward pass has, and no number beyond rounding."""
+    sizes, sample = [], ppo.sample
+    monkeypatch.setattr(ppo, "sample", lambda *a: (sizes.append(len(a[1])), sample(*a))[1])
+    a, b = (run(ppo, tmp_path / str(n), local_rollout_forward_batch_size=n, **tiny["ppo"]) for n in (8, 3))
+    assert sizes == [8] * 3 + [3, 3, 2] * 3
+    for name in ("objective/scores", "objective/kl_k3", "val/response_length", "loss/value_avg"):
+        assert [line[name] for line in a] == pytest.approx([line[name] for line in b], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_sample_tables(script, tmp_path, capsys, tiny):
+    """As many tables as asked for, the last one at the end; none with 0."""
+    titles = []
+    for n in (0, 1, 3):
+        run(MODULES[script], tmp_path / str(n), num_sample_generations=n, **tiny[script])
+        out = capsys.readouterr().out
+        titles.append(sum(" of 3" in line or " of 4" in line for line in out.splitlines()))
+    assert titles[0] == 0 < titles[1] < titles[2] and titles[2] in (3, 4)
+
+
+CONFIGURATION = """
+from transformers import GPT2Config
+class OwnConfig(GPT2Config):
+    model_type = "own"
+"""
+MODELING = """
+import pathlib
+from transformers import GPT2LMHeadModel, GPT2ForSequenceClassification
+from .configuration_own import OwnConfig
+pathlib.Path({mark!r}).touch()
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+class OwnClassifier(GPT2ForSequenceClassification):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_python_code_in_a_checkpoint_runs_only_when_asked(script, tmp_path, tiny):
+    folder, mark = tmp_path / "own", tmp_path / "was_here"
+    shutil.copytree(ROOT / "toy/sft", folder)
+    (folder / "configuration_own.py").write_text(CONFIGURATION)
+    (folder / "modeling_own.py").write_text(MODELING.format(mark=str(mark)))
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "own",
+        "auto_map": {
+            "AutoConfig": "configuration_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnModel",
+            "AutoModelForSequenceClassification": "modeling_own.OwnClassifier",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    module, settings = MODULES[script], tiny[script] | {"model": str(folder)}
+    with pytest.raises(module.UserError, match="trust.remote.code"):
+        run(module, tmp_path / "a", **settings)
+    assert not mark.exists()
+    run(module, tmp_path / "b", trust_remote_code=True, **settings)
+    assert mark.exists()

@@ -1,0 +1,116 @@
+"""The toy world is what it says it is: the same bytes each time, varied, with a gold score that reads English."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import ppo
+from toy import make
+
+TOY = Path(__file__).resolve().parent.parent / "toy"
+
+
+def rows(name, split):
+    return [json.loads(line) for line in (TOY / "data" / name / f"{split}.jsonl").read_text().splitlines()]
+
+
+def test_the_same_bytes_each_time(tmp_path):
+    """What is in the repository is what make.py writes, on this machine too."""
+    make.write_data(tmp_path / "data")
+    make.write_base(tmp_path / "base", tmp_path / "data")
+    written = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file())
+    assert len(written) == 9
+    assert not [str(p) for p in written if (tmp_path / p).read_bytes() != (TOY / p).read_bytes()]
+
+
+def test_texts_are_many_and_varied():
+    texts = [row["prompt"] + row["completion"] for row in rows("sft", "train")]
+    words = {word for text in texts for word in text.lower().replace(".", " ").replace(",", " ").split()}
+    sentences = torch.tensor([float(text.count(".") + text.count("!")) for text in texts])
+    gold = torch.tensor(make.gold_score(texts))
+    assert len(set(texts)) == len(texts) >= 20_000 and len(words) > 1000
+    assert sentences.min() <= 2 and sentences.max() >= 8
+    assert (
+        (gold < -2).float().mean() > 0.1 and (gold > 2).float().mean() > 0.1 and (gold.abs() < 1).float().mean() > 0.1
+    )
+
+
+def test_splits_share_no_row():
+    for name in make.SIZES:
+        train, validation = ([json.dumps(row) for row in rows(name, split)] for split in ("train", "validation"))
+        assert (len(train), len(validation)) == make.SIZES[name]
+        assert not set(train) & set(validation)
+
+
+def test_labels_are_a_bradley_terry_draw():
+    """Among pairs with a gold gap near g, the better text is chosen with probability sigmoid(g)."""
+    pairs = rows("preferences", "train")
+    gold = {k: torch.tensor(make.gold_score([row["prompt"] + row[k] for row in pairs])) for k in ("chosen", "rejected")}
+    gap = gold["chosen"] - gold["rejected"]
+    for low, high in ((0.2, 0.6), (0.6, 1.2), (1.2, 2.0), (2.0, 4.0)):
+        near = (gap.abs() > low) & (gap.abs() < high)
+        share, expected = (gap[near] > 0).float().mean(), gap[near].abs().sigmoid().mean()
+        assert near.sum() > 500 and abs(share - expected) < 3 * 0.5 / near.sum() ** 0.5
+
+
+@pytest.mark.parametrize(
+    "better, worse",
+    [
+        ("The film is wonderful.", "The film is good."),
+        ("The film is good.", "The film is about a clerk."),
+        ("The film is about a clerk.", "The film is bad."),
+        ("The film is bad.", "The film is awful."),
+        ("The film is not bad.", "The film is bad."),
+        ("The film is good.", "The film is not good."),
+        ("The film is never dull.", "The film is never clever."),
+        ("It is dull, but the music is lovely.", "The music is lovely, but it is dull."),
+        ("It has charm.", "It lacks charm."),
+        ("It is very good.", "It is good."),
+        ("Despite its dull start, it is lovely.", "It is dull. It is lovely."),
+        ("It is anything but dull.", "It is anything but clever."),
+        ("It is lovely.", "It is lovely. It is lovely. It is lovely. It is lovely. It is lovely."),
+        ("The story is lovely.", "lovely wonderful superb brilliant lovely wonderful superb brilliant"),
+        ("It is clever.", "It is too clever."),
+    ],
+)
+def test_gold_score_reads_english(better, worse):
+    assert make.gold_text_score(better) > make.gold_text_score(worse) + 0.05
+
+
+def test_gold_score_is_bounded_and_takes_anything():
+    texts = ["", " ", "...", "42 %§", "good " * 500, "bad, " * 500, "\x00<|end|>", "日本語"]
+    assert all(-9 <= score <= 5 for score in make.gold_score(texts))
+
+
+def test_folders_are_small_and_safe():
+    """Two models under 4 MB in safetensors, under a million parameters, from the library's own classes."""
+    files = [p for name in ("sft", "reward_model") for p in (TOY / name).iterdir()]
+    assert sum(p.stat().st_size for p in files) < 4e6
+    assert {p.suffix for p in files} == {".json", ".safetensors"}
+    for auto_class, name in ((AutoModelForCausalLM, "sft"), (AutoModelForSequenceClassification, "reward_model")):
+        assert auto_class.from_pretrained(TOY / name).num_parameters() < 1e6
+
+
+def test_no_default_prompt_is_too_long_for_the_model():
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "sft")
+    longest = max(len(ids) for ids in tokenizer([row["prompt"] for row in rows("prompts", "train")])["input_ids"])
+    assert longest + ppo.Args().response_length <= make.CONTEXT
+
+
+def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_not_seen():
+    """On reviews the two agree; on a heap of praise, which no human of this world wrote, the learned one is carried away."""
+    args = ppo.Args()
+    model, tokenizer = ppo.load_reward_model(args, torch.device("cpu"))
+
+    def learned(texts):
+        ids, mask = ppo.pad([tokenizer(t)["input_ids"] + [tokenizer.eos_token_id] for t in texts], 0, "cpu")
+        with torch.no_grad():
+            return ppo.read_reward(model, ids, mask)[:, 0]
+
+    texts = [row["prompt"] + row["completion"] for row in rows("sft", "validation")]
+    assert torch.corrcoef(torch.stack([learned(texts), torch.tensor(make.gold_score(texts))]))[0, 1] > 0.7
+    heap = ["The film is wonderful superb delightful wonderful superb delightful wonderful superb delightful"]
+    assert learned(heap)[0] > 2 and make.gold_score(heap)[0] < 1
