@@ -92,7 +92,7 @@ class Args:
     wandb_entity: str | None = None
     """W&B team, with --track"""
     num_sample_generations: int = 10
-    """how often in the run a table of sample responses is printed; 0 for never (TRL)"""
+    """how often after the first update a table of sample responses is printed; 0 for never (TRL)"""
 
     # --- Models: a folder, or a name on the hub
     model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
@@ -959,7 +959,7 @@ class PPOLog:
         self.bar.update()
         self.warn_about(stats, rollout)
         shows = self.args.num_sample_generations
-        if shows and (update == 1 or update == self.num_updates or update % -(-self.num_updates // shows) == 0):
+        if is_turn(update, self.num_updates, shows) or (update == 1 and shows):
             self.show_samples(update, rollout, scores, tokenizer)
 
     def warn_about(self, stats: dict, rollout: Rollout) -> None:
@@ -1082,7 +1082,9 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[0]
+        advice = "; once you have read that code, --trust-remote-code runs it" if "custom code" in reason else ""
+        raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
 
 
 def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
@@ -1186,6 +1188,11 @@ def start_wandb(args: Args):  # same in all scripts
         ) from error
 
 
+def is_turn(step: int, num_steps: int, times: int) -> bool:  # same in all scripts
+    """True at `times` of the steps 1..num_steps, evenly spread, the last one among them."""
+    return step * times // num_steps > (step - 1) * times // num_steps
+
+
 def printable(text: str) -> str:  # same in all scripts
     """Text without control characters: what a model writes must not steer the reader's terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
@@ -1232,8 +1239,8 @@ def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same 
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     logged = {name for line in lines for name in line}
     panels = [names for names in ([name for name in panel if name in logged] for panel in panels) if names]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
-    for axis, names in zip(axes, panels):
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), layout="constrained", squeeze=False)
+    for axis, names in zip(axes[0], panels):
         for name in names:
             axis.plot(*zip(*((line[x], line[name]) for line in lines if name in line)), label=name)
         axis.set_xlabel(x)

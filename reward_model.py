@@ -81,7 +81,7 @@ class Args:
     wandb_entity: str | None = None
     """W&B team, with --track"""
     num_sample_generations: int = 2
-    """how often in the run a table of test pairs with their rewards is printed; 0 for never"""
+    """how often in the run a table of pairs with their rewards is printed; 0 for never"""
 
     # --- Model: a folder, or a name on the hub
     model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
@@ -343,7 +343,7 @@ def train(args: Args) -> None:
             if test_pairs and (step % args.eval_steps == 0 or step == num_steps):
                 stats |= evaluate_rewards(model, test_pairs, tokenizer, args, log)
             log.write(step, stats)
-            log.show_pairs(step, model, tokenizer, test_pairs)
+            log.show_pairs(step, model, tokenizer, test_pairs or pairs)
     finally:  # also after an error or Ctrl-C: what was trained is on disk
         log.finish(model, tokenizer)
 
@@ -455,8 +455,7 @@ class RewardModelLog:
 
     def show_pairs(self, step: int, model: nn.Module, tokenizer: AutoTokenizer, pairs: list[Pair]) -> None:
         """A table of test pairs with their rewards, `num_sample_generations` times; the calibration at the end."""
-        shows = self.args.num_sample_generations
-        if not (shows and pairs and (step % -(-self.num_steps // shows) == 0 or step == self.num_steps)):
+        if not is_turn(step, self.num_steps, self.args.num_sample_generations):
             return
         chosen, rejected = all_rewards(model, pairs[:4], tokenizer, self.args)
         rows = []
@@ -465,7 +464,7 @@ class RewardModelLog:
             rows.append([texts[0], f"{a:.2f}", texts[1], f"{b:.2f}", "yes" if a > b else "no"])
         with self.bar.external_write_mode():
             print_table(f"step {step} of {self.num_steps}", ["chosen", "reward", "rejected", "reward", "right"], rows)
-            if step == self.num_steps:
+            if self.calibration and step == self.num_steps:
                 bins = [[f"{p:.2f}", f"{share:.2f}", str(n)] for p, share, n in self.calibration]
                 print_table("calibration on the test split", ["predicted", "observed", "pairs"], bins)
         self.last = time.perf_counter()
@@ -560,7 +559,9 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[0]
+        advice = "; once you have read that code, --trust-remote-code runs it" if "custom code" in reason else ""
+        raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
 
 
 def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
@@ -649,6 +650,11 @@ def start_wandb(args: Args):  # same in all scripts
         ) from error
 
 
+def is_turn(step: int, num_steps: int, times: int) -> bool:  # same in all scripts
+    """True at `times` of the steps 1..num_steps, evenly spread, the last one among them."""
+    return step * times // num_steps > (step - 1) * times // num_steps
+
+
 def printable(text: str) -> str:  # same in all scripts
     """Text without control characters: what a model writes must not steer the reader's terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
@@ -695,8 +701,8 @@ def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same 
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     logged = {name for line in lines for name in line}
     panels = [names for names in ([name for name in panel if name in logged] for panel in panels) if names]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
-    for axis, names in zip(axes, panels):
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), layout="constrained", squeeze=False)
+    for axis, names in zip(axes[0], panels):
         for name in names:
             axis.plot(*zip(*((line[x], line[name]) for line in lines if name in line)), label=name)
         axis.set_xlabel(x)

@@ -282,7 +282,7 @@ def train(args: Args) -> None:
     if args.packing:
         rows = pack(rows, args.max_length)
         require(rows, f"the texts do not fill one block of --max-length {args.max_length}; lower it, or do not pack")
-    test_data, test_rows = load_test_rows(args, tokenizer)
+    test_rows = load_test_rows(args, tokenizer)
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(rows) / batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
@@ -315,7 +315,7 @@ def train(args: Args) -> None:
             if test_rows and (step % args.eval_steps == 0 or step == num_steps):
                 stats |= evaluate_policy(model, test_rows, tokenizer, args)
             log.write(step, stats, num_labels)
-            log.show_samples(step, model, tokenizer, test_data)
+            log.show_samples(step, model, tokenizer, test_rows or rows)
     finally:  # also after an error or Ctrl-C: what was trained is on disk
         log.finish(model, tokenizer)
 
@@ -366,12 +366,12 @@ def load_language_model(args: Args, device: torch.device) -> tuple[nn.Module, Au
     return model.train().to(device), tokenizer
 
 
-def load_test_rows(args: Args, tokenizer: AutoTokenizer):
-    """The test split and its encoded rows; (None, []) without one."""
+def load_test_rows(args: Args, tokenizer: AutoTokenizer) -> list[tuple[list[int], list[int]]]:
+    """The test split, encoded; [] without one."""
     if args.dataset_test_split in (None, "none"):
-        return None, []
+        return []
     data = load_split(args.dataset, args.dataset_config, args.dataset_test_split)
-    return data, encode_completions(data, tokenizer, args)
+    return encode_completions(data, tokenizer, args)
 
 
 def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -> None:
@@ -417,26 +417,26 @@ class SFTLog:
         self.bar.set_postfix_str(f"loss {stats['loss']:.3f}{test}")
         self.bar.update()
 
-    def show_samples(self, step: int, model: nn.Module, tokenizer: AutoTokenizer, data) -> None:
-        """A table of prompts, sampled completions and the texts' own, `num_sample_generations` times in the run."""
-        shows, prompt, completion = (
-            self.args.num_sample_generations,
-            self.args.prompt_column,
-            self.args.completion_column,
-        )
-        if not (shows and (step % -(-self.num_steps // shows) == 0 or step == self.num_steps)):
+    def show_samples(
+        self, step: int, model: nn.Module, tokenizer: AutoTokenizer, examples: list[tuple[list[int], list[int]]]
+    ) -> None:
+        """A table of prompts, sampled completions and the texts' own, `num_sample_generations` times in the run.
+
+        The prompt is what stands before the first label; where nothing does, the first eight tokens.
+        """
+        if not is_turn(step, self.num_steps, self.args.num_sample_generations):
             return
-        if data is None or not {prompt, completion} <= set(data.column_names):
-            return
+        new_tokens = min(53, self.args.max_length // 2)
         config = GenerationConfig(  # complete in itself, so that nothing stored with the checkpoint shapes the samples
-            do_sample=True, top_k=0, max_new_tokens=min(53, self.args.max_length // 2),
+            do_sample=True, top_k=0, max_new_tokens=new_tokens,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
         rows = []
-        for example in data.select(range(min(3, len(data)))):
-            ids = torch.tensor([tokenizer(example[prompt])["input_ids"]], device=model.device)
-            output = model.eval().generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0]
-            rows.append([example[prompt], tokenizer.decode(output[ids.shape[1] :]), example[completion]])
+        for ids, labels in examples[:3]:
+            start = next(i for i, label in enumerate(labels) if label != IGNORE) or min(8, max(1, len(ids) // 2))
+            prompt = torch.tensor([ids[max(0, start + new_tokens - self.args.max_length) : start]], device=model.device)
+            output = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[0]
+            rows.append([tokenizer.decode(x) for x in (prompt[0], output[prompt.shape[1] :], ids[start:])])
         model.train()
         with self.bar.external_write_mode():
             print_table(f"step {step} of {self.num_steps}", ["prompt", "sampled completion", "the text's own"], rows)
@@ -532,7 +532,9 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[0]
+        advice = "; once you have read that code, --trust-remote-code runs it" if "custom code" in reason else ""
+        raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
 
 
 def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
@@ -621,6 +623,11 @@ def start_wandb(args: Args):  # same in all scripts
         ) from error
 
 
+def is_turn(step: int, num_steps: int, times: int) -> bool:  # same in all scripts
+    """True at `times` of the steps 1..num_steps, evenly spread, the last one among them."""
+    return step * times // num_steps > (step - 1) * times // num_steps
+
+
 def printable(text: str) -> str:  # same in all scripts
     """Text without control characters: what a model writes must not steer the reader's terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
@@ -667,8 +674,8 @@ def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same 
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     logged = {name for line in lines for name in line}
     panels = [names for names in ([name for name in panel if name in logged] for panel in panels) if names]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), constrained_layout=True)
-    for axis, names in zip(axes, panels):
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), layout="constrained", squeeze=False)
+    for axis, names in zip(axes[0], panels):
         for name in names:
             axis.plot(*zip(*((line[x], line[name]) for line in lines if name in line)), label=name)
         axis.set_xlabel(x)

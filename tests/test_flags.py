@@ -28,13 +28,13 @@ CHANGES = {
         "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
         "max_prompt_length": 5, "response_length": 6, "temperature": 1.0,
         "stop_token": ("none", {"response_length": 30}), "stop_token_id": 11,
-        "missing_eos_penalty": 1.0, "per_device_train_batch_size": (4, {"batch_size": None}),
+        "missing_eos_penalty": 1.0, "per_device_train_batch_size": (4, {"batch_size": None, "per_device_train_batch_size": 8}),
         "gradient_accumulation_steps": (2, {"per_device_train_batch_size": 4, "batch_size": None}),
         "num_mini_batches": 2, "batch_size": 4, "total_episodes": 16,
         "num_train_epochs": 0.5, "learning_rate": 1e-4, "critic_learning_rate": 1e-4, "adam_epsilon": 1e-3,
         "max_grad_norm": 1e-3, "num_ppo_epochs": 2, "cliprange": 0.001, "cliprange_value": 0.001, "vf_coef": 0.5,
         "gamma": 0.5, "lam": 0.5, "whiten_rewards": True, "whiten_advantages": False, "kl_coef": 1.0,
-        "kl_estimator": "k3", "adaptive_kl": True, "kl_target": (1.0, {"adaptive_kl": True}),
+        "kl_estimator": "k3", "adaptive_kl": True, "kl_target": (0.01, {"adaptive_kl": True}),
         "kl_horizon": (10, {"adaptive_kl": True}),
     },
     "sft": {
@@ -159,7 +159,7 @@ def test_flag_changes_the_numbers(script, flag, metrics_of, tiny):
 @pytest.mark.parametrize("script", MODULES)
 def test_no_flag_is_left_out(script):
     flags = {field.name for field in dataclasses.fields(MODULES[script].Args)}
-    assert flags == set(CHANGES[script]) | set(ELSEWHERE)
+    assert flags == set(CHANGES[script]) | (set(ELSEWHERE) & flags)
 
 
 @pytest.mark.parametrize("script", MODULES)
@@ -189,13 +189,13 @@ def test_rollout_in_parts_is_the_same_rollout(tmp_path, monkeypatch, tiny):
 
 @pytest.mark.parametrize("script", MODULES)
 def test_sample_tables(script, tmp_path, capsys, tiny):
-    """As many tables as asked for, the last one at the end; none with 0."""
+    """As many tables as asked for, the last one at the end, and in PPO the first batch; none with 0."""
     titles = []
     for n in (0, 1, 3):
         run(MODULES[script], tmp_path / str(n), num_sample_generations=n, **tiny[script])
         out = capsys.readouterr().out
         titles.append(sum(" of 3" in line or " of 4" in line for line in out.splitlines()))
-    assert titles[0] == 0 < titles[1] < titles[2] and titles[2] in (3, 4)
+    assert titles == ([0, 2, 3] if script == "ppo" else [0, 1, 3])
 
 
 CONFIGURATION = """
@@ -217,7 +217,7 @@ class OwnClassifier(GPT2ForSequenceClassification):
 
 @pytest.mark.parametrize("script", MODULES)
 def test_python_code_in_a_checkpoint_runs_only_when_asked(script, tmp_path, tiny):
-    folder, mark = tmp_path / "own", tmp_path / "was_here"
+    folder, mark = tmp_path / f"own_{script}", tmp_path / "was_here"  # imported once per name, so one name a script
     shutil.copytree(ROOT / "toy/sft", folder)
     (folder / "configuration_own.py").write_text(CONFIGURATION)
     (folder / "modeling_own.py").write_text(MODELING.format(mark=str(mark)))
