@@ -39,7 +39,7 @@ Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2
 Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024
 (the N+ implementation details, 2403.17031). The README has a glossary of the metrics.
 
-  python ppo.py                 # the toy world: offline, a minute on two CPU cores, the score rises from 0 to over 5
+  python ppo.py                 # the toy world: offline, a minute on two CPU cores, the score rises from 0 to nearly 5
   python ppo.py --model gpt2    # GPT-2 on the same prompts and reward; on a CPU it says at once how long it will take
 
 Shapes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary, D hidden size.
@@ -134,7 +134,7 @@ class Args:
 
     # --- Batch geometry: batch = per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches
     per_device_train_batch_size: int | None = None
-    """responses in one forward/backward of the update; by default 64, or 16 for a model over 30M on a CPU"""
+    """responses in one forward/backward of the update; by default 64, or 8 for a model over 30M on a CPU"""
     gradient_accumulation_steps: int = 1
     """micro-batches in a mini-batch; changes memory, not the result"""
     num_mini_batches: int = 1
@@ -564,7 +564,7 @@ def train(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         [{"params": policy.parameters(), "initial_lr": args.learning_rate},
          {"params": critic.parameters(), "initial_lr": args.critic_learning_rate}],
-        lr=args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0,
+        lr=args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0, fused=True,  # fused: ten times as fast on a CPU
     )  # fmt: skip
     kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     num_updates = args.total_episodes // args.batch_size
@@ -850,7 +850,7 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
         )
         args.per_device_train_batch_size = args.batch_size // parts
     if args.per_device_train_batch_size is None:
-        args.per_device_train_batch_size = 16 if policy.device.type == "cpu" and size > 30e6 else 64
+        args.per_device_train_batch_size = 8 if policy.device.type == "cpu" and size > 30e6 else 64
     args.batch_size = args.per_device_train_batch_size * parts
     if args.num_train_epochs is not None:
         args.total_episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
@@ -873,8 +873,8 @@ def describe_run(args: Args, num_updates: int, policy: nn.Module, critic: nn.Mod
         tokens = args.response_length + 16
         passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
         flops = 2 * tokens * passes * (policy.num_parameters() + sum(p.numel() for p in critic.parameters()))
-        seconds = args.batch_size * flops / (0.5 * matmul_flops_per_second())  # half of the peak, as measured on GPT-2
-        print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.0f} min")
+        seconds = args.batch_size * flops / (0.7 * matmul_flops_per_second())  # 70 % of the peak, as measured on GPT-2
+        print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.1f} min")
 
 
 def matmul_flops_per_second() -> float:
@@ -1227,6 +1227,7 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
         "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
     ]  # fmt: skip
     (output / "README.md").write_text("\n".join(card))
+    print(f"saved in {output}: the model, its card, metrics.jsonl and curves.png")
 
 
 def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts

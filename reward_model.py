@@ -30,7 +30,7 @@ against what people chose ("calibration"). Christiano et al. 2017 (arXiv 1706.03
 head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288, eq. 2),
 the centring term Eisenstein et al. 2023's (2312.09244).
 
-  python reward_model.py                             # the toy world: offline, about a minute on a CPU, accuracy over .8
+  python reward_model.py                             # the toy world: offline, a minute on a CPU
   python reward_model.py --model gpt2 --dataset D    # D has `chosen` and `rejected`, with or without `prompt`
 
 Shapes: B pairs, S tokens (right-padded), D hidden size.
@@ -311,7 +311,7 @@ def train(args: Args) -> None:
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(pairs) / batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = make_schedule(args, optimizer, num_steps)
     print(f"data: {len(pairs)} pairs, {len(test_pairs)} for evaluation")
     describe_training(args.model, model, num_steps, args)
@@ -689,6 +689,7 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
         "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
     ]  # fmt: skip
     (output / "README.md").write_text("\n".join(card))
+    print(f"saved in {output}: the model, its card, metrics.jsonl and curves.png")
 
 
 def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts

@@ -286,7 +286,7 @@ def train(args: Args) -> None:
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     steps_per_epoch = math.ceil(len(rows) / batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = make_schedule(args, optimizer, num_steps)
     print(f"data: {len(rows)} {'blocks' if args.packing else 'texts'}, {len(test_rows)} for evaluation")
     describe_training(args.from_scratch or args.model, model, num_steps, args)
@@ -662,6 +662,7 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
         "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
     ]  # fmt: skip
     (output / "README.md").write_text("\n".join(card))
+    print(f"saved in {output}: the model, its card, metrics.jsonl and curves.png")
 
 
 def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts

@@ -33,7 +33,7 @@ def reward_gain(output, seed):
     """How much a short PPO run raises the learned and the gold score: mean of the last three updates less the first."""
     lines = run(
         ppo, output, seed=seed, batch_size=32, total_episodes=32 * 12, response_length=24, gold_reward_fn=GOLD,
-        learning_rate=2e-3,
+        learning_rate=1e-3,
     )  # fmt: skip
     score, gold = ([line[name] for line in lines] for name in ("objective/scores", "objective/gold_scores"))
     return sum(score[-3:]) / 3 - score[0], sum(gold[-3:]) / 3 - gold[0]
@@ -42,7 +42,7 @@ def reward_gain(output, seed):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_ppo_learns(tmp_path, seed):
     score, gold = reward_gain(tmp_path, seed)
-    assert score > 0.7 and gold > 0.5, (score, gold)
+    assert score > 1.2 and gold > 0.8, (score, gold)
 
 
 def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
@@ -50,7 +50,7 @@ def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     right = ppo.gae
     monkeypatch.setattr(ppo, "gae", lambda *a: (-right(*a)[0], right(*a)[1]))
     score, gold = reward_gain(tmp_path, 1)
-    assert score < 0 and gold < 0, (score, gold)
+    assert score < -1 and gold < 0, (score, gold)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
