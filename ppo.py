@@ -504,6 +504,8 @@ def optimize(
                     logits = response_logits(policy, *r.text, args.temperature)  # (b, T, V)
                     values = critic(*r.text)  # (b, T)
                 logprobs = token_logprobs(logits, r.responses)  # (b, T)
+                if steps == 0:
+                    check_first_ratio(logprobs, r, args)
                 pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.logprobs, r.advantages, r.mask, args.cliprange)
                 vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
                 loss = pg_loss + args.vf_coef * vf_loss
@@ -513,12 +515,10 @@ def optimize(
                         "tokens": torch.ones_like(ratio), "loss/policy_avg": pg_loss, "loss/value_avg": vf_loss,
                         "policy/clipfrac_avg": pg_clipped, "val/clipfrac_avg": vf_clipped, "val/ratio": ratio,
                         "ratio_squared": ratio**2, "policy/approxkl_avg": 0.5 * (logprobs - r.logprobs) ** 2,
-                        "policy/entropy_avg": token_entropy(logits), "ratio_error": (ratio - 1).abs(),
+                        "policy/entropy_avg": token_entropy(logits),
                     }  # fmt: skip
                     for name, x in token_stats.items():
                         sums[name] += x.masked_fill(~r.mask, 0.0).sum()
-            if steps == 0:
-                check_first_ratio(float(sums["ratio_error"] / sums["tokens"]), args)
             sums["policy/grad_norm"] += nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             sums["val/grad_norm"] += nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
             optimizer.step()
@@ -527,14 +527,15 @@ def optimize(
     tokens = sums.pop("tokens")
     means = {k: float(x / (steps if "grad_norm" in k else tokens)) for k, x in sums.items()}
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
-    return {name: mean for name, mean in means.items() if name in METRICS}
+    return means
 
 
-def check_first_ratio(error: float, args: Args) -> None:
+def check_first_ratio(logprobs: Tensor, rollout: Rollout, args: Args) -> None:
     """Before the first step the policy is the one that sampled, so the ratio is 1; anything else is a bug to be found.
 
     Raises UserError when the mean of |ratio - 1| exceeds 1e-3 (5e-2 under bf16, whose logits have three digits).
     """
+    error = masked_mean(((logprobs.detach() - rollout.logprobs).exp() - 1).abs(), rollout.mask).item()
     bound = 5e-2 if args.bf16 else 1e-3
     require(
         error <= bound,
@@ -563,13 +564,13 @@ def train(args: Args) -> None:
     prompts = prompt_batches(prompts, args.batch_size, tokenizer, device)
     optimizer = torch.optim.AdamW(
         [{"params": policy.parameters(), "initial_lr": args.learning_rate},
-         {"params": critic.parameters(), "initial_lr": args.critic_learning_rate}],
+         {"params": critic.parameters(), "initial_lr": args.critic_learning_rate or args.learning_rate}],
         lr=args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0, fused=True,  # fused: ten times as fast on a CPU
     )  # fmt: skip
     kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     num_updates = args.total_episodes // args.batch_size
     describe_run(args, num_updates, policy, critic)
-    log = PPOLog(args, num_updates)
+    log = RolloutLog(args, num_updates)
     try:
         for update in range(1, num_updates + 1):
             for group in optimizer.param_groups:
@@ -577,7 +578,8 @@ def train(args: Args) -> None:
             with log.clock("rollout"):
                 rollout = sample_batch(policy, *next(prompts), tokenizer, args)  # step 1
             with log.clock("score"):
-                score_batch(rollout, policy, reference, critic, args)  # step 2
+                score_reference(rollout, policy, reference, args)  # step 2
+                score_values(rollout, critic, args)
                 scores = penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
             rewards, non_score_reward = shape_rewards(scores, rollout.kl, rollout.mask, kl_controller.value)  # step 3
             if args.whiten_rewards:
@@ -588,6 +590,7 @@ def train(args: Args) -> None:
                 stats = optimize(policy, critic, optimizer, rollout, args)  # steps 5 and 6
             stats |= rollout_stats(rollout, scores, non_score_reward)
             stats |= {"lr": optimizer.param_groups[0]["lr"], "objective/kl_coef": kl_controller.value}
+            stats["val/explained_variance"] = explained_variance(rollout)
             if gold_score:
                 stats["objective/gold_scores"] = gold_score(rollout).mean().item()
             log.write(update, stats, rollout, scores, tokenizer)
@@ -615,14 +618,13 @@ def sample_batch(
 
 
 @torch.no_grad()
-def score_batch(rollout: Rollout, policy: nn.Module, reference: nn.Module, critic: nn.Module, args: Args) -> None:
-    """Step 2 but for the score: fills in ref_logprobs, kl and values, (B, T) each."""
-    rollout.ref_logprobs, rollout.kl, rollout.values = (torch.zeros_like(rollout.logprobs) for _ in range(3))
+def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
+    """Of step 2 the part of the reference: fills in ref_logprobs and kl, (B, T) each."""
+    rollout.ref_logprobs, rollout.kl = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
     for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
         T = r.mask.shape[1]
         with autocast(args, rollout.mask.device):
             ref_logits = response_logits(reference, *r.text, args.temperature)  # (b, T, V)
-            rollout.values[index, :T] = critic(*r.text)
             if args.kl_estimator == "full":
                 rollout.kl[index, :T] = full_kl(response_logits(policy, *r.text, args.temperature), ref_logits)
         rollout.ref_logprobs[index, :T] = token_logprobs(ref_logits, r.responses)
@@ -630,10 +632,18 @@ def score_batch(rollout: Rollout, policy: nn.Module, reference: nn.Module, criti
         rollout.kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
 
 
+@torch.no_grad()
+def score_values(rollout: Rollout, critic: nn.Module, args: Args) -> None:
+    """Of step 2 the part of the critic: fills in values (B, T)."""
+    rollout.values = torch.zeros_like(rollout.logprobs)
+    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
+        with autocast(args, rollout.mask.device):
+            rollout.values[index, : r.mask.shape[1]] = critic(*r.text)
+
+
 def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) -> dict[str, float]:
     """The metrics that describe a batch before the update."""
     mask, per_row = rollout.mask, lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()
-    residual_var, return_var = masked_var(rollout.returns - rollout.values, mask), masked_var(rollout.returns, mask)
     return {
         "objective/kl": per_row(rollout.kl),
         "objective/kl_k3": per_row(kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k3")),
@@ -642,11 +652,16 @@ def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) ->
         "objective/rlhf_reward": scores.mean().item() + per_row(non_score_reward),
         "objective/scores": scores.mean().item(),
         "objective/scores_std": scores.std(correction=0).item(),
-        "val/explained_variance": 1 - (residual_var / return_var.clamp(min=1e-8)).item(),
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": mask.sum(1).float().mean().item(),
     }
+
+
+def explained_variance(rollout: Rollout) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
+    residual_var = masked_var(rollout.returns - rollout.values, rollout.mask)
+    return 1 - (residual_var / masked_var(rollout.returns, rollout.mask).clamp(min=1e-8)).item()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -839,7 +854,6 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
     """Fills in what depends on the model and the machine, and checks that the batch sizes fit each other."""
     size = policy.num_parameters()
     args.learning_rate = args.learning_rate or default_learning_rate(size)
-    args.critic_learning_rate = args.critic_learning_rate or args.learning_rate
     parts = args.num_mini_batches * args.gradient_accumulation_steps
     if args.batch_size is not None:
         below = args.batch_size // parts * parts
@@ -861,8 +875,8 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
     )
 
 
-def describe_run(args: Args, num_updates: int, policy: nn.Module, critic: nn.Module) -> None:
-    """Prints the batch geometry in words, and on a CPU how long the run will take."""
+def describe_run(args: Args, num_updates: int, policy: nn.Module, *others: nn.Module) -> None:
+    """Prints the batch geometry in words, and on a CPU how long training the policy and the others will take."""
     print(f"policy: {args.model}, {policy.num_parameters() / 1e6:.2f}M parameters on {policy.device}, "
           f"learning rate {args.learning_rate:.2g}")  # fmt: skip
     print(f"batch: {args.batch_size} responses an update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
@@ -872,7 +886,7 @@ def describe_run(args: Args, num_updates: int, policy: nn.Module, critic: nn.Mod
     if policy.device.type == "cpu":
         tokens = args.response_length + 16
         passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
-        flops = 2 * tokens * passes * (policy.num_parameters() + sum(p.numel() for p in critic.parameters()))
+        flops = 2 * tokens * passes * sum(p.numel() for model in (policy, *others) for p in model.parameters())
         seconds = args.batch_size * flops / (0.7 * matmul_flops_per_second())  # 70 % of the peak, as measured on GPT-2
         print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.1f} min")
 
@@ -925,7 +939,7 @@ METRICS = {
 }
 
 
-class PPOLog:
+class RolloutLog:
     """What a run shows and leaves behind: metrics.jsonl, progress bar, tables, warnings, W&B, curves, the model."""
 
     def __init__(self, args: Args, num_updates: int):

@@ -109,7 +109,8 @@ def test_policy_and_critic_are_clipped_apart():
     critic = ppo.make_critic(policy, tokenizer, *ppo.load_reward_model(args, torch.device("cpu")))
     prompts, prompt_mask = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
     rollout = ppo.sample_batch(policy, prompts, prompt_mask.bool(), tokenizer, args)
-    ppo.score_batch(rollout, policy, policy, critic, args)
+    ppo.score_reference(rollout, policy, policy, args)
+    ppo.score_values(rollout, critic, args)
     rollout.advantages, rollout.returns = torch.randn_like(rollout.values), rollout.values + 10
     start = [[p.detach().clone() for p in model.parameters()] for model in (policy, critic)]
     ppo.optimize(policy, critic, torch.optim.SGD([*policy.parameters(), *critic.parameters()], lr=1.0), rollout, args)
