@@ -612,8 +612,10 @@ def sample_batch(
         ]
     rollout = Rollout(prompts, prompt_mask, **{k: torch.cat([part[k] for part in parts]) for k in parts[0]})
     bad = ~rollout.logprobs.isfinite().all(1)
-    prompt = tokenizer.decode(prompts[bad.long().argmax()])
-    require(not bad.any(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}")
+    i = bad.long().argmax()
+    prompt = tokenizer.decode(prompts[i][prompt_mask[i]])
+    cause = "either the model is broken, or it was broken by a --learning-rate that is too high"
+    require(not bad.any(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: {cause}")
     return rollout.rows(torch.arange(len(prompts), device=prompts.device))
 
 
@@ -679,6 +681,11 @@ def load_policy(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokeni
 def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
     """The id of the stop token, or None where a response may only end at response_length."""
     if args.stop_token_id is not None or args.stop_token == "none":
+        last = len(tokenizer) - 1
+        in_range = args.stop_token_id is None or 0 <= args.stop_token_id <= last
+        require(
+            in_range, f"--stop-token-id {args.stop_token_id} is no token of {args.model}, whose ids are 0 to {last}"
+        )
         return args.stop_token_id
     if args.stop_token == "eos":
         require(
@@ -799,8 +806,7 @@ def check_scores(scores: Tensor, texts: list[str], source: str) -> Tensor:
 def load_prompts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> list[list[int]]:
     """The prompts as token ids; those over max_prompt_length, and empty ones, are dropped and counted."""
     data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    check_columns(data, [args.prompt_column], args.dataset, "--prompt-column")
-    prompts = tokenizer(list(data[args.prompt_column]))["input_ids"]
+    prompts = tokenizer(read_column(data, args.prompt_column, args.dataset, "--prompt-column"))["input_ids"]
     kept = [p for p in prompts if 0 < len(p) <= args.max_prompt_length]
     reason = f"empty, or over --max-prompt-length {args.max_prompt_length} tokens"
     require(kept, f"all {len(prompts)} prompts are {reason}")
@@ -860,7 +866,8 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
         require(
             below == args.batch_size,
             f"--batch-size {args.batch_size} does not divide into {args.num_mini_batches} mini-batches of "
-            f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: {below or parts}, {below + parts}",
+            f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: "
+            f"{', '.join(str(n) for n in (below, below + parts) if n)}",
         )
         args.per_device_train_batch_size = args.batch_size // parts
     if args.per_device_train_batch_size is None:
@@ -1054,7 +1061,7 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     try:
         return torch.empty(0, device=args.device or best).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--device {args.device} cannot be used on this machine; leave it out to use {best}") from error
 
 
 def open_metrics(args: Args):  # same in all scripts
@@ -1095,7 +1102,7 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
     """auto_class.from_pretrained for a folder or a hub name; Python code that comes with it runs only if asked for."""
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of many classes: whatever is wrong with a checkpoint
         reason = str(error).strip().splitlines()[0]
         advice = "; once you have read that code, --trust-remote-code runs it" if "custom code" in reason else ""
         raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
@@ -1109,6 +1116,7 @@ def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs)
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
     """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
     tokenizer = load(AutoTokenizer, name, trust_remote_code)
+    require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
     if tokenizer.pad_token_id is None:
         require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
         tokenizer.pad_token = tokenizer.eos_token
@@ -1143,11 +1151,17 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
     return data
 
 
-def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
-    """Raises UserError with the columns that there are where one is missing."""
-    missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
+def read_column(data, column: str, name: str, flag: str, kind=str) -> list:  # same in all scripts
+    """A column of a dataset; raises UserError where it is missing, or has a row that is of another kind (no text)."""
     there = ", ".join(data.column_names)
-    require(not missing, f"--dataset {name} has no column {missing}; it has {there} (set {flag})")
+    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    rows = list(data[column])
+    bad = next((i for i, row in enumerate(rows) if not isinstance(row, kind)), None)
+    wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    require(
+        bad is None, f"--dataset {name}: row {bad} of {column!r} holds {rows[bad or 0]!r}, not a {wanted} (set {flag})"
+    )
+    return rows
 
 
 def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:

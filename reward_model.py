@@ -174,31 +174,29 @@ def encode_text(prompt: str, text: str, tokenizer: AutoTokenizer) -> list[int]:
     return ids + [tokenizer.eos_token_id]
 
 
-def encode_conversation(prompt: object, messages: list[dict], tokenizer: AutoTokenizer, args: Args) -> list[int]:
+def encode_conversation(prompt: str | list[dict], messages: list[dict], tokenizer: AutoTokenizer) -> list[int]:
     """Token ids of a conversation, after the prompt's turns where the prompt is a list of messages too."""
-    has_template = tokenizer.chat_template
-    require(has_template, f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template")
+    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
     turns = prompt if isinstance(prompt, list) else []
     return tokenizer.apply_chat_template(turns + messages, return_dict=False)
 
 
 def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
     """All pairs of a dataset, cut to max_length; pairs that are then equal teach nothing: dropped and counted."""
-    check_columns(data, [args.chosen_column, args.rejected_column], args.dataset, "--chosen-column, --rejected-column")
-    has_prompt, has_margin = args.prompt_column in data.column_names, args.margin_column in data.column_names
-    pairs = []
-    too_long = 0
-    for row in tqdm(data, desc="encoding", leave=False):
-        ids = {}
-        for name in (args.chosen_column, args.rejected_column):
-            if isinstance(row[name], list):
-                ids[name] = encode_conversation(row.get(args.prompt_column), row[name], tokenizer, args)
-            else:
-                ids[name] = encode_text(row[args.prompt_column] if has_prompt else "", row[name], tokenizer)
-            too_long += len(ids[name]) > args.max_length
-            ids[name] = ids[name][: args.max_length]
-        margin = float(row[args.margin_column]) if has_margin else 0.0
-        pairs.append(Pair(ids[args.chosen_column], ids[args.rejected_column], margin))
+    chosen = read_column(data, args.chosen_column, args.dataset, "--chosen-column", (str, list))
+    rejected = read_column(data, args.rejected_column, args.dataset, "--rejected-column", (str, list))
+    prompts, margins = [""] * len(chosen), [0.0] * len(chosen)
+    if args.prompt_column in data.column_names:
+        prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
+    if args.margin_column in data.column_names:
+        margins = read_column(data, args.margin_column, args.dataset, "--margin-column", (int, float))
+    pairs, too_long = [], 0
+    for prompt, margin, *texts in tqdm(zip(prompts, margins, chosen, rejected), desc="encoding", leave=False):
+        encoded = [
+            (encode_conversation if isinstance(text, list) else encode_text)(prompt, text, tokenizer) for text in texts
+        ]
+        too_long += sum(len(ids) > args.max_length for ids in encoded)
+        pairs.append(Pair(*(ids[: args.max_length] for ids in encoded), float(margin)))
     kept = [p for p in pairs if p.chosen != p.rejected]
     if too_long:
         print(f"cut {too_long} of {2 * len(pairs)} texts to --max-length {args.max_length} tokens")
@@ -517,7 +515,7 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     try:
         return torch.empty(0, device=args.device or best).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--device {args.device} cannot be used on this machine; leave it out to use {best}") from error
 
 
 def open_metrics(args: Args):  # same in all scripts
@@ -558,7 +556,7 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
     """auto_class.from_pretrained for a folder or a hub name; Python code that comes with it runs only if asked for."""
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of many classes: whatever is wrong with a checkpoint
         reason = str(error).strip().splitlines()[0]
         advice = "; once you have read that code, --trust-remote-code runs it" if "custom code" in reason else ""
         raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
@@ -572,6 +570,7 @@ def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs)
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
     """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
     tokenizer = load(AutoTokenizer, name, trust_remote_code)
+    require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
     if tokenizer.pad_token_id is None:
         require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
         tokenizer.pad_token = tokenizer.eos_token
@@ -606,11 +605,17 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
     return data
 
 
-def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
-    """Raises UserError with the columns that there are where one is missing."""
-    missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
+def read_column(data, column: str, name: str, flag: str, kind=str) -> list:  # same in all scripts
+    """A column of a dataset; raises UserError where it is missing, or has a row that is of another kind (no text)."""
     there = ", ".join(data.column_names)
-    require(not missing, f"--dataset {name} has no column {missing}; it has {there} (set {flag})")
+    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    rows = list(data[column])
+    bad = next((i for i, row in enumerate(rows) if not isinstance(row, kind)), None)
+    wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    require(
+        bad is None, f"--dataset {name}: row {bad} of {column!r} holds {rows[bad or 0]!r}, not a {wanted} (set {flag})"
+    )
+    return rows
 
 
 def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:

@@ -192,17 +192,19 @@ def encode_messages(
 
 def encode_completions(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[list[int], list[int]]]:
     """All rows of a dataset as (ids, labels), in whichever of the three formats its columns are."""
+    name, completion_only = args.dataset, args.completion_only_loss
     if args.messages_column in data.column_names:
         has_template = tokenizer.chat_template
-        require(has_template, f"--dataset {args.dataset} holds messages, but the tokenizer has no chat template")
-        rows = [encode_messages(m, tokenizer, args.completion_only_loss) for m in data[args.messages_column]]
+        require(has_template, f"--dataset {name} holds messages, but the tokenizer has no chat template")
+        conversations = read_column(data, args.messages_column, name, "--messages-column", list)
+        rows = [encode_messages(messages, tokenizer, completion_only) for messages in conversations]
     elif args.completion_column in data.column_names:
-        check_columns(data, [args.prompt_column], args.dataset, "--prompt-column")
-        pairs = zip(data[args.prompt_column], data[args.completion_column])
-        rows = [encode_pair(p, c, tokenizer, args.completion_only_loss) for p, c in pairs]
+        prompts = read_column(data, args.prompt_column, name, "--prompt-column")
+        completions = read_column(data, args.completion_column, name, "--completion-column")
+        rows = [encode_pair(p, c, tokenizer, completion_only) for p, c in zip(prompts, completions)]
     else:
-        check_columns(data, [args.text_column], args.dataset, "--text-column, --completion-column or --messages-column")
-        rows = [encode_pair("", text, tokenizer, False) for text in data[args.text_column]]
+        texts = read_column(data, args.text_column, name, "--text-column, --completion-column or --messages-column")
+        rows = [encode_pair("", text, tokenizer, False) for text in texts]
     too_long = sum(len(ids) > args.max_length for ids, _ in rows)
     if too_long and not args.packing:
         print(f"cut {too_long} of {len(rows)} texts to --max-length {args.max_length} tokens; they lose their EOS")
@@ -490,7 +492,7 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     try:
         return torch.empty(0, device=args.device or best).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--device {args.device} cannot be used on this machine; leave it out to use {best}") from error
 
 
 def open_metrics(args: Args):  # same in all scripts
@@ -531,7 +533,7 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
     """auto_class.from_pretrained for a folder or a hub name; Python code that comes with it runs only if asked for."""
     try:
         return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of many classes: whatever is wrong with a checkpoint
         reason = str(error).strip().splitlines()[0]
         advice = "; once you have read that code, --trust-remote-code runs it" if "custom code" in reason else ""
         raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
@@ -545,6 +547,7 @@ def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs)
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
     """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
     tokenizer = load(AutoTokenizer, name, trust_remote_code)
+    require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
     if tokenizer.pad_token_id is None:
         require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
         tokenizer.pad_token = tokenizer.eos_token
@@ -579,11 +582,17 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
     return data
 
 
-def check_columns(data, needed: list[str], name: str, flag: str) -> None:  # same in all scripts
-    """Raises UserError with the columns that there are where one is missing."""
-    missing = ", ".join(repr(column) for column in needed if column not in data.column_names)
+def read_column(data, column: str, name: str, flag: str, kind=str) -> list:  # same in all scripts
+    """A column of a dataset; raises UserError where it is missing, or has a row that is of another kind (no text)."""
     there = ", ".join(data.column_names)
-    require(not missing, f"--dataset {name} has no column {missing}; it has {there} (set {flag})")
+    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    rows = list(data[column])
+    bad = next((i for i, row in enumerate(rows) if not isinstance(row, kind)), None)
+    wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    require(
+        bad is None, f"--dataset {name}: row {bad} of {column!r} holds {rows[bad or 0]!r}, not a {wanted} (set {flag})"
+    )
+    return rows
 
 
 def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:

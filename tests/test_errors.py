@@ -1,7 +1,9 @@
 """Wrong input: one clear sentence on stderr, exit code 2, before any training."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -200,9 +202,9 @@ def test_messages_without_a_chat_template(run, tmp_path):
     assert "chat template" in run(reward_model, "--dataset", data)
 
 
-def test_unknown_schedule(run):
-    assert "nosuch" in run(sft, "--lr-scheduler-type", "nosuch")
-    assert "nosuch" in run(reward_model, "--lr-scheduler-type", "nosuch")
+def test_unknown_schedule(run, part_of):
+    assert "nosuch" in run(sft, "--lr-scheduler-type", "nosuch", "--dataset", part_of("sft", 8))
+    assert "nosuch" in run(reward_model, "--lr-scheduler-type", "nosuch", "--dataset", part_of("preferences", 8))
 
 
 def test_unknown_flag_is_refused_by_the_parser(monkeypatch, capsys):
@@ -210,3 +212,36 @@ def test_unknown_flag_is_refused_by_the_parser(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_info:
         ppo.main()
     assert exit_info.value.code == 2
+
+
+def test_a_row_that_is_no_text_is_named(run, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film"}, {"prompt": None}])
+    assert "row 1 of 'prompt' holds None" in run(ppo, "--dataset", data)
+    data = write_rows(tmp_path / "e.jsonl", [{"prompt": "a", "completion": 3}])
+    assert "row 0 of 'completion' holds 3" in run(sft, "--dataset", data, "--dataset-test-split", "none")
+    data = write_rows(tmp_path / "f.jsonl", [{"chosen": "a", "rejected": "b", "margin": "high"}])
+    assert "row 0 of 'margin' holds 'high'" in run(reward_model, "--dataset", data, "--dataset-test-split", "none")
+
+
+def test_broken_checkpoints(run, tmp_path):
+    """Weights cut short, and a folder that lacks its tokenizer (for which the library makes an empty one)."""
+    toy = Path(ppo.__file__).parent / "toy/sft"
+    shutil.copytree(toy, tmp_path / "cut")
+    (tmp_path / "cut/model.safetensors").write_bytes((toy / "model.safetensors").read_bytes()[:1000])
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(toy / name, tmp_path / "bare")
+    for module in (ppo, sft, reward_model):
+        assert "could not be loaded" in run(module, "--model", tmp_path / "cut")
+        assert "holds no tokenizer" in run(module, "--model", tmp_path / "bare")
+    assert "could not be loaded" in run(ppo, "--reward-model", tmp_path / "cut")
+
+
+def test_stop_token_id_outside_of_the_vocabulary(run):
+    assert "0 to 3071" in run(ppo, "--stop-token-id", 99999)
+
+
+def test_a_policy_that_broke_is_named_with_its_prompt(run):
+    sizes = ("--batch-size", 4, "--total-episodes", 8, "--response-length", 4, "--num-sample-generations", 0)
+    message = run(ppo, "--learning-rate", 1e9, *sizes)
+    assert "not finite" in message and "--learning-rate" in message and "<|pad|>" not in message
