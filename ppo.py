@@ -750,6 +750,7 @@ def make_scorer(
 
     @torch.no_grad()
     def score(rollout: Rollout) -> Tensor:
+        """(B,) rewards of the reward model."""
         scores = []
         for _, r in rollout.chunks(args.local_rollout_forward_batch_size):
             if reads_our_tokens:

@@ -32,6 +32,7 @@ def tiny(part_of):
     """Settings of a run of three or four steps, for each script."""
     return {
         "ppo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
+        "rloo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
         "sft": dict(dataset=part_of("sft", 32), per_device_train_batch_size=8),
         "reward_model": dict(dataset=part_of("preferences", 24), per_device_train_batch_size=8),
     }

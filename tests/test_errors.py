@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import ppo
 import reward_model
+import rloo
 import sft
 
 
@@ -245,3 +246,9 @@ def test_a_policy_that_broke_is_named_with_its_prompt(run):
     sizes = ("--batch-size", 4, "--total-episodes", 8, "--response-length", 4, "--num-sample-generations", 0)
     message = run(ppo, "--learning-rate", 1e9, *sizes)
     assert "not finite" in message and "--learning-rate" in message and "<|pad|>" not in message
+
+
+def test_groups(run):
+    assert "at least 2" in run(rloo, "--rloo-k", 1)
+    message = run(rloo, "--batch-size", 64, "--rloo-k", 5)
+    assert "60, 65" in message and "--rloo-k 5" in message

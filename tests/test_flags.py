@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import ppo
 import reward_model
+import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = {"ppo": ppo, "sft": sft, "reward_model": reward_model}
+MODULES = {"ppo": ppo, "rloo": rloo, "sft": sft, "reward_model": reward_model}
 
 # flag -> the value to give it, or (value, settings that both runs have). A value with {tmp} stands for what the
 # fixture `world` has made. Each such pair of runs must log different numbers.
@@ -63,6 +64,13 @@ CHANGES = {
         "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}), "weight_decay": 1.0, "max_grad_norm": 1e-3,
         "center_rewards_coefficient": 1.0, "eval_steps": 1,
     },
+}  # fmt: skip
+CHANGES["rloo"] = {  # all but the critic's flags, and its own
+    flag: change for flag, change in CHANGES["ppo"].items()
+    if flag not in ("critic_learning_rate", "cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards", "whiten_advantages")
+} | {
+    "rloo_k": 4, "token_level_kl": True, "normalize_reward": True, "normalize_advantage": True,
+    "reward_clip_range": (0.5, {"normalize_reward": True}),
 }  # fmt: skip
 ELSEWHERE = {  # flags whose effect is no number in metrics.jsonl
     "output_dir": "all runs of the tests",
@@ -150,7 +158,7 @@ def test_flag_changes_the_numbers(script, flag, metrics_of, tiny):
     value, both = change if isinstance(change, tuple) else (change, {})
     settings = tiny[script] | both
     given = settings | {flag: value}
-    if flag in ("dataset", "dataset_config") and script != "ppo":
+    if flag in ("dataset", "dataset_config") and script in ("sft", "reward_model"):
         given |= {"dataset_test_split": None}
         settings |= {"dataset_test_split": None}
     assert metrics_of(script, given) != metrics_of(script, settings)
@@ -195,7 +203,7 @@ def test_sample_tables(script, tmp_path, capsys, tiny):
         run(MODULES[script], tmp_path / str(n), num_sample_generations=n, **tiny[script])
         out = capsys.readouterr().out
         titles.append(sum(" of 3" in line or " of 4" in line for line in out.splitlines()))
-    assert titles == ([0, 2, 3] if script == "ppo" else [0, 1, 3])
+    assert titles == ([0, 2, 3] if script in ("ppo", "rloo") else [0, 1, 3])
 
 
 CONFIGURATION = """

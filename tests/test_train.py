@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import ppo
 import reward_model
+import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,7 @@ def test_reward_model_learns(tmp_path, seed, part_of):
     assert abs(lines[-1]["eval/mean_reward"]) < 0.5
 
 
-MODULES = [ppo, sft, reward_model]
+MODULES = [ppo, rloo, sft, reward_model]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -344,7 +345,7 @@ def test_margin_and_whole_texts(tmp_path):
 def test_bf16(tmp_path, module, tiny):
     """Autocast changes the numbers a little, the ratio check holds, and the saved weights are float32."""
     full, half = (run(module, tmp_path / str(b), bf16=b, **tiny[module.__name__]) for b in (False, True))
-    name = "policy/entropy_avg" if module is ppo else "loss"
+    name = "policy/entropy_avg" if module in (ppo, rloo) else "loss"
     assert half[0][name] != full[0][name] and half[0][name] == pytest.approx(full[0][name], rel=0.3)
     from safetensors.torch import load_file
 

@@ -1,0 +1,1262 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers==5.23.0",
+#     "datasets==5.2.0",
+#     "tyro==1.0.17",
+#     "wandb==0.31.0",
+#     "matplotlib==3.11.2",
+#     "rich==15.0.0",
+#     "tqdm==4.70.1",
+# ]
+# ///
+"""RLOO for language models: REINFORCE with a leave-one-out baseline. policy + reward -> better policy, no critic.
+
+For each batch of prompts, K responses to each:
+  1. sample     response y_1..y_T ~ pi(. | prompt), temperature as asked, up to and including the stop token
+  2. score      ref_logprobs of a frozen copy of the first policy; one score for the text as a whole, less
+                `missing_eos_penalty` where the response never stops
+  3. reward     R_i = score_i - kl_coef * sum_t KL_t: one number for the whole response
+  4. advantage  A_i = R_i - mean of R over the other K-1 responses to the same prompt
+  5. loss       ratio_i = exp(sum_t log pi(y_t) - log pi_old(y_t));
+                mean_i max(-A_i ratio_i, -A_i clip(ratio_i, 1-eps, 1+eps))
+  6. update     `num_ppo_epochs` times over the batch, one optimiser step for each of its `num_mini_batches`
+
+Where things stand, for K = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
+
+  model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      row 0, a group are neighbouring rows
+                PAD  p1  p2  p3 | z1  z2  z3  z4   z5  z6     row 1
+  mask                          |  1   1   1   1   0   0      true up to and including the stop token
+  logprobs, KL                  |  *   *   *   *   .   .      per token, summed over the row before they are used
+  R, A, ratio                                                 one a row: A_0 = R_0 - R_1, A_1 = R_1 - R_0
+
+How it departs from PPO: the whole response is one action, so there is nothing to bootstrap and no critic to train; the
+other responses to the prompt say what was to be expected. That is unbiased, since they do not depend on this one; it
+costs K responses a prompt. Where all K rewards are equal, the group teaches nothing: such groups are counted.
+With --token-level-kl the tokens are the actions (REINFORCE++): A_t = A_i of the scores alone - kl_coef sum_{s>=t} KL_s.
+Papers: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740, sec. 3); Kool et al. 2019 ("Buy 4 REINFORCE samples, get a
+baseline for free", the estimator); Hu 2025 (REINFORCE++, 2501.03262, sec. 3); Schulman et al. 2017 (clipping,
+1707.06347, eq. 7). The README has a glossary of the metrics.
+
+  python rloo.py                # the toy world: offline, a minute on two CPU cores
+  python rloo.py --model gpt2   # GPT-2 on the same prompts and reward; on a CPU it says at once how long it will take
+
+Shapes: B rows (K to each of B/K prompts), P prompt tokens (left-padded), T response tokens (right-padded),
+V vocabulary.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
+from transformers.utils import logging
+from tyro.conf import arg
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+@dataclass
+class Args:
+    # --- Run
+    exp_name: str = "rloo"
+    """name of this run, in its folder and on W&B"""
+    output_dir: str | None = None
+    """where everything goes; by default a new folder runs/NAME__SEED__TIME"""
+    seed: int = 1
+    """seed of the sampling and the order of prompts"""
+    device: str | None = None
+    """cpu, cuda, mps; by default the best there is"""
+    bf16: bool = False
+    """run the models under bfloat16 autocast; weights and optimiser stay float32"""
+    track: bool = False
+    """also log to Weights & Biases (WANDB_MODE=offline works without an account)"""
+    wandb_project_name: str = "rlhf"
+    """W&B project, with --track"""
+    wandb_entity: str | None = None
+    """W&B team, with --track"""
+    num_sample_generations: int = 10
+    """how often after the first update a table of sample responses is printed; 0 for never (TRL)"""
+
+    # --- Models: a folder, or a name on the hub
+    model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
+    """the policy to start from, which is also the reference that KL is measured against"""
+    reward_model: Annotated[str, arg(aliases=["--reward-model-path"])] = "toy/reward_model"
+    """a sequence classifier with one label; it may have another tokenizer than the policy"""
+    reward_label: str | None = None
+    """the label whose logit is the reward, for a classifier that has several"""
+    reward_fn: str | None = None
+    """file.py:name, a function from a list of texts to a list of floats; used instead of the reward model"""
+    gold_reward_fn: str | None = None
+    """file.py:name, a second opinion that is logged as objective/gold_scores and never trained on"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model; leave it off unless you have read that code"""
+
+    # --- Data
+    dataset: Annotated[str, arg(aliases=["--dataset-name"])] = "toy/data/prompts"
+    """folder, file (jsonl, csv, parquet) or hub name of the prompts"""
+    dataset_config: Annotated[str | None, arg(aliases=["--dataset-config-name"])] = None
+    """configuration of a hub dataset that has several"""
+    dataset_train_split: str = "train"
+    """split to take prompts from"""
+    prompt_column: Annotated[str, arg(aliases=["--dataset-text-field"])] = "prompt"
+    """column that holds the prompt text"""
+    max_prompt_length: int = 512
+    """prompts of more tokens are dropped, and counted (N+ details: 512)"""
+
+    # --- Rollout
+    response_length: int = 53
+    """most tokens in a response (TRL 0.16, from the TL;DR task). More: longer rollouts, a harder credit assignment"""
+    temperature: float = 0.7
+    """logits are divided by this in rollout, reference and loss alike (TRL 0.16). Lower: less exploration"""
+    stop_token: str = "eos"
+    """the token that ends a response: eos, none, or a text that is one token"""
+    stop_token_id: int | None = None
+    """its id, instead of --stop-token"""
+    missing_eos_penalty: float | None = None
+    """subtracted from the score of a response without stop token (TRL). Higher: shorter responses, sooner"""
+
+    # --- Batch geometry: batch = per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches
+    per_device_train_batch_size: int | None = None
+    """responses in one forward/backward of the update; by default 64, or 8 for a model over 30M on a CPU"""
+    gradient_accumulation_steps: int = 1
+    """micro-batches in a mini-batch; changes memory, not the result"""
+    num_mini_batches: int = 1
+    """optimiser steps in one pass over the batch (TRL 0.16)"""
+    batch_size: int | None = None
+    """episodes in an update (TRL 0.7's name); given, it decides per_device_train_batch_size"""
+    local_rollout_forward_batch_size: int = 64
+    """responses sampled, or scored, at once (TRL); changes memory and speed, not the result"""
+    total_episodes: int = 2048
+    """responses sampled in the whole run"""
+    num_train_epochs: float | None = None
+    """passes over the prompts; given, it decides total_episodes"""
+
+    # --- Optimisation
+    learning_rate: float | None = None
+    """AdamW's; by default from the size of the policy (see default_learning_rate). Annealed linearly to 0"""
+    adam_epsilon: float = 1e-8
+    """Adam's epsilon (torch and TRL; the N+ details take 1e-5)"""
+    max_grad_norm: float = 1.0
+    """the gradient is clipped to this norm"""
+
+    # --- RLOO
+    rloo_k: int = 2
+    """responses to each prompt, at least 2 (TRL). More: a better baseline, fewer different prompts in a batch"""
+    num_ppo_epochs: Annotated[int, arg(aliases=["--ppo-epochs"])] = 4
+    """passes over each batch. More: faster, until the ratio is clipped everywhere (TRL: 4)"""
+    cliprange: float = 0.2
+    """eps of the clipped ratio (PPO, eq. 7); the ratio is that of whole responses, far wider than a token's"""
+    token_level_kl: bool = False
+    """tokens are the actions, and each advantage carries the KL from its token on (REINFORCE++, sec. 3)"""
+    normalize_reward: bool = False
+    """shift and scale the scores of a batch to mean 0 and variance 1, before the KL (TRL, REINFORCE++)"""
+    reward_clip_range: float = 10.0
+    """normalised scores are clipped to +- this (TRL, REINFORCE++)"""
+    normalize_advantage: bool = False
+    """shift and scale the advantages of a batch to mean 0 and variance 1 (TRL, REINFORCE++)"""
+
+    # --- KL to the reference
+    kl_coef: Annotated[float, arg(aliases=["--init-kl-coef"])] = 0.05
+    """weight of the KL penalty (TRL 0.16). 0 lets the policy exploit the reward; high keeps it where it began"""
+    kl_estimator: Annotated[Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"], arg(aliases=["--kl-penalty"])] = "k1"
+    """per-token estimate: k1 = kl = log-ratio; abs; k2 = mse = half its square; k3; full = over the vocabulary"""
+    adaptive_kl: Annotated[bool, arg(aliases=["--adap-kl-ctrl"])] = False
+    """let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)"""
+    kl_target: Annotated[float, arg(aliases=["--target"])] = 6.0
+    """KL in nats a response that the controller aims at (TRL 0.7)"""
+    kl_horizon: Annotated[int, arg(aliases=["--horizon"])] = 10_000
+    """episodes over which the controller reacts (TRL 0.7)"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Sample
+
+
+def join(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Prompt (B, P) and response (B, T) as one model input (B, P+T). Positions count real tokens only."""
+    attention_mask = torch.cat([prompt_mask, mask], 1).long()
+    return {
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would count the padding
+    }
+
+
+def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
+    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
+
+    Made from positions, so that it is right where the padding token is the stop token. With stop token 0:
+        responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
+    """
+    is_stop = torch.zeros_like(responses) if stop_token_id is None else (responses == stop_token_id).long()
+    return is_stop.cumsum(1) - is_stop == 0, is_stop.any(1)
+
+
+def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """One token for each row of logits (B, V), and its logprob: the distribution function inverted at uniform (B,)."""
+    logprobs = logits.log_softmax(1)
+    cdf = logprobs.exp().cumsum(1)
+    threshold = uniform[:, None] * cdf[:, -1:]  # (B, 1), scaled because rounding lets the sum end a little off 1
+    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+@torch.no_grad()
+def sample(
+    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float,
+    stop_token_id: int | None, pad_token_id: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Draws one response for each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
+
+    Nothing else shapes the distribution: no generation config is read. All chance is in `uniforms` (B, T), drawn ahead
+    from [0, 1), so that no response depends on its neighbours. Returns responses (B, T), mask (B, T), logprobs (B, T)
+    of the drawn tokens (0 on padding) and ended (B,).
+    """
+    (B, T), device = uniforms.shape, prompts.device
+    responses = prompts.new_full((B, T), pad_token_id)  # (B, T)
+    logprobs = torch.zeros(B, T, device=device)  # (B, T)
+    ended = torch.zeros(B, dtype=torch.bool, device=device)  # (B,)
+    rows = torch.arange(B, device=device)  # the rows still in the forward pass; all arrays below have one line for each
+    tokens, attention_mask, cache = prompts, prompt_mask.long(), DynamicCache(config=policy.config)
+    for t in range(T):
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        output = policy(
+            input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
+            past_key_values=cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        token, logprob = draw(output.logits[:, -1].float() / temperature, uniforms[rows, t])
+        responses[rows, t], logprobs[rows, t] = token, logprob
+        ended[rows] |= token == (-1 if stop_token_id is None else stop_token_id)
+        going = ~ended[rows]
+        if not going.any():
+            break
+        if going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
+            rows, token, attention_mask = rows[going], token[going], attention_mask[going]
+            cache.batch_select_indices(going.nonzero().squeeze(1))
+        tokens, attention_mask = token[:, None], F.pad(attention_mask, (0, 1), value=1)
+    mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
+    mask &= torch.arange(T, device=device) <= t
+    return {
+        "responses": responses.masked_fill(~mask, pad_token_id),
+        "mask": mask,
+        "logprobs": logprobs.masked_fill(~mask, 0.0),
+        "ended": ended,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Score
+
+
+def response_logits(
+    model: nn.Module, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor, temperature: float
+) -> Tensor:
+    """(B, T, V) float32 logits / temperature from which response tokens are drawn: position P-1+t predicts token t."""
+    T = responses.shape[1]
+    output = model(**join(prompts, prompt_mask, responses, mask), use_cache=False, logits_to_keep=T + 1)
+    return output.logits[:, -T - 1 : -1].float() / temperature
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """(B, T) log-probability of each token under logits (B, T, V)."""
+    return -F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """(B, T) entropy in nats of each distribution in logits (B, T, V)."""
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, labels) output of a sequence classifier's head at the last real token, found from the attention mask (B, S).
+
+    The library's own pooling looks for the last token that is not the pad token: where padding and EOS are one token,
+    it reads the token before EOS. A classifier that pools elsewhere (BERT's first token, say) has no `score` head over
+    a causal body; its own logits are taken.
+    """
+    if not hasattr(model, "score"):
+        return model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    hidden = model.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+    ).last_hidden_state  # (B, S, D)
+    last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
+    rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
+    return rewards + getattr(model.config, "reward_bias", 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Reward
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over real tokens. What stands on padding, be it NaN, does not enter."""
+    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Variance over real tokens with Bessel's correction (TRL); the uncorrected one, 0, for a single token."""
+    n = mask.sum()
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask) * n / (n - 1).clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(B, T) scaled to variance 1 over real tokens, and to mean 0 unless the mean is to stay; 0 on padding."""
+    mean = masked_mean(x, mask)
+    whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8)
+    return (whitened if shift_mean else whitened + mean).masked_fill(~mask, 0.0)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
+
+    k1 is unbiased and often negative; k2 is biased and small in variance; k3 is unbiased and never negative.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator in ("k1", "kl"):
+        return log_ratio
+    if estimator == "abs":
+        return log_ratio.abs()
+    if estimator in ("k2", "mse"):
+        return 0.5 * log_ratio**2
+    if estimator == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"no KL estimator is called {estimator!r}")
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """(B, T) exact KL(policy || reference) over the vocabulary, from logits (B, T, V)."""
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+
+
+def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -> Tensor:
+    """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
+    return scores - (penalty or 0.0) * (~ended).float()
+
+
+def normalize_scores(scores: Tensor, clip_range: float) -> Tensor:
+    """(B,) scores with mean 0 and variance 1 over the batch, clipped (TRL 0.16 `normalize_reward`; REINFORCE++)."""
+    return ((scores - scores.mean()) / (scores.std() + 1e-8)).clamp(-clip_range, clip_range)
+
+
+class AdaptiveKLController:
+    """Moves the coefficient by at most 20 % * episodes / horizon towards the KL target (Ziegler et al. 2019, 2.2)."""
+
+    def __init__(self, kl_coef: float, target: float, horizon: int):
+        self.value, self.target, self.horizon = kl_coef, target, horizon
+
+    def update(self, kl: float, episodes: int) -> None:
+        """`kl` is that of the last batch, in nats a response; `episodes` is the size of that batch."""
+        error = max(-0.2, min(0.2, kl / self.target - 1))
+        self.value *= 1 + error * episodes / self.horizon
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Advantage
+
+
+def leave_one_out(rewards: Tensor, k: int) -> Tensor:
+    """(B,) each reward less the mean of the other k-1 of its group (Ahmadian et al. 2024, sec. 3).
+
+    The rows of a group are neighbours. With k = 3: [1, 2, 6, 0, 0, 0] -> [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]
+    """
+    groups = rewards.view(-1, k)
+    others = (groups.sum(1, keepdim=True) - groups) / (k - 1)
+    return (groups - others).flatten()
+
+
+def rloo_advantages(scores: Tensor, non_score_reward: Tensor, k: int, token_level_kl: bool) -> Tensor:
+    """Advantages of the actions from scores (B,) and -kl_coef * KL (B, T): (B, 1), or (B, T) where tokens are actions.
+
+    A response as one action answers for all of its KL, so KL is part of the reward that the others are compared with
+    (TRL). A token answers for the KL from itself on, and the baseline is of the scores alone (REINFORCE++, OpenRLHF).
+    """
+    if token_level_kl:
+        return leave_one_out(scores, k)[:, None] + non_score_reward.flip(1).cumsum(1).flip(1)
+    return leave_one_out(scores + non_score_reward.sum(1), k)[:, None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Loss
+
+
+def action_logprobs(logprobs: Tensor, mask: Tensor, token_level_kl: bool) -> Tensor:
+    """Log-probabilities of the actions: of tokens (B, T) as they are, or of whole responses (B, 1), their sums."""
+    return logprobs if token_level_kl else logprobs.masked_fill(~mask, 0.0).sum(1, keepdim=True)
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clipped surrogate (PPO, eq. 7), negated: losses (B, T), the ratio, and where the clipped branch was the larger.
+
+    The larger loss is taken, so that moving further than cliprange is never rewarded but still punished.
+    """
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    advantages = advantages.masked_fill(~mask, 0.0)
+    ratio = log_ratio.exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Update
+
+
+@dataclass
+class Rollout:
+    """A batch of episodes."""
+
+    prompts: Tensor  # (B, P) left-padded
+    prompt_mask: Tensor  # (B, P) true on real tokens
+    responses: Tensor  # (B, T) right-padded
+    mask: Tensor  # (B, T) true up to and including the stop token
+    logprobs: Tensor  # (B, T) of the policy that drew them
+    ended: Tensor  # (B,) whether there is a stop token
+    ref_logprobs: Tensor | None = None  # (B, T)
+    kl: Tensor | None = None  # (B, T) by the estimator asked for
+    values: Tensor | None = None  # (B, T)
+    advantages: Tensor | None = None  # (B, T)
+    returns: Tensor | None = None  # (B, T)
+
+    @property
+    def text(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a model reads."""
+        return self.prompts, self.prompt_mask, self.responses, self.mask
+
+    def rows(self, index: Tensor) -> "Rollout":
+        """Some of the episodes, less the columns in which none of them has a token: fewer to compute, same numbers."""
+        P, T = self.prompt_mask[index].sum(1).max(), self.mask[index].sum(1).max()
+        part = {f.name: getattr(self, f.name) for f in fields(self)}
+        part = {name: x if x is None else x[index] for name, x in part.items()}
+        part = {name: x if x is None or x.dim() == 1 else x[:, -P:] if "prompt" in name else x[:, :T]
+                for name, x in part.items()}  # fmt: skip
+        return Rollout(**part)
+
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, "Rollout"]]:
+        """All episodes, `size` at a time: their row numbers and themselves."""
+        for index in torch.arange(len(self.mask), device=self.mask.device).split(size):
+            yield index, self.rows(index)
+
+
+def mini_batches(batch_size: int, args: Args) -> Iterator[list[Tensor]]:
+    """A random partition of the batch into mini-batches, each cut into micro-batches of row numbers."""
+    for mini_batch in torch.randperm(batch_size).split(batch_size // args.num_mini_batches):
+        yield list(mini_batch.split(args.per_device_train_batch_size))
+
+
+def optimize_policy(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args
+) -> dict[str, float]:
+    """`num_ppo_epochs` passes over the rollout, one optimiser step a mini-batch; returns means over all actions seen.
+
+    A mini-batch's gradient is a sum over its actions divided by their number. So each micro-batch divides by the number
+    in the whole mini-batch, and how a mini-batch is cut changes nothing.
+    """
+    sums, steps, device = defaultdict(float), 0, rollout.mask.device
+    for _ in range(args.num_ppo_epochs):
+        for mini_batch in mini_batches(len(rollout.mask), args):
+            rows = torch.cat(mini_batch).to(device)
+            num_actions = rollout.mask[rows].sum() if args.token_level_kl else len(rows)
+            for index in mini_batch:
+                r = rollout.rows(index.to(device))
+                with autocast(args, device):
+                    logits = response_logits(policy, *r.text, args.temperature)  # (b, T, V)
+                logprobs = token_logprobs(logits, r.responses)  # (b, T)
+                if steps == 0:
+                    check_first_ratio(logprobs, r, args)
+                new, old = (action_logprobs(x, r.mask, args.token_level_kl) for x in (logprobs, r.logprobs))
+                actions = r.mask if args.token_level_kl else torch.ones_like(new, dtype=torch.bool)  # (b, T) or (b, 1)
+                loss, ratio, clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
+                (loss.masked_fill(~actions, 0.0).sum() / num_actions).backward()
+                with torch.no_grad():
+                    sums["actions"] += actions.sum()
+                    sums["tokens"] += r.mask.sum()
+                    sums["policy/entropy_avg"] += token_entropy(logits).masked_fill(~r.mask, 0.0).sum()
+                    action_stats = {
+                        "loss/policy_avg": loss, "policy/clipfrac_avg": clipped, "val/ratio": ratio,
+                        "ratio_squared": ratio**2, "policy/approxkl_avg": 0.5 * (new - old) ** 2,
+                    }  # fmt: skip
+                    for name, x in action_stats.items():
+                        sums[name] += x.masked_fill(~actions, 0.0).sum()
+            sums["policy/grad_norm"] += nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    counts = {"policy/grad_norm": steps, "policy/entropy_avg": sums.pop("tokens")}
+    actions = sums.pop("actions")
+    means = {name: float(x / counts.get(name, actions)) for name, x in sums.items()}
+    means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
+    return means
+
+
+def check_first_ratio(logprobs: Tensor, rollout: Rollout, args: Args) -> None:
+    """Before the first step the policy is the one that sampled, so the ratio is 1; anything else is a bug to be found.
+
+    Raises UserError when the mean of |ratio - 1| exceeds 1e-3 (5e-2 under bf16, whose logits have three digits).
+    """
+    error = masked_mean(((logprobs.detach() - rollout.logprobs).exp() - 1).abs(), rollout.mask).item()
+    bound = 5e-2 if args.bf16 else 1e-3
+    require(
+        error <= bound,
+        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
+        "see different distributions. Usual causes: dropout that is on, a model that ignores position_ids or the "
+        "attention mask, different temperatures, a cache that this model handles differently; with bf16, rounding.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def train(args: Args) -> None:
+    """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
+    check_args(args)
+    device = start_run(args)
+    policy, tokenizer = load_policy(args, device)
+    reference = deepcopy(policy).requires_grad_(False)
+    reward_model, reward_tokenizer = load_reward_model(args, device)
+    score = make_scorer(args.reward_fn, tokenizer, reward_model, reward_tokenizer, args)
+    gold_score = make_scorer(args.gold_reward_fn, tokenizer) if args.gold_reward_fn else None
+    prompts = load_prompts(args, tokenizer, policy)
+    set_defaults(args, policy, len(prompts) * args.rloo_k)
+    check_groups(args)
+    prompts = prompt_batches(prompts, args.batch_size // args.rloo_k, tokenizer, device)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0, fused=True
+    )
+    kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    num_updates = args.total_episodes // args.batch_size
+    describe_run(args, num_updates, policy)
+    log = RolloutLog(args, num_updates)
+    try:
+        for update in range(1, num_updates + 1):
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / num_updates)
+            with log.clock("rollout"):
+                k_prompts = [x.repeat_interleave(args.rloo_k, 0) for x in next(prompts)]  # a group: k neighbouring rows
+                rollout = sample_batch(policy, *k_prompts, tokenizer, args)  # step 1
+            with log.clock("score"):
+                score_reference(rollout, policy, reference, args)  # step 2
+                scores = penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
+            non_score_reward = -kl_controller.value * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T), step 3
+            used_scores = normalize_scores(scores, args.reward_clip_range) if args.normalize_reward else scores
+            advantages = rloo_advantages(used_scores, non_score_reward, args.rloo_k, args.token_level_kl)  # step 4
+            if args.normalize_advantage:
+                actions = rollout.mask if args.token_level_kl else torch.ones_like(advantages, dtype=torch.bool)
+                advantages = masked_whiten(advantages, actions)
+            rollout.advantages = advantages
+            with log.clock("update"):
+                stats = optimize_policy(policy, optimizer, rollout, args)  # steps 5 and 6
+            stats |= rollout_stats(rollout, scores, non_score_reward)
+            stats |= {"lr": optimizer.param_groups[0]["lr"], "objective/kl_coef": kl_controller.value}
+            stats |= {"objective/equal_groups": equal_groups(scores, args.rloo_k), "val/clipfrac_avg": 0.0}
+            if gold_score:
+                stats["objective/gold_scores"] = gold_score(rollout).mean().item()
+            log.write(update, stats, rollout, scores, tokenizer)
+            if args.adaptive_kl:
+                kl_controller.update(stats["objective/kl"], args.batch_size)
+    finally:  # also after an error or Ctrl-C: what was trained is on disk
+        log.finish(policy, tokenizer)
+
+
+def sample_batch(
+    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, tokenizer: AutoTokenizer, args: Args
+) -> Rollout:
+    """Step 1 for a whole batch, `local_rollout_forward_batch_size` prompts at a time."""
+    uniforms = torch.rand(len(prompts), args.response_length, device=prompts.device)
+    with autocast(args, prompts.device):
+        parts = [
+            sample(policy, *rows, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
+            for rows in zip(*(x.split(args.local_rollout_forward_batch_size) for x in (prompts, prompt_mask, uniforms)))
+        ]
+    rollout = Rollout(prompts, prompt_mask, **{k: torch.cat([part[k] for part in parts]) for k in parts[0]})
+    bad = ~rollout.logprobs.isfinite().all(1)
+    i = bad.long().argmax()
+    prompt = tokenizer.decode(prompts[i][prompt_mask[i]])
+    cause = "either the model is broken, or it was broken by a --learning-rate that is too high"
+    require(not bad.any(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: {cause}")
+    return rollout.rows(torch.arange(len(prompts), device=prompts.device))
+
+
+@torch.no_grad()
+def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
+    """Of step 2 the part of the reference: fills in ref_logprobs and kl, (B, T) each."""
+    rollout.ref_logprobs, rollout.kl = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
+    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
+        T = r.mask.shape[1]
+        with autocast(args, rollout.mask.device):
+            ref_logits = response_logits(reference, *r.text, args.temperature)  # (b, T, V)
+            if args.kl_estimator == "full":
+                rollout.kl[index, :T] = full_kl(response_logits(policy, *r.text, args.temperature), ref_logits)
+        rollout.ref_logprobs[index, :T] = token_logprobs(ref_logits, r.responses)
+    if args.kl_estimator != "full":
+        rollout.kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
+
+
+def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) -> dict[str, float]:
+    """The metrics that describe a batch before the update."""
+    mask, per_row = rollout.mask, lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()
+    return {
+        "objective/kl": per_row(rollout.kl),
+        "objective/kl_k3": per_row(kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k3")),
+        "objective/entropy": per_row(-rollout.logprobs),
+        "objective/non_score_reward": per_row(non_score_reward),
+        "objective/rlhf_reward": scores.mean().item() + per_row(non_score_reward),
+        "objective/scores": scores.mean().item(),
+        "objective/scores_std": scores.std(correction=0).item(),
+        "val/num_eos_tokens": rollout.ended.sum().item(),
+        "val/eos_share": rollout.ended.float().mean().item(),
+        "val/response_length": mask.sum(1).float().mean().item(),
+    }
+
+
+def equal_groups(scores: Tensor, k: int) -> float:
+    """Share of groups whose k scores are all equal: but for their KL they give no gradient."""
+    groups = scores.view(-1, k)
+    return (groups == groups[:, :1]).all(1).float().mean().item()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def load_policy(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
+    """The policy in float32 and its tokenizer. Dropout stays off: rollout, scoring and loss see one distribution."""
+    tokenizer = load_tokenizer(args.model, args.trust_remote_code)
+    args.stop_token_id = find_stop_token(args, tokenizer)
+    policy = load_weights(AutoModelForCausalLM, args.model, args.trust_remote_code)
+    return policy.eval().to(device), tokenizer
+
+
+def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
+    """The id of the stop token, or None where a response may only end at response_length."""
+    if args.stop_token_id is not None or args.stop_token == "none":
+        last = len(tokenizer) - 1
+        in_range = args.stop_token_id is None or 0 <= args.stop_token_id <= last
+        require(
+            in_range, f"--stop-token-id {args.stop_token_id} is no token of {args.model}, whose ids are 0 to {last}"
+        )
+        return args.stop_token_id
+    if args.stop_token == "eos":
+        require(
+            tokenizer.eos_token_id is not None,
+            f"the tokenizer of {args.model} has no EOS token for --stop-token eos; name the token that ends a response "
+            "with --stop-token TEXT or --stop-token-id N, or sample to full length with --stop-token none",
+        )
+        return tokenizer.eos_token_id
+    ids = tokenizer.encode(args.stop_token, add_special_tokens=False)
+    require(
+        len(ids) == 1, f"--stop-token {args.stop_token!r} is {len(ids)} tokens {ids} of this tokenizer; it must be one"
+    )
+    return ids[0]
+
+
+def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | None, AutoTokenizer | None]:
+    """The reward model, frozen, and its tokenizer; (None, None) where a function gives the reward."""
+    if args.reward_fn is not None:
+        return None, None
+    model = load_weights(AutoModelForSequenceClassification, args.reward_model, args.trust_remote_code)
+    labels = list(model.config.id2label.values())
+    require(
+        args.reward_label in labels or (len(labels) == 1 and args.reward_label is None),
+        f"the reward model {args.reward_model} has the labels {', '.join(map(str, labels))}; choose with "
+        "--reward-label the one whose logit is the reward",
+    )
+    return model.eval().requires_grad_(False).to(device), load_tokenizer(args.reward_model, args.trust_remote_code)
+
+
+def same_tokens(a: AutoTokenizer, b: AutoTokenizer) -> bool:
+    """Whether two tokenizers give the same ids to the same texts, as far as their vocabularies tell."""
+    return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+
+
+def make_scorer(
+    reward_fn: str | None, tokenizer: AutoTokenizer, reward_model: nn.Module | None = None,
+    reward_tokenizer: AutoTokenizer | None = None, args: Args | None = None,
+) -> Callable[[Rollout], Tensor]:  # fmt: skip
+    """The function from a rollout to its scores (B,): `reward_fn` on its texts, else the reward model on its tokens."""
+    if reward_fn is not None:
+        function = load_function(reward_fn)
+        call_reward_function(function, ["A first text.", "And a second one."])  # a wrong function fails now, not later
+        return lambda rollout: call_reward_function(function, decode(rollout, tokenizer)).to(rollout.mask.device)
+    label = list(reward_model.config.id2label.values()).index(args.reward_label) if args.reward_label else 0
+    reads_our_tokens = same_tokens(tokenizer, reward_tokenizer)
+
+    @torch.no_grad()
+    def score(rollout: Rollout) -> Tensor:
+        """(B,) rewards of the reward model."""
+        scores = []
+        for _, r in rollout.chunks(args.local_rollout_forward_batch_size):
+            if reads_our_tokens:
+                inputs = join(*r.text)
+                ids, mask = inputs["input_ids"], inputs["attention_mask"]
+            else:
+                ids, mask = encode_texts(decode(r, tokenizer), r.ended, reward_tokenizer, reward_model)
+            with autocast(args, ids.device):
+                scores.append(read_reward(reward_model, ids, mask)[:, label])
+        return check_scores(torch.cat(scores), decode(rollout, tokenizer), "the reward model")
+
+    return score
+
+
+def encode_texts(texts: list[str], ended: Tensor, tokenizer: AutoTokenizer, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Texts in the reward model's own tokens, (B, S) with their mask; a response that ended gets that model's EOS."""
+    rows = tokenizer(texts)["input_ids"]
+    if tokenizer.eos_token_id is not None and hasattr(model, "score"):
+        rows = [row + [tokenizer.eos_token_id] * stop for row, stop in zip(rows, ended.tolist())]
+    limit = context_length(model)
+    return pad([row[-limit:] for row in rows], tokenizer.pad_token_id, model.device)
+
+
+def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
+    """Prompt and response of each row as one text, without padding and special tokens."""
+    ids, mask = torch.cat([rollout.prompts, rollout.responses], 1), torch.cat([rollout.prompt_mask, rollout.mask], 1)
+    return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(ids, mask)]
+
+
+def call_reward_function(reward_fn: Callable[[list[str]], list[float]], texts: list[str]) -> Tensor:
+    """(B,) scores of texts; raises UserError for a wrong number of scores or one that is not finite."""
+    try:
+        scores = [float(x) for x in reward_fn(texts)]
+    except Exception as error:  # somebody else's code: whatever goes wrong in it, say what
+        raise UserError(f"the reward function failed: {type(error).__name__}: {error}") from error
+    require(
+        len(scores) == len(texts),
+        f"the reward function gave {len(scores)} scores for {len(texts)} texts, not one a text",
+    )
+    return check_scores(torch.tensor(scores), texts, "the reward function")
+
+
+def check_scores(scores: Tensor, texts: list[str], source: str) -> Tensor:
+    """The scores (B,) themselves; raises UserError with the text for one that is NaN or infinite."""
+    bad = int(scores.isfinite().long().argmin())
+    require(scores.isfinite().all(), f"{source} gave {scores[bad].item()} for the text {texts[bad]!r}")
+    return scores
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def load_prompts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> list[list[int]]:
+    """The prompts as token ids; those over max_prompt_length, and empty ones, are dropped and counted."""
+    data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
+    prompts = tokenizer(read_column(data, args.prompt_column, args.dataset, "--prompt-column"))["input_ids"]
+    kept = [p for p in prompts if 0 < len(p) <= args.max_prompt_length]
+    reason = f"empty, or over --max-prompt-length {args.max_prompt_length} tokens"
+    require(kept, f"all {len(prompts)} prompts are {reason}")
+    if len(kept) < len(prompts):
+        print(f"dropped {len(prompts) - len(kept)} of {len(prompts)} prompts: {reason}")
+    longest, limit = max(map(len, kept)), context_length(policy)
+    require(
+        longest + args.response_length <= limit,
+        f"the longest prompt ({longest} tokens) and --response-length {args.response_length} make "
+        f"{longest + args.response_length} tokens, but {args.model} has a context of {limit}; lower "
+        "--response-length, or drop long prompts with --max-prompt-length",
+    )
+    return kept
+
+
+def prompt_batches(
+    prompts: list[list[int]], batch_size: int, tokenizer: AutoTokenizer, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches (B, P) of prompts and their mask; each pass over the prompts is in a new random order."""
+    queue: list[int] = []
+    while True:
+        while len(queue) < batch_size:
+            queue += torch.randperm(len(prompts)).tolist()
+        batch, queue = queue[:batch_size], queue[batch_size:]
+        ids, mask = pad([prompts[i] for i in batch], tokenizer.pad_token_id, device, left=True)
+        yield ids, mask.bool()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing: settings that depend on the machine and the model
+
+
+def check_args(args: Args) -> None:
+    """Numbers that no run can have."""
+    check_numbers(
+        args,
+        "response_length temperature per_device_train_batch_size gradient_accumulation_steps num_mini_batches "
+        "batch_size local_rollout_forward_batch_size total_episodes num_train_epochs learning_rate "
+        "max_grad_norm num_ppo_epochs cliprange reward_clip_range kl_target kl_horizon max_prompt_length",
+    )
+    k = args.rloo_k
+    require(
+        k > 1, f"--rloo-k {k} must be at least 2: the baseline of a response is the mean of the others to its prompt"
+    )
+
+
+def check_groups(args: Args) -> None:
+    """A batch is made of whole groups."""
+    below = args.batch_size // args.rloo_k * args.rloo_k
+    require(
+        below == args.batch_size,
+        f"a batch of {args.batch_size} responses does not divide into groups of --rloo-k {args.rloo_k}; the nearest "
+        f"that do: {below or args.rloo_k}, {below + args.rloo_k} (set --batch-size or --per-device-train-batch-size)",
+    )
+
+
+def default_learning_rate(num_parameters: int) -> float:
+    """1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)."""
+    return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.6)
+
+
+def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
+    """Fills in what depends on the model and the machine, and checks that the batch sizes fit each other."""
+    size = policy.num_parameters()
+    args.learning_rate = args.learning_rate or default_learning_rate(size)
+    parts = args.num_mini_batches * args.gradient_accumulation_steps
+    if args.batch_size is not None:
+        below = args.batch_size // parts * parts
+        require(
+            below == args.batch_size,
+            f"--batch-size {args.batch_size} does not divide into {args.num_mini_batches} mini-batches of "
+            f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: "
+            f"{', '.join(str(n) for n in (below, below + parts) if n)}",
+        )
+        args.per_device_train_batch_size = args.batch_size // parts
+    if args.per_device_train_batch_size is None:
+        args.per_device_train_batch_size = 8 if policy.device.type == "cpu" and size > 30e6 else 64
+    args.batch_size = args.per_device_train_batch_size * parts
+    if args.num_train_epochs is not None:
+        args.total_episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
+    require(
+        args.total_episodes >= args.batch_size,
+        f"--total-episodes {args.total_episodes} is less than one batch of {args.batch_size} episodes; raise it, or "
+        "lower --batch-size or --per-device-train-batch-size",
+    )
+
+
+def describe_run(args: Args, num_updates: int, policy: nn.Module, *others: nn.Module) -> None:
+    """Prints the batch geometry in words, and on a CPU how long training the policy and the others will take."""
+    print(f"policy: {args.model}, {policy.num_parameters() / 1e6:.2f}M parameters on {policy.device}, "
+          f"learning rate {args.learning_rate:.2g}")  # fmt: skip
+    print(f"batch: {args.batch_size} responses an update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
+          f"mini-batches x {args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size}; "
+          f"{num_updates} updates = {num_updates * args.batch_size} episodes")  # fmt: skip
+    print(f"output: {args.output_dir}")
+    if policy.device.type == "cpu":
+        tokens = args.response_length + 16
+        passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
+        flops = 2 * tokens * passes * sum(p.numel() for model in (policy, *others) for p in model.parameters())
+        seconds = args.batch_size * flops / (0.7 * matmul_flops_per_second())  # 70 % of the peak, as measured on GPT-2
+        print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.1f} min")
+
+
+def matmul_flops_per_second() -> float:
+    """Arithmetic rate of float32 matrix products on this CPU, from a product that takes some milliseconds."""
+    a = torch.randn(768, 768)
+    a @ a
+    start = time.perf_counter()
+    for _ in range(5):
+        a @ a
+    return 5 * 2 * 768**3 / (time.perf_counter() - start)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing: metrics, tables, curves, the model card
+
+METRICS = {
+    "eps": "episodes per second since the start",
+    "episode": "episodes so far",
+    "lr": "learning rate of the policy",
+    "objective/kl": "KL to the reference by --kl-estimator, summed over a response, mean over responses",
+    "objective/kl_k3": "the same by the estimator k3, which is never negative",
+    "objective/kl_coef": "weight of the KL penalty in this update",
+    "objective/entropy": "-logprobs summed over a response, mean over responses",
+    "objective/non_score_reward": "-kl_coef * objective/kl",
+    "objective/rlhf_reward": "objective/scores + objective/non_score_reward",
+    "objective/scores": "mean score, after the EOS penalty",
+    "objective/scores_std": "standard deviation of the scores in the batch",
+    "objective/equal_groups": "share of prompts whose k scores are all equal: they give no gradient but that of KL",
+    "objective/gold_scores": "mean of --gold-reward-fn, never trained on (only when it is given)",
+    "policy/approxkl_avg": "half the squared log-ratio of new to old policy, mean over responses (or tokens) and steps",
+    "policy/clipfrac_avg": "share of responses (or tokens) where clipping decides the policy loss",
+    "policy/entropy_avg": "entropy of the policy's distribution, mean over tokens and steps",
+    "policy/grad_norm": "norm of the policy's gradient before clipping, mean over steps",
+    "loss/policy_avg": "clipped policy loss, mean over responses (or tokens) and steps",
+    "val/clipfrac_avg": "always 0: there is no critic, but TRL's dashboards expect the name",
+    "val/ratio": "pi / pi_old, mean over responses (or tokens) and steps",
+    "val/ratio_var": "variance of pi / pi_old over responses (or tokens) and steps",
+    "val/num_eos_tokens": "responses in the batch that contain the stop token",
+    "val/eos_share": "the same as a share of the batch",
+    "val/response_length": "tokens in a response with its stop token, mean",
+    "time/rollout": "seconds of this update spent sampling",
+    "time/score": "seconds of this update spent on reference and reward",
+    "time/update": "seconds of this update spent on the gradient steps",
+    "perf/tokens_per_second": "response tokens of this update / its seconds",
+    "perf/peak_memory_mb": "peak memory so far: of the GPU on CUDA, else of the process",
+}
+
+
+class RolloutLog:
+    """What a run shows and leaves behind: metrics.jsonl, progress bar, tables, warnings, W&B, curves, the model."""
+
+    def __init__(self, args: Args, num_updates: int):
+        self.args, self.num_updates, self.start = args, num_updates, time.perf_counter()
+        self.seconds, self.metrics, self.warned = {}, {}, set()
+        self.file, self.wandb = open_metrics(args), start_wandb(args)
+        self.bar = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Takes the seconds of a phase of this update."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = time.perf_counter() - start
+
+    def write(self, update: int, stats: dict, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer) -> None:
+        """Ends an update: one line of metrics.jsonl, the bar, W&B, a table now and then."""
+        episode = update * self.args.batch_size
+        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        stats |= {"episode": episode, "eps": episode / (time.perf_counter() - self.start)}
+        stats["perf/tokens_per_second"] = rollout.mask.sum().item() / sum(self.seconds.values())
+        stats["perf/peak_memory_mb"] = peak_memory_mb()
+        self.metrics = {name: stats[name] for name in METRICS if name in stats}
+        self.file.write(json.dumps(self.metrics) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(self.metrics, step=update)
+        self.bar.set_postfix_str(f"score {stats['objective/scores']:.2f}, kl {stats['objective/kl']:.2f}")
+        self.bar.update()
+        self.warn_about(stats, rollout)
+        shows = self.args.num_sample_generations
+        if is_turn(update, self.num_updates, shows) or (update == 1 and shows):
+            self.show_samples(update, rollout, scores, tokenizer)
+
+    def warn_about(self, stats: dict, rollout: Rollout) -> None:
+        """What a library leaves to its users to notice; each warning is given once, in one sentence."""
+        k1 = (rollout.logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
+        standard_error = k1.std() / len(k1) ** 0.5
+        signs = {
+            "the KL to the reference is clearly negative, which no true KL is: sampling and scoring probably use "
+            "different distributions (temperature, top-k, dropout, padding).": k1.mean() < -0.1 - 3 * standard_error,
+            "no response ends with the stop token: raise --response-length, set --missing-eos-penalty, or check that "
+            "the policy was taught to end its texts.": self.args.stop_token_id is not None
+            and stats["val/eos_share"] == 0,
+            "all scores of the batch are equal, so there is nothing to learn from: look at the reward.": stats[
+                "objective/scores_std"] < 1e-6,
+        }  # fmt: skip
+        for sentence, holds in signs.items():
+            if holds and sentence not in self.warned:
+                self.warned.add(sentence)
+                self.bar.write(f"warning: {sentence}", file=sys.stderr)
+
+    def show_samples(self, update: int, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer) -> None:
+        """A table of four prompts, responses and scores."""
+        rows = []
+        for i in range(min(4, len(scores))):
+            prompt = tokenizer.decode(rollout.prompts[i][rollout.prompt_mask[i]], skip_special_tokens=True)
+            response = tokenizer.decode(rollout.responses[i][rollout.mask[i]], skip_special_tokens=False)
+            rows.append([prompt, response, f"{scores[i].item():.2f}"])
+        with self.bar.external_write_mode():
+            print_table(f"update {update} of {self.num_updates}", ["prompt", "response", "score"], rows)
+
+    def finish(self, policy: nn.Module, tokenizer: AutoTokenizer) -> None:
+        """Closes the files and, unless not one update was made, saves the policy with its card and draws the curves."""
+        self.bar.close()
+        self.file.close()
+        if self.metrics:
+            save_model(policy, tokenizer, self.args, self.metrics)
+            draw_curves(
+                Path(self.args.output_dir), "episode",
+                [["objective/scores", "objective/gold_scores"], ["objective/kl", "objective/kl_k3"], ["val/eos_share"]],
+            )  # fmt: skip
+        if self.wandb:
+            self.wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing that stands in every script, word for word
+
+
+class UserError(Exception):
+    """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
+
+
+def require(condition: object, sentence: str) -> None:  # same in all scripts
+    """Raises UserError with the sentence unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+def check_numbers(args: Args, positive: str, shares: str = "") -> None:  # same in all scripts
+    """The named arguments must be above 0, or between 0 and 1."""
+    for name in positive.split() + shares.split():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        require(value is None or value > 0 or name in shares.split(), f"{flag} {value} must be above 0")
+        require(name not in shares.split() or 0 <= value <= 1, f"{flag} {value} must be between 0 and 1")
+
+
+def start_run(args: Args) -> torch.device:  # same in all scripts
+    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is."""
+    logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
+    output = Path(args.output_dir)
+    is_used = (output / "metrics.jsonl").exists()
+    require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=args.device or best).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {args.device} cannot be used on this machine; leave it out to use {best}") from error
+
+
+def open_metrics(args: Args):  # same in all scripts
+    """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        return open(Path(args.output_dir) / "metrics.jsonl", "a")
+    except OSError as error:
+        raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
+
+
+def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all scripts
+    """bfloat16 where --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+
+
+def locate(name: str, kind: str = "model") -> str:  # same in all scripts
+    """A folder or file as given, or beside this script; else a name on the hub, if the hub or its cache has it."""
+    for path in (Path(name), Path(__file__).resolve().parent / name):
+        if path.exists():
+            return str(path)
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return name
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except Exception as error:  # no network, no such name, no permission: all end in the same advice
+        raise UserError(
+            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for "
+            f"({type(error).__name__}); offline, name a local one: python {Path(__file__).name} with no flags runs on "
+            "toy/ without any network"
+        ) from error
+    return name
+
+
+def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # same in all scripts
+    """auto_class.from_pretrained for a folder or a hub name; Python code that comes with it runs only if asked for."""
+    try:
+        return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
+    except Exception as error:  # of many classes: whatever is wrong with a checkpoint
+        reason = str(error).strip().splitlines()[0]
+        advice = "; once you have read that code, --trust-remote-code runs it" if "custom code" in reason else ""
+        raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
+
+
+def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+    """A model with float32 weights, whatever precision its checkpoint was saved in."""
+    return load(auto_class, name, trust_remote_code, dtype=torch.float32, use_safetensors=True, **kwargs)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
+    """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
+    tokenizer = load(AutoTokenizer, name, trust_remote_code)
+    require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
+    if tokenizer.pad_token_id is None:
+        require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def context_length(model: nn.Module) -> int:  # same in all scripts
+    """Most tokens that the model can read at once."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def load_split(name: str, config: str | None, split: str):  # same in all scripts
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    import datasets
+
+    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    path = locate(name, "dataset")
+    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    is_file, kind = Path(path).is_file(), kinds.get(Path(path).suffix)
+    require(kind or not is_file, f"--dataset {name}: a file must be one of {', '.join(kinds)}")
+    try:
+        if is_file:
+            data = datasets.load_dataset(kind, data_files={split: path}, split=split)
+        else:
+            data = datasets.load_dataset(path, config, split=split)
+    except StopIteration:  # how an empty jsonl file shows itself
+        data = []
+    except Exception as error:  # of many classes: no such split, an unreadable file, no network
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {reason}") from error
+    require(len(data), f"--dataset {name}, split {split!r}, is empty")
+    return data
+
+
+def read_column(data, column: str, name: str, flag: str, kind=str) -> list:  # same in all scripts
+    """A column of a dataset; raises UserError where it is missing, or has a row that is of another kind (no text)."""
+    there = ", ".join(data.column_names)
+    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    rows = list(data[column])
+    bad = next((i for i, row in enumerate(rows) if not isinstance(row, kind)), None)
+    wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    require(
+        bad is None, f"--dataset {name}: row {bad} of {column!r} holds {rows[bad or 0]!r}, not a {wanted} (set {flag})"
+    )
+    return rows
+
+
+def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token lists as one tensor (B, S), and its attention mask (B, S). Same in all scripts."""
+    size = max(map(len, rows))
+    fill = [[0] * (size - len(row)) for row in rows]
+    ids = [[pad_token_id] * len(f) + row if left else row + [pad_token_id] * len(f) for f, row in zip(fill, rows)]
+    mask = [f + [1] * len(row) if left else [1] * len(row) + f for f, row in zip(fill, rows)]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def load_function(spec: str) -> Callable:  # same in all scripts
+    """file.py:name -> the function."""
+    file, _, name = spec.partition(":")
+    path = next((p for p in (Path(file), Path(__file__).resolve().parent / file) if p.is_file()), None)
+    require(path and name, f"{spec!r} should be file.py:name, and the file should exist")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # somebody else's code
+        raise UserError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
+    require(callable(getattr(module, name, None)), f"{path} defines no function {name!r}")
+    return getattr(module, name)
+
+
+def peak_memory_mb() -> float:  # same in all scripts
+    """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "win32":
+        return 0.0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def start_wandb(args: Args):  # same in all scripts
+    """The W&B run, or None without --track."""
+    if not args.track:
+        return None
+    import wandb
+
+    folder = Path(args.output_dir)
+    try:
+        return wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args), dir=folder
+        )
+    except wandb.Error as error:
+        raise UserError(
+            f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
+        ) from error
+
+
+def is_turn(step: int, num_steps: int, times: int) -> bool:  # same in all scripts
+    """True at `times` of the steps 1..num_steps, evenly spread, the last one among them."""
+    return step * times // num_steps > (step - 1) * times // num_steps
+
+
+def printable(text: str) -> str:  # same in all scripts
+    """Text without control characters: what a model writes must not steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:  # same in all scripts
+    """A table on the terminal; markup in its cells is shown, not obeyed."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, show_lines=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(printable(cell)) for cell in row))
+    Console().print(table)
+
+
+def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
+    """Model (safetensors), tokenizer, arguments and a model card in args.output_dir."""
+    output = Path(args.output_dir)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+    script = Path(__file__).name
+    rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
+    card = [
+        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", "---",
+        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`.", "",
+        "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
+        "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
+    ]  # fmt: skip
+    (output / "README.md").write_text("\n".join(card))
+    print(f"saved in {output}: the model, its card, metrics.jsonl and curves.png")
+
+
+def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts
+    """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    logged = {name for line in lines for name in line}
+    panels = [names for names in ([name for name in panel if name in logged] for panel in panels) if names]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), layout="constrained", squeeze=False)
+    for axis, names in zip(axes[0], panels):
+        for name in names:
+            axis.plot(*zip(*((line[x], line[name]) for line in lines if name in line)), label=name)
+        axis.set_xlabel(x)
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output / "curves.png", dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:  # same in all scripts
+    """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    try:
+        train(args)
+    except UserError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was trained is in {args.output_dir}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
