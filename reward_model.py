@@ -88,6 +88,10 @@ class Args:
     """the model to start from, best the policy that sft.py made; any causal architecture"""
     trust_remote_code: bool = False
     """run Python code that comes with a model; leave it off unless you have read that code"""
+    attn_implementation: str | None = None
+    """eager, sdpa, flash_attention_2, ...; by default what transformers takes for the model"""
+    gradient_checkpointing: bool = False
+    """compute activations again in the backward pass: far less memory, a third more time, the same numbers"""
 
     # --- Data
     dataset: Annotated[str, arg(aliases=["--dataset-name"])] = "toy/data/preferences"
@@ -96,8 +100,8 @@ class Args:
     """configuration of a hub dataset that has several"""
     dataset_train_split: str = "train"
     """split to train on"""
-    dataset_test_split: str | None = "validation"
-    """split to evaluate on; none for no evaluation"""
+    dataset_test_split: str | None = None
+    """split to evaluate on; by default validation where the data have one; none for no evaluation"""
     chosen_column: str = "chosen"
     """column of preferred texts"""
     rejected_column: str = "rejected"
@@ -174,11 +178,13 @@ def encode_text(prompt: str, text: str, tokenizer: AutoTokenizer) -> list[int]:
     return ids + [tokenizer.eos_token_id]
 
 
-def encode_conversation(prompt: str | list[dict], messages: list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a conversation, after the prompt's turns where the prompt is a list of messages too."""
+def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a conversation: the prompt's turns where it has any, and then the text, the assistant's if it is one
+    text alone."""
     require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
     turns = prompt if isinstance(prompt, list) else []
-    return tokenizer.apply_chat_template(turns + messages, return_dict=False)
+    turn = text if isinstance(text, list) else [{"role": "assistant", "content": text}]
+    return tokenizer.apply_chat_template(turns + turn, return_dict=False)
 
 
 def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
@@ -192,9 +198,8 @@ def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
         margins = read_column(data, args.margin_column, args.dataset, "--margin-column", (int, float))
     pairs, too_long = [], 0
     for prompt, margin, *texts in tqdm(zip(prompts, margins, chosen, rejected), desc="encoding", leave=False):
-        encoded = [
-            (encode_conversation if isinstance(text, list) else encode_text)(prompt, text, tokenizer) for text in texts
-        ]
+        encode = encode_conversation if list in map(type, (prompt, *texts)) else encode_text
+        encoded = [encode(prompt, text, tokenizer) for text in texts]
         too_long += sum(len(ids) > args.max_length for ids in encoded)
         pairs.append(Pair(*(ids[: args.max_length] for ids in encoded), float(margin)))
     kept = [p for p in pairs if p.chosen != p.rejected]
@@ -391,7 +396,7 @@ def reward_learning_rate(num_parameters: int) -> float:
 def load_classifier(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
     """The model with a new head of one output, and its tokenizer; fills in the settings that depend on it."""
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
-    model = load_weights(AutoModelForSequenceClassification, args.model, args.trust_remote_code, num_labels=1)
+    model = load_weights(AutoModelForSequenceClassification, args.model, args, num_labels=1)
     kind, is_causal = type(model).__name__, hasattr(model, "score")
     require(is_causal, f"{args.model} is no causal language model ({kind}), so it has no last token to read")
     init_reward_head(model.score)
@@ -399,14 +404,15 @@ def load_classifier(args: Args, device: torch.device) -> tuple[nn.Module, AutoTo
     model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
     args.learning_rate = args.learning_rate or reward_learning_rate(model.num_parameters())
     args.max_length = min(args.max_length, context_length(model))
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train().to(device), tokenizer
 
 
 def load_test_pairs(args: Args, tokenizer: AutoTokenizer) -> list[Pair]:
     """The test split; [] without one."""
-    if args.dataset_test_split in (None, "none"):
-        return []
-    return encode_pairs(load_split(args.dataset, args.dataset_config, args.dataset_test_split), tokenizer, args)
+    data = load_test_split(args)
+    return encode_pairs(data, tokenizer, args) if data else []
 
 
 def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -> None:
@@ -420,10 +426,14 @@ def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -
 
 def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):  # same in all scripts
     """The learning rate's course, by the name that transformers gives it."""
+    name = args.lr_scheduler_type
     try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    except ValueError as error:
-        raise UserError(f"--lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
+        schedule = get_scheduler(name, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--lr-scheduler-type {name}: {error}") from error
+    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    require(is_plain, f"--lr-scheduler-type {name} wants to see a metric; take one that depends on the step alone")
+    return schedule
 
 
 class RewardModelLog:
@@ -489,12 +499,16 @@ def require(condition: object, sentence: str) -> None:  # same in all scripts
         raise UserError(sentence)
 
 
-def check_numbers(args: Args, positive: str, shares: str = "") -> None:  # same in all scripts
-    """The named arguments must be above 0, or between 0 and 1."""
-    for name in positive.split() + shares.split():
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        require(value is None or value > 0 or name in shares.split(), f"{flag} {value} must be above 0")
-        require(name not in shares.split() or 0 <= value <= 1, f"{flag} {value} must be between 0 and 1")
+def check_numbers(args: Args, positive: str, natural: str = "", shares: str = "") -> None:  # same in all scripts
+    """The named arguments must be above 0, at least 0, or between 0 and 1; None is left alone."""
+    for names, holds, range_ in (
+        (positive, lambda x: x > 0, "above 0"),
+        (natural, lambda x: x >= 0, "0 or more"),
+        (shares, lambda x: 0 <= x <= 1, "between 0 and 1"),
+    ):
+        for name in names.split():
+            value = getattr(args, name)
+            require(value is None or holds(value), f"--{name.replace('_', '-')} {value} must be {range_}")
 
 
 class UserError(Exception):
@@ -562,9 +576,10 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
         raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
 
 
-def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+def load_weights(auto_class: type, name: str, args: Args, **kwargs) -> nn.Module:  # same in all scripts
     """A model with float32 weights, whatever precision its checkpoint was saved in."""
-    return load(auto_class, name, trust_remote_code, dtype=torch.float32, use_safetensors=True, **kwargs)
+    kwargs |= {"dtype": torch.float32, "use_safetensors": True, "attn_implementation": args.attn_implementation}
+    return load(auto_class, name, args.trust_remote_code, **kwargs)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
@@ -603,6 +618,20 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
         raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {reason}") from error
     require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
+
+
+def load_test_split(args: Args):  # same in all scripts
+    """The split to evaluate on, or None: by default `validation`, where the data have one."""
+    from datasets import get_dataset_split_names
+
+    split, path = args.dataset_test_split, locate(args.dataset, "dataset")
+    if Path(path).is_file():
+        no_split = split in (None, "none")
+        require(no_split, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
+        return None
+    if split is None and "validation" in get_dataset_split_names(path, args.dataset_config):
+        split = "validation"
+    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:  # same in all scripts

@@ -56,7 +56,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -65,8 +66,11 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache
-from transformers.utils import logging
+from transformers import (
+    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, get_scheduler,
+)  # fmt: skip
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import ModelOutput, logging
 from tyro.conf import arg
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,6 +112,16 @@ class Args:
     """file.py:name, a second opinion that is logged as objective/gold_scores and never trained on"""
     trust_remote_code: bool = False
     """run Python code that comes with a model; leave it off unless you have read that code"""
+    attn_implementation: str | None = None
+    """eager, sdpa, flash_attention_2, ...; by default what transformers takes for the model"""
+    gradient_checkpointing: bool = False
+    """compute activations again in the backward pass: far less memory, a third more time, the same numbers"""
+    lora_r: int = 0
+    """rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is then the policy with its adapter off"""
+    lora_alpha: float = 32.0
+    """the adapter's output is scaled by lora_alpha / lora_r"""
+    lora_target_modules: str | None = None
+    """regular expression of the layers that get one, or all-linear; by default what peft takes for the model"""
 
     # --- Data
     dataset: Annotated[str, arg(aliases=["--dataset-name"])] = "toy/data/prompts"
@@ -116,8 +130,10 @@ class Args:
     """configuration of a hub dataset that has several"""
     dataset_train_split: str = "train"
     """split to take prompts from"""
+    dataset_test_split: str | None = None
+    """split to evaluate on; by default validation where the data have one; none for no evaluation"""
     prompt_column: Annotated[str, arg(aliases=["--dataset-text-field"])] = "prompt"
-    """column that holds the prompt text"""
+    """column of prompts: texts, or lists of {role, content} messages for the tokenizer's chat template"""
     max_prompt_length: int = 512
     """prompts of more tokens are dropped, and counted (N+ details: 512)"""
 
@@ -126,6 +142,14 @@ class Args:
     """most tokens in a response (TRL 0.16, from the TL;DR task). More: longer rollouts, a harder credit assignment"""
     temperature: float = 0.7
     """logits are divided by this in rollout, reference and loss alike (TRL 0.16). Lower: less exploration"""
+    response_length_min: int | None = None
+    """the limit is drawn for each rollout, from here to response_length (TRL 0.7's length_sampler)"""
+    min_new_tokens: int = 0
+    """the stop token cannot be drawn before so many others"""
+    top_k: int = 0
+    """draw from the k likeliest tokens only, 0 for all. The loss and the reference keep to the same tokens"""
+    top_p: float = 1.0
+    """draw from the fewest tokens that hold so much probability (Holtzman et al. 2020). As with top_k"""
     stop_token: str = "eos"
     """the token that ends a response: eos, none, or a text that is one token"""
     stop_token_id: int | None = None
@@ -151,7 +175,15 @@ class Args:
 
     # --- Optimisation
     learning_rate: float | None = None
-    """AdamW's; by default from the size of the policy (see default_learning_rate). Annealed linearly to 0"""
+    """AdamW's; by default from the size of the policy (see default_learning_rate)"""
+    lr_scheduler_type: str = "linear"
+    """any name that transformers.get_scheduler knows (TRL: linear to 0)"""
+    warmup_ratio: float = 0.0
+    """share of the run in which the learning rate rises to its value"""
+    weight_decay: float = 0.0
+    """AdamW's"""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's (OpenRLHF: 0.9 0.95)"""
     adam_epsilon: float = 1e-8
     """Adam's epsilon (torch and TRL; the N+ details take 1e-5)"""
     max_grad_norm: float = 1.0
@@ -172,6 +204,28 @@ class Args:
     """normalised scores are clipped to +- this (TRL, REINFORCE++)"""
     normalize_advantage: bool = False
     """shift and scale the advantages of a batch to mean 0 and variance 1 (TRL, REINFORCE++)"""
+    ratio_threshold: float = 10.0
+    """a mini-batch whose mean ratio is above makes no step, and is counted (TRL 0.7)"""
+    target_kl: float | None = None
+    """no more steps on a batch once policy/approxkl exceeds 1.5 times this (TRL 0.7's early_stopping)"""
+
+    # --- Beside RLOO
+    pretrain_data: str | None = None
+    """folder, file or hub name of texts (column text, split train): PPO-ptx (InstructGPT, eq. 2)"""
+    ptx_coef: float = 0.0
+    """weight of the language-modelling loss on them (InstructGPT 27.8, OpenRLHF 0.05)"""
+    ema_decay: float = 0.0
+    """keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT, OpenRLHF 0.992)"""
+    aux_loss_coef: float = 0.0
+    """weight of the router's load-balancing loss in mixture-of-experts models (OpenRLHF)"""
+
+    # --- Evaluation on the test split
+    eval_steps: int = 10
+    """updates between evaluations; there is one at the end too"""
+    num_eval_prompts: int = 64
+    """prompts of the test split that are answered"""
+    eval_temperature: float = 0.01
+    """temperature of these answers (TRL samples its tables at 0.01)"""
 
     # --- KL to the reference
     kl_coef: Annotated[float, arg(aliases=["--init-kl-coef"])] = 0.05
@@ -219,18 +273,44 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
+FORBIDDEN = -1e9  # the logit of a token that may not be drawn: probability 0, and unlike -inf no NaN in an entropy
+
+
+def allowed_tokens(
+    logits: Tensor, t: int, top_k: int, top_p: float, min_new_tokens: int, stop_token_id: int | None
+) -> Tensor:
+    """(B, V) true where token t may be drawn: no early stop token, and of the rest the likeliest of logits (B, V).
+
+    top_p keeps a token while those likelier than it hold less than top_p: V = 4, probabilities .5 .3 .1 .1 and top_p
+    .7 keep the first two. The likeliest token always stays.
+    """
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    if stop_token_id is not None and t < min_new_tokens:
+        allowed[:, stop_token_id] = False
+    ordered, tokens = logits.masked_fill(~allowed, FORBIDDEN).softmax(1).sort(descending=True)
+    likelier = ordered.cumsum(1) - ordered  # (B, V) probability of all tokens that are likelier
+    if top_p < 1:
+        allowed &= torch.zeros_like(allowed).scatter(1, tokens, likelier < top_p)
+    if top_k:
+        allowed &= torch.zeros_like(allowed).scatter(1, tokens[:, :top_k], True)
+    return allowed
+
+
 @torch.no_grad()
 def sample(
     policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float,
-    stop_token_id: int | None, pad_token_id: int,
+    stop_token_id: int | None, pad_token_id: int, restrict: Callable[[Tensor, int], Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Draws one response for each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
-    Nothing else shapes the distribution: no generation config is read. All chance is in `uniforms` (B, T), drawn ahead
-    from [0, 1), so that no response depends on its neighbours. Returns responses (B, T), mask (B, T), logprobs (B, T)
-    of the drawn tokens (0 on padding) and ended (B,).
+    Nothing else shapes the distribution, unless `restrict` says which tokens may be drawn: no generation config is
+    read. All chance is in `uniforms` (B, T), drawn ahead from [0, 1), so that no response depends on its neighbours.
+    Returns responses (B, T), mask (B, T), logprobs (B, T) of the drawn tokens (0 on padding), ended (B,), and with
+    `restrict` allowed (B, T, V): the loss must describe the distribution that was sampled from.
     """
     (B, T), device = uniforms.shape, prompts.device
+    V = policy.config.get_text_config().vocab_size
+    allowed = torch.ones(B, T, V, dtype=torch.bool, device=device) if restrict else None
     responses = prompts.new_full((B, T), pad_token_id)  # (B, T)
     logprobs = torch.zeros(B, T, device=device)  # (B, T)
     ended = torch.zeros(B, dtype=torch.bool, device=device)  # (B,)
@@ -242,7 +322,11 @@ def sample(
             input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
             past_key_values=cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-        token, logprob = draw(output.logits[:, -1].float() / temperature, uniforms[rows, t])
+        logits = output.logits[:, -1].float() / temperature  # (rows, V)
+        if restrict:
+            allowed[rows, t] = restrict(logits, t)
+            logits = logits.masked_fill(~allowed[rows, t], FORBIDDEN)
+        token, logprob = draw(logits, uniforms[rows, t])
         responses[rows, t], logprobs[rows, t] = token, logprob
         ended[rows] |= token == (-1 if stop_token_id is None else stop_token_id)
         going = ~ended[rows]
@@ -259,6 +343,7 @@ def sample(
         "mask": mask,
         "logprobs": logprobs.masked_fill(~mask, 0.0),
         "ended": ended,
+        "allowed": allowed,
     }
 
 
@@ -266,13 +351,24 @@ def sample(
 # 2. Score
 
 
-def response_logits(
-    model: nn.Module, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor, temperature: float
-) -> Tensor:
-    """(B, T, V) float32 logits / temperature from which response tokens are drawn: position P-1+t predicts token t."""
+def response_forward(
+    model: nn.Module, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor, temperature: float,
+    allowed: Tensor | None = None, **options,
+) -> tuple[Tensor, ModelOutput]:  # fmt: skip
+    """(B, T, V) float32 logits / temperature from which response tokens are drawn, and the model's whole output.
+
+    Position P-1+t predicts token t. Where sampling was restricted to allowed tokens (B, T, V), so are the logits: of
+    the policy now, of the reference, and in the loss the same tokens as when the response was drawn.
+    """
     T = responses.shape[1]
-    output = model(**join(prompts, prompt_mask, responses, mask), use_cache=False, logits_to_keep=T + 1)
-    return output.logits[:, -T - 1 : -1].float() / temperature
+    output = model(**join(prompts, prompt_mask, responses, mask), use_cache=False, logits_to_keep=T + 1, **options)
+    logits = output.logits[:, -T - 1 : -1].float() / temperature
+    return (logits if allowed is None else logits.masked_fill(~allowed, FORBIDDEN)), output
+
+
+def response_logits(model: nn.Module, *inputs) -> Tensor:
+    """The logits (B, T, V) of response_forward alone."""
+    return response_forward(model, *inputs)[0]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -433,6 +529,7 @@ class Rollout:
     mask: Tensor  # (B, T) true up to and including the stop token
     logprobs: Tensor  # (B, T) of the policy that drew them
     ended: Tensor  # (B,) whether there is a stop token
+    allowed: Tensor | None = None  # (B, T, V) tokens that could be drawn, where not all could
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T) by the estimator asked for
     values: Tensor | None = None  # (B, T)
@@ -460,62 +557,92 @@ class Rollout:
 
 
 def mini_batches(batch_size: int, args: Args) -> Iterator[list[Tensor]]:
-    """A random partition of the batch into mini-batches, each cut into micro-batches of row numbers."""
-    for mini_batch in torch.randperm(batch_size).split(batch_size // args.num_mini_batches):
-        yield list(mini_batch.split(args.per_device_train_batch_size))
+    """A random partition of the batch into mini-batches, each cut into micro-batches of row numbers; once an epoch."""
+    for _ in range(args.num_ppo_epochs):
+        for mini_batch in torch.randperm(batch_size).split(batch_size // args.num_mini_batches):
+            yield list(mini_batch.split(args.per_device_train_batch_size))
+
+
+def response_gradient(policy: nn.Module, rollout: Rollout, mini_batch: list[Tensor], args: Args) -> dict[str, Tensor]:
+    """Adds up the gradient of a mini-batch; returns sums over its actions (or tokens) of what is logged.
+
+    The gradient is a sum over the actions of the mini-batch divided by their number. So each micro-batch divides by the
+    number of actions in the whole mini-batch, and how a mini-batch is cut changes nothing.
+    """
+    sums, device = defaultdict(float), rollout.mask.device
+    rows = torch.cat(mini_batch).to(device)
+    num_actions = rollout.mask[rows].sum() if args.token_level_kl else len(rows)
+    for index in mini_batch:
+        r = rollout.rows(index.to(device))
+        with autocast(args, device):
+            logits, output = response_forward(policy, *r.text, args.temperature, r.allowed, **router_options(args))
+        logprobs = token_logprobs(logits, r.responses)  # (b, T)
+        new, old = (action_logprobs(x, r.mask, args.token_level_kl) for x in (logprobs, r.logprobs))
+        actions = r.mask if args.token_level_kl else torch.ones_like(new, dtype=torch.bool)  # (b, T) or (b, 1)
+        loss, ratio, clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
+        total = loss + args.aux_loss_coef * output.aux_loss if args.aux_loss_coef else loss
+        (total.masked_fill(~actions, 0.0).sum() / num_actions).backward()
+        with torch.no_grad():
+            action_stats = {
+                "actions": torch.ones_like(ratio), "loss/policy_avg": loss, "policy/clipfrac_avg": clipped,
+                "val/ratio": ratio, "ratio_squared": ratio**2, "policy/approxkl_avg": 0.5 * (new - old) ** 2,
+            }  # fmt: skip
+            token_stats = {
+                "tokens": torch.ones_like(logprobs), "policy/entropy_avg": token_entropy(logits),
+                "ratio_error": ((logprobs - r.logprobs).exp() - 1).abs(),
+            }  # fmt: skip
+            for stats, mask in ((action_stats, actions), (token_stats, r.mask)):
+                for name, x in stats.items():
+                    sums[name] += x.masked_fill(~mask, 0.0).sum()
+    return sums
 
 
 def optimize_policy(
-    policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args
-) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step a mini-batch; returns means over all actions seen.
-
-    A mini-batch's gradient is a sum over its actions divided by their number. So each micro-batch divides by the number
-    in the whole mini-batch, and how a mini-batch is cut changes nothing.
-    """
-    sums, steps, device = defaultdict(float), 0, rollout.mask.device
-    for _ in range(args.num_ppo_epochs):
-        for mini_batch in mini_batches(len(rollout.mask), args):
-            rows = torch.cat(mini_batch).to(device)
-            num_actions = rollout.mask[rows].sum() if args.token_level_kl else len(rows)
-            for index in mini_batch:
-                r = rollout.rows(index.to(device))
-                with autocast(args, device):
-                    logits = response_logits(policy, *r.text, args.temperature)  # (b, T, V)
-                logprobs = token_logprobs(logits, r.responses)  # (b, T)
-                if steps == 0:
-                    check_first_ratio(logprobs, r, args)
-                new, old = (action_logprobs(x, r.mask, args.token_level_kl) for x in (logprobs, r.logprobs))
-                actions = r.mask if args.token_level_kl else torch.ones_like(new, dtype=torch.bool)  # (b, T) or (b, 1)
-                loss, ratio, clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
-                (loss.masked_fill(~actions, 0.0).sum() / num_actions).backward()
-                with torch.no_grad():
-                    sums["actions"] += actions.sum()
-                    sums["tokens"] += r.mask.sum()
-                    sums["policy/entropy_avg"] += token_entropy(logits).masked_fill(~r.mask, 0.0).sum()
-                    action_stats = {
-                        "loss/policy_avg": loss, "policy/clipfrac_avg": clipped, "val/ratio": ratio,
-                        "ratio_squared": ratio**2, "policy/approxkl_avg": 0.5 * (new - old) ** 2,
-                    }  # fmt: skip
-                    for name, x in action_stats.items():
-                        sums[name] += x.masked_fill(~actions, 0.0).sum()
-            sums["policy/grad_norm"] += nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+    policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args,
+    pretrain: Iterator[tuple[Tensor, Tensor]] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """`num_ppo_epochs` passes over the rollout, one optimiser step a mini-batch; returns means over actions seen."""
+    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    sums, steps, per_step = {}, 0, defaultdict(float)
+    for mini_batch in mini_batches(len(rollout.mask), args):
+        batch = response_gradient(policy, rollout, mini_batch, args)
+        ratio, approxkl = (float(batch[name] / batch["actions"]) for name in ("val/ratio", "policy/approxkl_avg"))
+        if not sums:
+            check_first_ratio(float(batch["ratio_error"] / batch["tokens"]), args)
+        sums = {name: sums[name] + x if sums else x for name, x in batch.items()}
+        if args.target_kl is not None and approxkl > 1.5 * args.target_kl:
+            break
+        if ratio <= args.ratio_threshold:
+            if pretrain:
+                per_step["loss/ptx"] += pretrain_gradient(policy, *next(pretrain), args)
+            per_step["policy/grad_norm"] += nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             optimizer.step()
-            optimizer.zero_grad()
             steps += 1
-    counts = {"policy/grad_norm": steps, "policy/entropy_avg": sums.pop("tokens")}
-    actions = sums.pop("actions")
-    means = {name: float(x / counts.get(name, actions)) for name, x in sums.items()}
-    means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
+        optimizer.zero_grad()
+    optimizer.zero_grad()
+    policy.eval()
+    actions, tokens = sums.pop("actions"), sums.pop("tokens")
+    means = {name: float(x / (tokens if name == "policy/entropy_avg" else actions)) for name, x in sums.items()}
+    means |= {name: float(x / max(1, steps)) for name, x in per_step.items()}
+    means["val/ratio_var"] = max(0.0, means["ratio_squared"] - means["val/ratio"] ** 2)
+    means["val/skipped_steps"] = args.num_ppo_epochs * args.num_mini_batches - steps
     return means
 
 
-def check_first_ratio(logprobs: Tensor, rollout: Rollout, args: Args) -> None:
+def pretrain_gradient(policy: nn.Module, ids: Tensor, mask: Tensor, args: Args) -> float:
+    """Adds the gradient of ptx_coef * mean(-log pi) on texts (B, S), and returns that mean (InstructGPT, eq. 2)."""
+    with autocast(args, ids.device):
+        logits = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+    loss = masked_mean(-token_logprobs(logits[:, :-1].float(), ids[:, 1:]), mask[:, 1:])
+    (args.ptx_coef * loss).backward()
+    return loss.item()
+
+
+def check_first_ratio(error: float, args: Args) -> None:
     """Before the first step the policy is the one that sampled, so the ratio is 1; anything else is a bug to be found.
 
-    Raises UserError when the mean of |ratio - 1| exceeds 1e-3 (5e-2 under bf16, whose logits have three digits).
+    `error` is the mean of |ratio - 1|. Raises UserError above 1e-3 (5e-2 under bf16, whose logits have three digits).
     """
-    error = masked_mean(((logprobs.detach() - rollout.logprobs).exp() - 1).abs(), rollout.mask).item()
     bound = 5e-2 if args.bf16 else 1e-3
     require(
         error <= bound,
@@ -534,62 +661,75 @@ def train(args: Args) -> None:
     check_args(args)
     device = start_run(args)
     policy, tokenizer = load_policy(args, device)
-    reference = deepcopy(policy).requires_grad_(False)
     reward_model, reward_tokenizer = load_reward_model(args, device)
+    reference = make_reference(policy, args)
     score = make_scorer(args.reward_fn, tokenizer, reward_model, reward_tokenizer, args)
     gold_score = make_scorer(args.gold_reward_fn, tokenizer) if args.gold_reward_fn else None
-    prompts = load_prompts(args, tokenizer, policy)
+    prompts, eval_prompts = load_prompts(args, tokenizer, policy)
     set_defaults(args, policy, len(prompts) * args.rloo_k)
     check_groups(args)
-    prompts = prompt_batches(prompts, args.batch_size // args.rloo_k, tokenizer, device)
+    prompts = batches(prompts, args.batch_size // args.rloo_k, tokenizer, device, left=True)
+    pretrain = load_pretrain_texts(args, tokenizer, policy) if args.pretrain_data else None
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0, fused=True
-    )
-    kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+        [p for p in policy.parameters() if p.requires_grad],
+        args.learning_rate, args.adam_betas, args.adam_epsilon, args.weight_decay, fused=True,
+    )  # fmt: skip
     num_updates = args.total_episodes // args.batch_size
+    schedule = make_schedule(args, optimizer, num_updates)
+    ema = moving_average(policy, optimizer, args.ema_decay) if args.ema_decay else None
+    kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     describe_run(args, num_updates, policy)
     log = RolloutLog(args, num_updates)
     try:
         for update in range(1, num_updates + 1):
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / num_updates)
             with log.clock("rollout"):
                 k_prompts = [x.repeat_interleave(args.rloo_k, 0) for x in next(prompts)]  # a group: k neighbouring rows
                 rollout = sample_batch(policy, *k_prompts, tokenizer, args)  # step 1
             with log.clock("score"):
                 score_reference(rollout, policy, reference, args)  # step 2
                 scores = penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
-            non_score_reward = -kl_controller.value * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T), step 3
             used_scores = normalize_scores(scores, args.reward_clip_range) if args.normalize_reward else scores
+            non_score_reward = -kl_controller.value * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T), step 3
             advantages = rloo_advantages(used_scores, non_score_reward, args.rloo_k, args.token_level_kl)  # step 4
             if args.normalize_advantage:
                 actions = rollout.mask if args.token_level_kl else torch.ones_like(advantages, dtype=torch.bool)
                 advantages = masked_whiten(advantages, actions)
             rollout.advantages = advantages
             with log.clock("update"):
-                stats = optimize_policy(policy, optimizer, rollout, args)  # steps 5 and 6
+                stats = optimize_policy(policy, optimizer, rollout, args, pretrain)  # steps 5 and 6
             stats |= rollout_stats(rollout, scores, non_score_reward)
             stats |= {"lr": optimizer.param_groups[0]["lr"], "objective/kl_coef": kl_controller.value}
             stats |= {"objective/equal_groups": equal_groups(scores, args.rloo_k), "val/clipfrac_avg": 0.0}
             if gold_score:
                 stats["objective/gold_scores"] = gold_score(rollout).mean().item()
+            if eval_prompts and (update % args.eval_steps == 0 or update == num_updates):
+                stats |= evaluate(policy, reference, score, eval_prompts, tokenizer, args)
             log.write(update, stats, rollout, scores, tokenizer)
             if args.adaptive_kl:
                 kl_controller.update(stats["objective/kl"], args.batch_size)
+            schedule.step()
     finally:  # also after an error or Ctrl-C: what was trained is on disk
-        log.finish(policy, tokenizer)
+        log.finish(policy, tokenizer, ema)
 
 
 def sample_batch(
     policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, tokenizer: AutoTokenizer, args: Args
 ) -> Rollout:
     """Step 1 for a whole batch, `local_rollout_forward_batch_size` prompts at a time."""
-    uniforms = torch.rand(len(prompts), args.response_length, device=prompts.device)
+    T, restrict = args.response_length, None
+    if args.response_length_min is not None:
+        T = int(torch.randint(args.response_length_min, T + 1, ()))
+    if args.top_k or args.top_p < 1 or args.min_new_tokens:
+        limits = (args.top_k, args.top_p, args.min_new_tokens, args.stop_token_id)
+        restrict = lambda logits, t: allowed_tokens(logits, t, *limits)  # noqa: E731
+    uniforms = torch.rand(len(prompts), T, device=prompts.device)
     with autocast(args, prompts.device):
         parts = [
-            sample(policy, *rows, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
+            sample(policy, *rows, args.temperature, args.stop_token_id, tokenizer.pad_token_id, restrict)
             for rows in zip(*(x.split(args.local_rollout_forward_batch_size) for x in (prompts, prompt_mask, uniforms)))
         ]
-    rollout = Rollout(prompts, prompt_mask, **{k: torch.cat([part[k] for part in parts]) for k in parts[0]})
+    drawn = {name: torch.cat([part[name] for part in parts]) for name, x in parts[0].items() if x is not None}
+    rollout = Rollout(prompts, prompt_mask, **drawn)
     bad = ~rollout.logprobs.isfinite().all(1)
     i = bad.long().argmax()
     prompt = tokenizer.decode(prompts[i][prompt_mask[i]])
@@ -599,18 +739,59 @@ def sample_batch(
 
 
 @torch.no_grad()
+def rollout_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
+    """(B, T) log-probabilities of the responses under a model, `local_rollout_forward_batch_size` rows at a time."""
+    logprobs = torch.zeros_like(rollout.logprobs)
+    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
+        with autocast(args, rollout.mask.device):
+            logits = response_logits(model, *r.text, args.temperature, r.allowed)  # (b, T, V)
+        logprobs[index, : r.mask.shape[1]] = token_logprobs(logits, r.responses)
+    return logprobs
+
+
+@torch.no_grad()
+def rollout_full_kl(policy: nn.Module, reference: nn.Module, rollout: Rollout, args: Args) -> Tensor:
+    """(B, T) KL over the whole vocabulary, `local_rollout_forward_batch_size` rows at a time."""
+    kl = torch.zeros_like(rollout.logprobs)
+    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
+        inputs = (*r.text, args.temperature, r.allowed)
+        with autocast(args, rollout.mask.device):
+            logits = response_logits(policy, *inputs)  # (b, T, V)
+            with adapter_off(policy, reference):
+                kl[index, : r.mask.shape[1]] = full_kl(logits, response_logits(reference, *inputs))
+    return kl
+
+
 def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
     """Of step 2 the part of the reference: fills in ref_logprobs and kl, (B, T) each."""
-    rollout.ref_logprobs, rollout.kl = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
-    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
-        T = r.mask.shape[1]
-        with autocast(args, rollout.mask.device):
-            ref_logits = response_logits(reference, *r.text, args.temperature)  # (b, T, V)
-            if args.kl_estimator == "full":
-                rollout.kl[index, :T] = full_kl(response_logits(policy, *r.text, args.temperature), ref_logits)
-        rollout.ref_logprobs[index, :T] = token_logprobs(ref_logits, r.responses)
-    if args.kl_estimator != "full":
+    with adapter_off(policy, reference):
+        rollout.ref_logprobs = rollout_logprobs(reference, rollout, args)
+    if args.kl_estimator == "full":
+        rollout.kl = rollout_full_kl(policy, reference, rollout, args)
+    else:
         rollout.kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
+
+
+def evaluate(
+    policy: nn.Module, reference: nn.Module, score: Callable[[Rollout], Tensor], prompts: list[list[int]],
+    tokenizer: AutoTokenizer, args: Args,
+) -> dict[str, float]:  # fmt: skip
+    """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
+
+    Their KL is that at the temperature of training: of distributions sharpened to one token it would say little.
+    """
+    ids, mask = pad(prompts, tokenizer.pad_token_id, policy.device, left=True)
+    with torch.random.fork_rng():  # training draws the same numbers whether or not it is interrupted here
+        answers = replace(args, temperature=args.eval_temperature, response_length_min=None)
+        rollout = sample_batch(policy, ids, mask.bool(), tokenizer, answers)
+    rollout.logprobs = rollout_logprobs(policy, rollout, args)
+    score_reference(rollout, policy, reference, args)
+    scores = penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
+    stats = rollout_stats(rollout, scores, torch.zeros_like(rollout.kl))
+    return {
+        f"eval/{name.split('/')[1]}": stats[name]
+        for name in ("objective/scores", "objective/kl", "val/eos_share", "val/response_length")
+    }
 
 
 def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) -> dict[str, float]:
@@ -644,8 +825,64 @@ def load_policy(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokeni
     """The policy in float32 and its tokenizer. Dropout stays off: rollout, scoring and loss see one distribution."""
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
     args.stop_token_id = find_stop_token(args, tokenizer)
-    policy = load_weights(AutoModelForCausalLM, args.model, args.trust_remote_code)
+    policy = load_weights(AutoModelForCausalLM, args.model, args)
+    has_router = hasattr(policy.config, "output_router_logits")
+    require(has_router or not args.aux_loss_coef, f"--aux-loss-coef {args.aux_loss_coef}: {args.model} has no router")
+    if args.gradient_checkpointing:
+        enable_checkpointing(policy)
     return policy.eval().to(device), tokenizer
+
+
+def router_options(args: Args) -> dict[str, bool]:
+    """What to ask of a mixture-of-experts model so that its output holds aux_loss."""
+    return {"output_router_logits": True} if args.aux_loss_coef else {}
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Gradient checkpointing works in transformers' training mode only; so that mode must not bring dropout back."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
+                setattr(module, name, 0.0)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def make_reference(policy: nn.Module, args: Args) -> nn.Module:
+    """A frozen copy of the policy; with LoRA the policy itself, which then is given its adapter."""
+    if not args.lora_r:
+        return deepcopy(policy).requires_grad_(False)
+    require(find_spec("peft"), f"--lora-r {args.lora_r} needs the package peft: pip install peft")
+    from peft import LoraConfig
+
+    policy.add_adapter(LoraConfig(
+        task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules,
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in policy.modules()),  # GPT-2 keeps its weights transposed
+    ))  # fmt: skip
+    return policy
+
+
+@contextmanager
+def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
+    """In here the reference is what it should be: with LoRA, the policy without its adapter."""
+    if reference is policy:
+        policy.disable_adapters()
+    yield
+    if reference is policy:
+        policy.enable_adapters()
+
+
+def moving_average(policy: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> nn.Module:
+    """A copy of the policy that follows it: after each optimiser step, decay * itself + (1 - decay) * the policy."""
+    average = deepcopy(policy).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(*_) -> None:
+        """One step of the average."""
+        for mean, weight in zip(average.parameters(), policy.parameters()):
+            mean.lerp_(weight, 1 - decay)
+
+    optimizer.register_step_post_hook(follow)
+    return average
 
 
 def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
@@ -675,7 +912,7 @@ def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | Non
     """The reward model, frozen, and its tokenizer; (None, None) where a function gives the reward."""
     if args.reward_fn is not None:
         return None, None
-    model = load_weights(AutoModelForSequenceClassification, args.reward_model, args.trust_remote_code)
+    model = load_weights(AutoModelForSequenceClassification, args.reward_model, args)
     labels = list(model.config.id2label.values())
     require(
         args.reward_label in labels or (len(labels) == 1 and args.reward_label is None),
@@ -758,10 +995,18 @@ def check_scores(scores: Tensor, texts: list[str], source: str) -> Tensor:
 # Data
 
 
-def load_prompts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> list[list[int]]:
-    """The prompts as token ids; those over max_prompt_length, and empty ones, are dropped and counted."""
-    data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    prompts = tokenizer(read_column(data, args.prompt_column, args.dataset, "--prompt-column"))["input_ids"]
+def load_prompts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts to train on and those to evaluate on, as token ids."""
+    train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
+    test = load_test_split(args)
+    prompts = encode_prompts(train, args, tokenizer, policy)
+    return prompts, encode_prompts(test, args, tokenizer, policy)[: args.num_eval_prompts] if test else []
+
+
+def encode_prompts(data, args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> list[list[int]]:
+    """Token ids of a split's prompts; those over max_prompt_length, and empty ones, are dropped and counted."""
+    rows = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
+    prompts = [encode_prompt(row, tokenizer) for row in tqdm(rows, desc="encoding prompts", leave=False)]
     kept = [p for p in prompts if 0 < len(p) <= args.max_prompt_length]
     reason = f"empty, or over --max-prompt-length {args.max_prompt_length} tokens"
     require(kept, f"all {len(prompts)} prompts are {reason}")
@@ -777,16 +1022,34 @@ def load_prompts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> lis
     return kept
 
 
-def prompt_batches(
-    prompts: list[list[int]], batch_size: int, tokenizer: AutoTokenizer, device: torch.device
+def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:  # same in all scripts
+    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+
+
+def load_pretrain_texts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches of texts with their EOS for PPO-ptx, of the size and length of a micro-batch of rollouts."""
+    data = load_split(args.pretrain_data, None, "train")
+    limit = min(args.max_prompt_length + args.response_length, context_length(policy))
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    texts = read_column(data, "text", args.pretrain_data, "--pretrain-data")
+    rows = [(encode_prompt(text, tokenizer) + end)[:limit] for text in texts if text]
+    return batches(rows, args.per_device_train_batch_size, tokenizer, policy.device)
+
+
+def batches(
+    rows: list[list[int]], batch_size: int, tokenizer: AutoTokenizer, device: torch.device, left: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches (B, P) of prompts and their mask; each pass over the prompts is in a new random order."""
+    """Endless batches (B, S) of token lists and their mask; each pass over the rows is in a new random order."""
     queue: list[int] = []
     while True:
         while len(queue) < batch_size:
-            queue += torch.randperm(len(prompts)).tolist()
+            queue += torch.randperm(len(rows)).tolist()
         batch, queue = queue[:batch_size], queue[batch_size:]
-        ids, mask = pad([prompts[i] for i in batch], tokenizer.pad_token_id, device, left=True)
+        ids, mask = pad([rows[i] for i in batch], tokenizer.pad_token_id, device, left)
         yield ids, mask.bool()
 
 
@@ -798,13 +1061,35 @@ def check_args(args: Args) -> None:
     """Numbers that no run can have."""
     check_numbers(
         args,
-        "response_length temperature per_device_train_batch_size gradient_accumulation_steps num_mini_batches "
-        "batch_size local_rollout_forward_batch_size total_episodes num_train_epochs learning_rate "
-        "max_grad_norm num_ppo_epochs cliprange reward_clip_range kl_target kl_horizon max_prompt_length",
+        positive="response_length temperature per_device_train_batch_size gradient_accumulation_steps num_mini_batches "
+        "batch_size local_rollout_forward_batch_size total_episodes num_train_epochs learning_rate max_grad_norm "
+        "num_ppo_epochs cliprange reward_clip_range kl_target kl_horizon max_prompt_length response_length_min "
+        "ratio_threshold target_kl eval_steps num_eval_prompts eval_temperature lora_alpha adam_epsilon",
+        natural="min_new_tokens top_k lora_r weight_decay ptx_coef aux_loss_coef",
+        shares="warmup_ratio top_p ema_decay",
     )
+    check_combinations(args)
     k = args.rloo_k
     require(
         k > 1, f"--rloo-k {k} must be at least 2: the baseline of a response is the mean of the others to its prompt"
+    )
+
+
+def check_combinations(args: Args) -> None:
+    """Settings that make sense only together."""
+    shortest = args.response_length_min or args.response_length
+    require(
+        shortest <= args.response_length,
+        f"--response-length-min {shortest} is above --response-length {args.response_length}",
+    )
+    require(
+        args.min_new_tokens < shortest,
+        f"--min-new-tokens {args.min_new_tokens} leaves no room for a stop token in responses of {shortest} tokens",
+    )
+    require(
+        bool(args.pretrain_data) == bool(args.ptx_coef),
+        f"--ptx-coef {args.ptx_coef} and --pretrain-data {args.pretrain_data}: give both (InstructGPT's weight is "
+        "27.8, OpenRLHF's 0.05), or neither",
     )
 
 
@@ -900,9 +1185,15 @@ METRICS = {
     "val/clipfrac_avg": "always 0: there is no critic, but TRL's dashboards expect the name",
     "val/ratio": "pi / pi_old, mean over responses (or tokens) and steps",
     "val/ratio_var": "variance of pi / pi_old over responses (or tokens) and steps",
+    "val/skipped_steps": "optimiser steps left out because of --ratio-threshold or --target-kl",
     "val/num_eos_tokens": "responses in the batch that contain the stop token",
     "val/eos_share": "the same as a share of the batch",
     "val/response_length": "tokens in a response with its stop token, mean",
+    "loss/ptx": "language-modelling loss on --pretrain-data, mean over steps (only with PPO-ptx)",
+    "eval/scores": "mean score of answers to held-out prompts at --eval-temperature",
+    "eval/kl": "their KL at the temperature of training, summed over an answer, mean over answers",
+    "eval/eos_share": "share of them that end with the stop token",
+    "eval/response_length": "tokens in them, mean",
     "time/rollout": "seconds of this update spent sampling",
     "time/score": "seconds of this update spent on reference and reward",
     "time/update": "seconds of this update spent on the gradient steps",
@@ -976,18 +1267,32 @@ class RolloutLog:
         with self.bar.external_write_mode():
             print_table(f"update {update} of {self.num_updates}", ["prompt", "response", "score"], rows)
 
-    def finish(self, policy: nn.Module, tokenizer: AutoTokenizer) -> None:
+    def finish(self, policy: nn.Module, tokenizer: AutoTokenizer, ema: nn.Module | None) -> None:
         """Closes the files and, unless not one update was made, saves the policy with its card and draws the curves."""
         self.bar.close()
         self.file.close()
         if self.metrics:
             save_model(policy, tokenizer, self.args, self.metrics)
+            save_variants(tokenizer, ema, self.args)
             draw_curves(
                 Path(self.args.output_dir), "episode",
-                [["objective/scores", "objective/gold_scores"], ["objective/kl", "objective/kl_k3"], ["val/eos_share"]],
+                [["objective/scores", "objective/gold_scores", "eval/scores"],
+                 ["objective/kl", "objective/kl_k3"], ["val/eos_share"]],
             )  # fmt: skip
         if self.wandb:
             self.wandb.finish()
+
+
+def save_variants(tokenizer: AutoTokenizer, ema: nn.Module | None, args: Args) -> None:
+    """Beside the policy: its moving average in ema/; and where the policy is an adapter, the whole model in merged/."""
+    output = Path(args.output_dir)
+    if ema is not None:
+        ema.save_pretrained(output / "ema"), tokenizer.save_pretrained(output / "ema")
+    if args.lora_r:
+        from peft import PeftModel
+
+        merged = PeftModel.from_pretrained(load_weights(AutoModelForCausalLM, args.model, args), output)
+        merged.merge_and_unload().save_pretrained(output / "merged"), tokenizer.save_pretrained(output / "merged")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1004,12 +1309,16 @@ def require(condition: object, sentence: str) -> None:  # same in all scripts
         raise UserError(sentence)
 
 
-def check_numbers(args: Args, positive: str, shares: str = "") -> None:  # same in all scripts
-    """The named arguments must be above 0, or between 0 and 1."""
-    for name in positive.split() + shares.split():
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        require(value is None or value > 0 or name in shares.split(), f"{flag} {value} must be above 0")
-        require(name not in shares.split() or 0 <= value <= 1, f"{flag} {value} must be between 0 and 1")
+def check_numbers(args: Args, positive: str, natural: str = "", shares: str = "") -> None:  # same in all scripts
+    """The named arguments must be above 0, at least 0, or between 0 and 1; None is left alone."""
+    for names, holds, range_ in (
+        (positive, lambda x: x > 0, "above 0"),
+        (natural, lambda x: x >= 0, "0 or more"),
+        (shares, lambda x: 0 <= x <= 1, "between 0 and 1"),
+    ):
+        for name in names.split():
+            value = getattr(args, name)
+            require(value is None or holds(value), f"--{name.replace('_', '-')} {value} must be {range_}")
 
 
 def start_run(args: Args) -> torch.device:  # same in all scripts
@@ -1073,9 +1382,10 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
         raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
 
 
-def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+def load_weights(auto_class: type, name: str, args: Args, **kwargs) -> nn.Module:  # same in all scripts
     """A model with float32 weights, whatever precision its checkpoint was saved in."""
-    return load(auto_class, name, trust_remote_code, dtype=torch.float32, use_safetensors=True, **kwargs)
+    kwargs |= {"dtype": torch.float32, "use_safetensors": True, "attn_implementation": args.attn_implementation}
+    return load(auto_class, name, args.trust_remote_code, **kwargs)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
@@ -1114,6 +1424,20 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
         raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {reason}") from error
     require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
+
+
+def load_test_split(args: Args):  # same in all scripts
+    """The split to evaluate on, or None: by default `validation`, where the data have one."""
+    from datasets import get_dataset_split_names
+
+    split, path = args.dataset_test_split, locate(args.dataset, "dataset")
+    if Path(path).is_file():
+        no_split = split in (None, "none")
+        require(no_split, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
+        return None
+    if split is None and "validation" in get_dataset_split_names(path, args.dataset_config):
+        split = "validation"
+    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:  # same in all scripts
@@ -1162,6 +1486,18 @@ def peak_memory_mb() -> float:  # same in all scripts
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):  # same in all scripts
+    """The learning rate's course, by the name that transformers gives it."""
+    name = args.lr_scheduler_type
+    try:
+        schedule = get_scheduler(name, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--lr-scheduler-type {name}: {error}") from error
+    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    require(is_plain, f"--lr-scheduler-type {name} wants to see a metric; take one that depends on the step alone")
+    return schedule
 
 
 def start_wandb(args: Args):  # same in all scripts

@@ -85,6 +85,10 @@ class Args:
     """start from random weights, with the config and tokenizer of this folder or name; without --model, toy/base"""
     trust_remote_code: bool = False
     """run Python code that comes with a model; leave it off unless you have read that code"""
+    attn_implementation: str | None = None
+    """eager, sdpa, flash_attention_2, ...; by default what transformers takes for the model"""
+    gradient_checkpointing: bool = False
+    """compute activations again in the backward pass: far less memory, a third more time, the same numbers"""
 
     # --- Data
     dataset: Annotated[str, arg(aliases=["--dataset-name"])] = "toy/data/sft"
@@ -93,8 +97,8 @@ class Args:
     """configuration of a hub dataset that has several"""
     dataset_train_split: str = "train"
     """split to train on"""
-    dataset_test_split: str | None = "validation"
-    """split to evaluate on; none for no evaluation"""
+    dataset_test_split: str | None = None
+    """split to evaluate on; by default validation where the data have one; none for no evaluation"""
     text_column: Annotated[str, arg(aliases=["--dataset-text-field"])] = "text"
     """column of whole texts"""
     prompt_column: str = "prompt"
@@ -155,12 +159,19 @@ IGNORE = -100  # a label that carries no loss (torch's own convention)
 
 
 def encode_pair(
-    prompt: str, completion: str, tokenizer: AutoTokenizer, completion_only: bool
+    prompt: str | list[dict], completion: str | list[dict], tokenizer: AutoTokenizer, completion_only: bool
 ) -> tuple[list[int], list[int]]:
     """Token ids and labels of prompt + completion + EOS. An empty prompt makes it a plain text, all of it labelled.
 
     Prompt and completion are encoded apart, as in a rollout, where the prompt is encoded before its completion exists.
+    A prompt that is a list of messages goes through the chat template; its completion is the assistant's next turn.
     """
+    if isinstance(prompt, list):
+        turn = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
+        require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+        ids, labels = encode_messages(prompt + turn, tokenizer, completion_only)
+        start = len(tokenizer.apply_chat_template(prompt, return_dict=False)) if completion_only else 0
+        return ids, [IGNORE] * start + labels[start:]
     start = tokenizer(prompt)["input_ids"] if prompt else []
     end = tokenizer(completion, add_special_tokens=not prompt)["input_ids"]
     if end[-1:] != [tokenizer.eos_token_id]:
@@ -199,8 +210,8 @@ def encode_completions(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple
         conversations = read_column(data, args.messages_column, name, "--messages-column", list)
         rows = [encode_messages(messages, tokenizer, completion_only) for messages in conversations]
     elif args.completion_column in data.column_names:
-        prompts = read_column(data, args.prompt_column, name, "--prompt-column")
-        completions = read_column(data, args.completion_column, name, "--completion-column")
+        prompts = read_column(data, args.prompt_column, name, "--prompt-column", (str, list))
+        completions = read_column(data, args.completion_column, name, "--completion-column", (str, list))
         rows = [encode_pair(p, c, tokenizer, completion_only) for p, c in zip(prompts, completions)]
     else:
         texts = read_column(data, args.text_column, name, "--text-column, --completion-column or --messages-column")
@@ -358,22 +369,23 @@ def load_language_model(args: Args, device: torch.device) -> tuple[nn.Module, Au
     require(has_eos, f"the tokenizer of {name} has no EOS token, which every text must end with")
     if args.from_scratch:
         config = load(AutoConfig, args.from_scratch, args.trust_remote_code)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
+        options = {"trust_remote_code": args.trust_remote_code, "attn_implementation": args.attn_implementation}
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
     else:
-        model = load_weights(AutoModelForCausalLM, args.model, args.trust_remote_code)
+        model = load_weights(AutoModelForCausalLM, args.model, args)
     args.learning_rate = args.learning_rate or (3e-3 if args.from_scratch else 2e-5)
     if args.max_length > context_length(model):
         print(f"--max-length lowered from {args.max_length} to {context_length(model)}, the context of this model")
         args.max_length = context_length(model)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train().to(device), tokenizer
 
 
 def load_test_rows(args: Args, tokenizer: AutoTokenizer) -> list[tuple[list[int], list[int]]]:
     """The test split, encoded; [] without one."""
-    if args.dataset_test_split in (None, "none"):
-        return []
-    data = load_split(args.dataset, args.dataset_config, args.dataset_test_split)
-    return encode_completions(data, tokenizer, args)
+    data = load_test_split(args)
+    return encode_completions(data, tokenizer, args) if data else []
 
 
 def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -> None:
@@ -387,10 +399,14 @@ def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -
 
 def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):  # same in all scripts
     """The learning rate's course, by the name that transformers gives it."""
+    name = args.lr_scheduler_type
     try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    except ValueError as error:
-        raise UserError(f"--lr-scheduler-type {args.lr_scheduler_type}: {error}") from error
+        schedule = get_scheduler(name, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--lr-scheduler-type {name}: {error}") from error
+    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    require(is_plain, f"--lr-scheduler-type {name} wants to see a metric; take one that depends on the step alone")
+    return schedule
 
 
 class SFTLog:
@@ -466,12 +482,16 @@ def require(condition: object, sentence: str) -> None:  # same in all scripts
         raise UserError(sentence)
 
 
-def check_numbers(args: Args, positive: str, shares: str = "") -> None:  # same in all scripts
-    """The named arguments must be above 0, or between 0 and 1."""
-    for name in positive.split() + shares.split():
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        require(value is None or value > 0 or name in shares.split(), f"{flag} {value} must be above 0")
-        require(name not in shares.split() or 0 <= value <= 1, f"{flag} {value} must be between 0 and 1")
+def check_numbers(args: Args, positive: str, natural: str = "", shares: str = "") -> None:  # same in all scripts
+    """The named arguments must be above 0, at least 0, or between 0 and 1; None is left alone."""
+    for names, holds, range_ in (
+        (positive, lambda x: x > 0, "above 0"),
+        (natural, lambda x: x >= 0, "0 or more"),
+        (shares, lambda x: 0 <= x <= 1, "between 0 and 1"),
+    ):
+        for name in names.split():
+            value = getattr(args, name)
+            require(value is None or holds(value), f"--{name.replace('_', '-')} {value} must be {range_}")
 
 
 class UserError(Exception):
@@ -539,9 +559,10 @@ def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # sam
         raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
 
 
-def load_weights(auto_class: type, name: str, trust_remote_code: bool, **kwargs) -> nn.Module:  # same in all scripts
+def load_weights(auto_class: type, name: str, args: Args, **kwargs) -> nn.Module:  # same in all scripts
     """A model with float32 weights, whatever precision its checkpoint was saved in."""
-    return load(auto_class, name, trust_remote_code, dtype=torch.float32, use_safetensors=True, **kwargs)
+    kwargs |= {"dtype": torch.float32, "use_safetensors": True, "attn_implementation": args.attn_implementation}
+    return load(auto_class, name, args.trust_remote_code, **kwargs)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
@@ -580,6 +601,20 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
         raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {reason}") from error
     require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
+
+
+def load_test_split(args: Args):  # same in all scripts
+    """The split to evaluate on, or None: by default `validation`, where the data have one."""
+    from datasets import get_dataset_split_names
+
+    split, path = args.dataset_test_split, locate(args.dataset, "dataset")
+    if Path(path).is_file():
+        no_split = split in (None, "none")
+        require(no_split, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
+        return None
+    if split is None and "validation" in get_dataset_split_names(path, args.dataset_config):
+        split = "validation"
+    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:  # same in all scripts

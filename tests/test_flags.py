@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from test_train import run, untimed
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, MixtralConfig, MixtralForCausalLM,
+)  # fmt: skip
 
 import ppo
 import reward_model
@@ -37,15 +39,24 @@ CHANGES = {
         "gamma": 0.5, "lam": 0.5, "whiten_rewards": True, "whiten_advantages": False, "kl_coef": 1.0,
         "kl_estimator": "k3", "adaptive_kl": True, "kl_target": (0.01, {"adaptive_kl": True}),
         "kl_horizon": (10, {"adaptive_kl": True}),
+        "dataset_test_split": "none", "critic": "shared", "lora_r": 2,
+        "lora_alpha": (1.0, {"lora_r": 2}), "lora_target_modules": (".*c_proj", {"lora_r": 2}),
+        "response_length_min": 2, "min_new_tokens": 7, "top_k": 2, "top_p": 0.5, "critic_warmup_updates": 1,
+        "lr_scheduler_type": "constant", "warmup_ratio": 0.7, "weight_decay": 10.0, "adam_betas": ((0.5, 0.5), {}),
+        "use_score_scaling": True, "use_score_norm": (True, {"use_score_scaling": True}), "score_clip": 0.1,
+        "ratio_threshold": 1e-3, "target_kl": 1e-9, "ptx_coef": (0.1, {"pretrain_data": "{tmp}/texts.csv", "ptx_coef": 1.0}),
+        "pretrain_data": ("{tmp}/prose.csv", {"pretrain_data": "{tmp}/texts.csv", "ptx_coef": 1.0}),
+        "aux_loss_coef": (0.1, {"model": "{tmp}/experts", "learning_rate": 1e-3}),
+        "eval_steps": 1, "num_eval_prompts": 2, "eval_temperature": 1.0,
     },
     "sft": {
         "seed": 2, "bf16": True, "model": "toy/sft", "from_scratch": "{tmp}/config", "dataset": "{tmp}/texts.csv",
         "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
-        "dataset_train_split": "validation", "dataset_test_split": None,
-        "text_column": ("other", {"dataset": "{tmp}/texts.csv", "dataset_test_split": None}),
-        "prompt_column": ("other", {"dataset": "{tmp}/pairs.csv", "dataset_test_split": None}),
-        "completion_column": ("other", {"dataset": "{tmp}/pairs.csv", "dataset_test_split": None}),
-        "messages_column": ("other", {"dataset": "{tmp}/chats.jsonl", "dataset_test_split": None, "model": "{tmp}/chat"}),
+        "dataset_train_split": "validation", "dataset_test_split": "none",
+        "text_column": ("other", {"dataset": "{tmp}/texts.csv"}),
+        "prompt_column": ("other", {"dataset": "{tmp}/pairs.csv"}),
+        "completion_column": ("other", {"dataset": "{tmp}/pairs.csv"}),
+        "messages_column": ("other", {"dataset": "{tmp}/chats.jsonl", "model": "{tmp}/chat"}),
         "completion_only_loss": False, "max_length": 12, "packing": (True, {"max_length": 12}), "num_train_epochs": 2.0,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4,
         "lr_scheduler_type": "constant", "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}), "weight_decay": 1.0,
@@ -54,11 +65,11 @@ CHANGES = {
     "reward_model": {
         "seed": 2, "bf16": True, "model": "{tmp}/policy", "dataset": "{tmp}/preferences.csv",
         "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
-        "dataset_train_split": "validation", "dataset_test_split": None,
-        "chosen_column": ("other", {"dataset": "{tmp}/preferences.csv", "dataset_test_split": None}),
-        "rejected_column": ("other", {"dataset": "{tmp}/preferences.csv", "dataset_test_split": None}),
-        "prompt_column": ("other", {"dataset": "{tmp}/preferences.csv", "dataset_test_split": None}),
-        "margin_column": ("points", {"dataset": "{tmp}/preferences.csv", "dataset_test_split": None}),
+        "dataset_train_split": "validation", "dataset_test_split": "none",
+        "chosen_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
+        "rejected_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
+        "prompt_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
+        "margin_column": ("points", {"dataset": "{tmp}/preferences.csv"}),
         "max_length": 12, "eos_dropout": 0.5, "num_train_epochs": 2.0, "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "lr_scheduler_type": "constant",
         "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}), "weight_decay": 1.0, "max_grad_norm": 1e-3,
@@ -67,7 +78,7 @@ CHANGES = {
 }  # fmt: skip
 CHANGES["rloo"] = {  # all but the critic's flags, and its own
     flag: change for flag, change in CHANGES["ppo"].items()
-    if flag not in ("critic_learning_rate", "cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards", "whiten_advantages")
+    if flag in {field.name for field in dataclasses.fields(rloo.Args)}
 } | {
     "rloo_k": 4, "token_level_kl": True, "normalize_reward": True, "normalize_advantage": True,
     "reward_clip_range": (0.5, {"normalize_reward": True}),
@@ -82,6 +93,9 @@ ELSEWHERE = {  # flags whose effect is no number in metrics.jsonl
     "local_rollout_forward_batch_size": "test_rollout_in_parts_is_the_same_rollout",
     "num_sample_generations": "test_sample_tables",
     "trust_remote_code": "test_python_code_in_a_checkpoint_runs_only_when_asked",
+    "attn_implementation": "test_attention_implementation",
+    "gradient_checkpointing": "test_gradient_checkpointing_changes_memory_and_no_number",
+    "ema_decay": "test_moving_average",
 }
 
 
@@ -93,6 +107,9 @@ def world(tmp_path_factory):
     policy.lm_head.weight.data *= 1.2
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     policy.save_pretrained(tmp / "policy")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16)
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(vocab_size=len(tokenizer), num_local_experts=4, **sizes)).save_pretrained(tmp / "experts")
     reward = AutoModelForSequenceClassification.from_pretrained(ROOT / "toy/reward_model")
     reward.score.weight.data *= 2
     reward.save_pretrained(tmp / "reward")
@@ -100,7 +117,7 @@ def world(tmp_path_factory):
     reward.config.id2label, reward.config.label2id = {0: "NEGATIVE", 1: "POSITIVE"}, {"NEGATIVE": 0, "POSITIVE": 1}
     reward.save_pretrained(tmp / "classifier")
     policy.save_pretrained(tmp / "chat")
-    for name in ("policy", "reward", "classifier", "chat"):
+    for name in ("policy", "reward", "classifier", "experts", "chat"):
         if name == "chat":
             tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
         tokenizer.save_pretrained(tmp / name)
@@ -117,6 +134,7 @@ def world(tmp_path_factory):
             [str(i % 3) if c == "points" else x for c, x in zip(header.split(","), x)] for i, x in enumerate(lines)
         ]
         (tmp / f"{name}.csv").write_text("\n".join([header, *(",".join(line) for line in lines)]) + "\n")
+    (tmp / "prose.csv").write_text("text\n" + "A tree stood there.\n" * 16)
     turns = lambda x: [{"role": "user", "content": "The film"}, {"role": "assistant", "content": f"is {x}."}]  # noqa: E731
     rows = [{"messages": turns("good"), "other": turns("bad")}] * 16
     (tmp / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -158,9 +176,9 @@ def test_flag_changes_the_numbers(script, flag, metrics_of, tiny):
     value, both = change if isinstance(change, tuple) else (change, {})
     settings = tiny[script] | both
     given = settings | {flag: value}
-    if flag in ("dataset", "dataset_config") and script in ("sft", "reward_model"):
-        given |= {"dataset_test_split": None}
-        settings |= {"dataset_test_split": None}
+    if flag in ("dataset", "dataset_config"):  # or the evaluations would differ even if nothing else did
+        given |= {"dataset_test_split": "none"}
+        settings |= {"dataset_test_split": "none"}
     assert metrics_of(script, given) != metrics_of(script, settings)
 
 
@@ -189,6 +207,7 @@ def test_rollout_in_parts_is_the_same_rollout(tmp_path, monkeypatch, tiny):
     """--local-rollout-forward-batch-size changes how many rows a forward pass has, and no number beyond rounding."""
     sizes, sample = [], ppo.sample
     monkeypatch.setattr(ppo, "sample", lambda *a: (sizes.append(len(a[1])), sample(*a))[1])
+    tiny["ppo"] |= {"dataset_test_split": "none"}
     a, b = (run(ppo, tmp_path / str(n), local_rollout_forward_batch_size=n, **tiny["ppo"]) for n in (8, 3))
     assert sizes == [8] * 3 + [3, 3, 2] * 3
     for name in ("objective/scores", "objective/kl_k3", "val/response_length", "loss/value_avg"):

@@ -747,7 +747,7 @@ class FakeTokenizer:
         self.eos_token_id = eos_token_id
 
     def __call__(self, text, **_):
-        return {"input_ids": text}
+        return {"input_ids": list(text)}
 
 
 @pytest.mark.parametrize("row", [0, 2])
@@ -758,7 +758,7 @@ def test_completion_labels_against_trl07(row):
     # TRL finds the completion behind the last template; ours is told the two parts.
     end = max(k for k in range(2, len(ids) + 1) if ids[k - 2 : k] == template)
     tokenizer = FakeTokenizer(i["eos_id"])
-    ours, labels = sft.encode_pair(ids[:end], ids[end:], tokenizer, completion_only=True)
+    ours, labels = sft.encode_pair(tuple(ids[:end]), tuple(ids[end:]), tokenizer, completion_only=True)
     eos = [] if ids[-1] == i["eos_id"] else [i["eos_id"]]  # ours always ends a text with EOS, and labels it
     theirs = o["completion_only"]
     assert ours == theirs["input_ids"][row].tolist() + eos

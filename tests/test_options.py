@@ -1,0 +1,539 @@
+"""The options beside the main line of ppo.py and rloo.py: each does what its source says it does."""
+
+import json
+import sys
+from collections import Counter
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_golden import close, golden
+from test_rollout import CONFIGS, PAD, STOP, VOCAB, left_padded_prompts, tiny_model
+from test_train import ROOT, run, untimed
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, MinNewTokensLengthLogitsProcessor, MixtralConfig, MixtralForCausalLM,
+    OPTConfig, OPTForCausalLM, TopKLogitsWarper, TopPLogitsWarper,
+)  # fmt: skip
+from transformers.optimization import SchedulerType
+
+import ppo
+import rloo
+
+CPU = torch.device("cpu")
+SCRIPTS = [ppo, rloo]
+
+
+def weights_of(folder):
+    """The saved weights of a model, by name."""
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def distance(a, b):
+    """Euclidean distance of two sets of weights."""
+    return sum((a[name] - b[name]).square().sum() for name in a).sqrt().item()
+
+
+def a_rollout(policy, **settings):
+    """Args, and a rollout of six prompts with everything that an update needs."""
+    settings = dict(per_device_train_batch_size=6, num_ppo_epochs=1, response_length=8, temperature=0.9) | settings
+    args = ppo.Args(**settings)
+    args.stop_token_id, tokenizer = STOP, SimpleNamespace(pad_token_id=PAD, decode=str)
+    torch.manual_seed(0)
+    rollout = ppo.sample_batch(policy, *left_padded_prompts(), tokenizer, args)
+    ppo.score_reference(rollout, policy, deepcopy(policy), args)
+    rollout.advantages = torch.randn_like(rollout.logprobs)
+    rollout.values = torch.zeros_like(rollout.logprobs)
+    rollout.returns = torch.randn_like(rollout.logprobs)
+    return args, rollout
+
+
+def a_critic(args, policy):
+    """The critic as make_critic makes it where there is no reward model, with a head that is not zero."""
+    critic = ppo.make_critic(args, policy, None, None, None)
+    nn.init.normal_(critic.head.weight)
+    return critic
+
+
+# --- score scaling
+
+
+def test_running_moments_are_trls():
+    i, o = golden("trl0711_score_scaling")
+    moments = ppo.RunningMoments()
+    for step in o["sequence"]:
+        for options, name in (
+            ({}, "scores"),
+            ({"use_score_scaling": True}, "scaled_only"),
+            ({"use_score_scaling": True, "use_score_norm": True}, "scaled_and_normed"),
+            ({"use_score_scaling": True, "use_score_norm": True, "score_clip": 0.5}, "scaled_normed_clip0p5"),
+        ):
+            trial = deepcopy(moments)
+            close(ppo.scale_scores(step["scores"], trial, ppo.Args(**options)), step[name], rtol=1e-5, atol=1e-6)
+        moments.update(step["scores"])
+        close(moments.mean, step["running_mean"], rtol=1e-5)
+        close(moments.std, step["running_std"], rtol=1e-5)
+
+
+def test_running_moments_are_those_of_all_scores_together():
+    _, o = golden("trl07_running_moments")
+    moments, seen = ppo.RunningMoments(), []
+    for row in o["rows"]:
+        moments.update(row["batch"])
+        seen.append(row["batch"])
+        everything = torch.cat(seen)
+        close(moments.mean, everything.mean())
+        close(moments.std, everything.std())
+        close(moments.std, row["running_std"], rtol=1e-5)
+
+
+def test_scaled_scores_do_not_hide_the_score(tmp_path, tiny):
+    a, b = (run(ppo, tmp_path / str(n), use_score_scaling=n, **tiny["ppo"]) for n in (False, True))
+    assert a[0]["objective/scores"] == b[0]["objective/scores"] and untimed(a) != untimed(b)
+
+
+# --- steps left out
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_a_ratio_beyond_the_threshold_makes_no_step(tmp_path, module, tiny):
+    """TRL 0.7 zeroes both losses there: at a threshold below 1 nothing is ever learned, and each skip is counted."""
+    lines = run(module, tmp_path, ratio_threshold=0.5, num_mini_batches=2, **tiny[module.__name__])
+    assert all(line["val/skipped_steps"] == 8 for line in lines)
+    assert distance(weights_of(tmp_path), weights_of(ROOT / "toy/sft")) == 0
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_target_kl_ends_the_passes_over_a_batch(tmp_path, module, tiny):
+    """With a target that the first step exceeds: the weights are those of one epoch, not of four."""
+    settings = tiny[module.__name__] | {"total_episodes": 8}
+    (stopped,) = run(module, tmp_path / "stopped", target_kl=1e-6, **settings)
+    run(module, tmp_path / "one", num_ppo_epochs=1, **settings)
+    run(module, tmp_path / "four", **settings)
+    assert stopped["val/skipped_steps"] == 3
+    assert distance(weights_of(tmp_path / "stopped"), weights_of(tmp_path / "one")) == 0
+    assert distance(weights_of(tmp_path / "stopped"), weights_of(tmp_path / "four")) > 0
+
+
+# --- the critic
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_shared_trunk_gives_the_same_values_in_one_pass(kind):
+    policy = tiny_model(kind)
+    args, rollout = a_rollout(policy, critic="shared")
+    critic = a_critic(args, policy)
+    logits, values, _ = ppo.logits_and_values(policy, critic, rollout, args)
+    torch.testing.assert_close(values, critic(*rollout.text), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, ppo.response_logits(policy, *rollout.text, args.temperature))
+    calls = Counter()
+    policy.base_model.register_forward_hook(lambda *_: calls.update(["body"]))
+    ppo.logits_and_values(policy, critic, rollout, args)
+    assert calls["body"] == 1
+
+
+def test_a_shared_critic_has_only_its_head_to_itself():
+    policy = tiny_model("gpt2")
+    args, rollout = a_rollout(policy, critic="shared", vf_coef=1.0, learning_rate=1e-3)
+    critic = a_critic(args, policy)
+    optimizer = ppo.make_optimizer(args, policy, critic)
+    assert sum(p.numel() for p in optimizer.param_groups[1]["params"]) == 32 + 1 + 1  # weight, bias, shift
+    rollout.advantages = torch.zeros_like(rollout.logprobs)
+    before = deepcopy(policy.state_dict())
+    ppo.optimize(policy, critic, optimizer, rollout, args)
+    assert distance(policy.state_dict(), before) > 0  # the value loss reaches the trunk, as in TRL 0.7
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_critic_warm_up(tmp_path, critic, tiny):
+    """The policy stays where it is for so long, while the critic learns."""
+    settings = tiny["ppo"] | {"critic": critic}
+    lines = run(ppo, tmp_path / "a", critic_warmup_updates=3, **settings)
+    assert distance(weights_of(tmp_path / "a"), weights_of(ROOT / "toy/sft")) == 0
+    assert [line["lr"] for line in lines] == [0, 0, 0] and all(abs(line["val/ratio"] - 1) < 1e-4 for line in lines)
+    assert lines[-1]["loss/value_avg"] != lines[0]["loss/value_avg"]
+    lines = run(ppo, tmp_path / "b", critic_warmup_updates=1, **settings)
+    assert [line["lr"] > 0 for line in lines] == [False, True, True]
+
+
+# --- beside the algorithm
+
+
+@pytest.mark.parametrize(
+    "name, logits, labels, loss",
+    [("openrlhf_gpt_lm_loss", "logits", "labels", "loss"),
+     ("openrlhf031_losses_rewards_gae", "lm_logits", "lm_labels", "gptlm_loss")],
+)  # fmt: skip
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_ptx_loss_is_openrlhfs(module, name, logits, labels, loss):
+    i, o = golden(name)
+    x = i[logits].float().requires_grad_()
+    policy = lambda **_: SimpleNamespace(logits=x)  # noqa: E731
+    real = i[labels] != -100
+    value = module.pretrain_gradient(policy, i[labels].clamp(min=0).long(), real, module.Args(ptx_coef=3.0))
+    close(value, o[loss], rtol=1e-5)
+    y = i[logits].float().requires_grad_()
+    nn.functional.cross_entropy(y[:, :-1].flatten(0, 1), i[labels][:, 1:].flatten().long()).backward()
+    close(x.grad, 3.0 * y.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_ptx_lowers_the_loss_on_the_texts(tmp_path, module, tiny):
+    (tmp_path / "t.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 8)
+    settings = tiny[module.__name__] | dict(pretrain_data=str(tmp_path / "t.jsonl"), learning_rate=1e-3)
+    lines = run(module, tmp_path / "out", ptx_coef=10.0, **settings)
+    assert lines[-1]["loss/ptx"] < 0.7 * lines[0]["loss/ptx"]
+
+
+def test_moving_average(tmp_path, tiny):
+    """OpenRLHF's sequence; and a run leaves the average in ema/, between the first policy and the last."""
+    i, o = golden("openrlhf031_ema")
+    policy = nn.Linear(2, 1, bias=False).double()
+    nn.init.zeros_(policy.weight)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    ema = ppo.moving_average(policy, optimizer, i["ema_beta"])
+    for step in o["ema_sequence"]:
+        policy.weight.data = step["param"][None]
+        optimizer.step()
+        close(ema.weight[0].detach(), step["ema"])
+    for module in SCRIPTS:
+        out = tmp_path / module.__name__
+        run(module, out, ema_decay=0.9, **tiny[module.__name__])
+        start, average, last = (weights_of(folder) for folder in (ROOT / "toy/sft", out / "ema", out))
+        assert 0 < distance(start, average) < distance(start, last) and distance(average, last) > 0
+        AutoTokenizer.from_pretrained(out / "ema")
+
+
+def a_mixture():
+    """A tiny mixture of experts."""
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=16, num_local_experts=4, pad_token_id=PAD, bos_token_id=None, eos_token_id=None,
+    )).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_the_router_loss_is_the_librarys(module):
+    """With advantages 0 nothing but it has a gradient: the coefficient times that of the model's own aux_loss."""
+    policy = a_mixture()
+    args, rollout = a_rollout(policy, aux_loss_coef=0.5, vf_coef=0.0)
+    rollout.advantages = torch.zeros_like(rollout.logprobs)
+    index = [torch.arange(6)]
+    if module is ppo:
+        ppo.mini_batch_gradient(policy, a_critic(args, policy), rollout, index, args)
+    else:
+        args = rloo.Args(**{k: v for k, v in vars(args).items() if k in vars(rloo.Args())})
+        rollout.advantages = rollout.advantages[:, :1]
+        rloo.response_gradient(policy, rollout, index, args)
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    (0.5 * policy(**ppo.join(*rollout.text), output_router_logits=True).aux_loss).backward()
+    assert any("gate" in name for name in ours)
+    for name, p in policy.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(ours[name], p.grad, rtol=1e-4, atol=1e-7)
+
+
+# --- sampling from a part of the distribution
+
+
+@pytest.mark.parametrize("top_k, top_p, least", [(3, 1.0, 0), (0, 0.6, 0), (0, 1.0, 5), (4, 0.8, 5), (1, 0.01, 0)])
+def test_allowed_tokens_are_transformers(top_k, top_p, least):
+    """The library's own logits processors keep the same tokens."""
+    logits = 3 * torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(0))
+    for t in (0, 4, 5):
+        allowed = ppo.allowed_tokens(logits, t, top_k, top_p, least, STOP)
+        ids, theirs = torch.zeros(200, t, dtype=torch.long), logits
+        if least:
+            theirs = MinNewTokensLengthLogitsProcessor(0, least, STOP, device="cpu")(ids, theirs)
+        if top_k:
+            theirs = TopKLogitsWarper(top_k)(ids, theirs)
+        if top_p < 1 and not top_k:
+            theirs = TopPLogitsWarper(top_p)(ids, theirs)
+        if top_k and top_p < 1:  # both look at the full distribution here, one after the other there
+            assert (allowed <= theirs.isfinite()).all() and allowed.any(1).all()
+            both = TopPLogitsWarper(top_p)(ids, logits if t >= least else theirs)
+            assert (allowed <= both.isfinite()).all() or t < least
+        else:
+            assert torch.equal(allowed, theirs.isfinite())
+
+
+def test_the_docstrings_example():
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
+    assert ppo.allowed_tokens(logits, 0, 0, 0.7, 0, None).tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.7}, {"min_new_tokens": 4}], ids=str)
+def test_the_loss_describes_the_distribution_that_was_sampled(kind, limits):
+    """Logprobs of the rollout are those of a fresh forward pass over the same tokens, renormalised: the ratio is 1."""
+    policy = tiny_model(kind)
+    args, rollout = a_rollout(policy, **limits)
+    logits = ppo.response_logits(policy, *rollout.text, args.temperature, rollout.allowed)
+    fresh = ppo.token_logprobs(logits, rollout.responses)
+    torch.testing.assert_close(fresh[rollout.mask], rollout.logprobs[rollout.mask], rtol=1e-4, atol=1e-4)
+    full = ppo.token_logprobs(ppo.response_logits(policy, *rollout.text, args.temperature), rollout.responses)
+    assert (full[rollout.mask] < fresh[rollout.mask] - 1e-3).any()  # without the restriction it would be another
+    drawn = rollout.allowed.gather(2, rollout.responses[:, :, None]).squeeze(2)
+    assert drawn[rollout.mask].all() and ppo.token_entropy(logits).isfinite().all()
+    assert ppo.full_kl(logits, logits.roll(1, 0)).isfinite().all()
+    if "min_new_tokens" in limits:
+        assert (rollout.mask.sum(1) > 4).all()
+    if "top_k" in limits:
+        assert (rollout.allowed[rollout.mask].sum(1) == 3).all()
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_a_restricted_run_goes_through_the_ratio_check(tmp_path, module, tiny):
+    lines = run(module, tmp_path, top_p=0.8, top_k=50, min_new_tokens=2, num_ppo_epochs=1, **tiny[module.__name__])
+    for line in lines:
+        assert line["val/ratio"] == pytest.approx(1, abs=1e-3) and line["val/response_length"] > 2
+
+
+def test_the_limit_of_a_response_is_drawn_for_each_rollout(tmp_path, tiny, monkeypatch):
+    seen, sample = [], ppo.sample
+    monkeypatch.setattr(ppo, "sample", lambda *a: (seen.append(a[3].shape[1]), sample(*a))[1])
+    settings = tiny["ppo"] | dict(response_length_min=2, total_episodes=160, dataset_test_split="none")
+    run(ppo, tmp_path, num_ppo_epochs=1, **settings)
+    assert set(seen) <= set(range(2, 9)) and len(set(seen)) > 3 and len(seen) == 20
+
+
+# --- LoRA
+
+
+@pytest.fixture
+def without_warnings():
+    """peft speaks of what is not ours to change."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_reference_is_the_policy_with_its_adapter_off(kind, without_warnings):
+    policy = tiny_model(kind)
+    args, rollout = a_rollout(policy, lora_r=4)
+    before, base = ppo.rollout_logprobs(policy, rollout, args), policy.num_parameters()
+    reference = ppo.make_reference(policy, args)
+    assert reference is policy and policy.num_parameters() < 1.3 * base  # no second copy
+    torch.testing.assert_close(ppo.rollout_logprobs(policy, rollout, args), before)  # an adapter begins as nothing
+    trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+    assert trained and all("lora" in name for name in trained)
+    for name, p in policy.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    ppo.score_reference(rollout, policy, reference, args)
+    torch.testing.assert_close(rollout.ref_logprobs, before)
+    assert not torch.allclose(ppo.rollout_logprobs(policy, rollout, args), before)  # and it is on again
+    assert [name for name, p in policy.named_parameters() if p.requires_grad] == trained
+    args.kl_estimator = "full"
+    ppo.score_reference(rollout, policy, reference, args)
+    assert (rollout.kl[rollout.mask] > 0).any()
+
+
+@pytest.mark.parametrize("module, more", [(ppo, {}), (ppo, {"critic": "shared"}), (rloo, {})], ids=str)
+def test_adapter_and_merged_model_are_saved(tmp_path, module, more, tiny, without_warnings):
+    settings = tiny[module.__name__] | more | dict(lora_r=4, learning_rate=1e-2)
+    lines = run(module, tmp_path, **settings)
+    assert abs(lines[-1]["objective/kl"]) > 1e-3
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 300_000
+    from peft import AutoPeftModelForCausalLM
+
+    adapter = AutoPeftModelForCausalLM.from_pretrained(tmp_path).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    base = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").eval()
+    ids = torch.randint(5, 500, (2, 9), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(adapter(ids).logits, merged(ids).logits, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(base(ids).logits, merged(ids).logits, atol=0.05)
+    AutoTokenizer.from_pretrained(tmp_path / "merged")
+
+
+def test_lora_without_peft_ends_in_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(ppo, "find_spec", lambda name: None)
+    with pytest.raises(ppo.UserError, match="--lora-r 4 needs the package peft: pip install peft"):
+        ppo.make_reference(tiny_model("gpt2"), ppo.Args(lora_r=4))
+
+
+# --- memory and kernels
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_gradient_checkpointing_changes_memory_and_no_number(tmp_path, critic, tiny, monkeypatch):
+    """The same metrics, with far fewer activations kept for the backward pass."""
+    kept, gradient = [], ppo.mini_batch_gradient
+
+    def counted(*args):
+        total = 0
+
+        def pack(x):
+            nonlocal total
+            total += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            sums = gradient(*args)
+        kept.append(total)
+        return sums
+
+    monkeypatch.setattr(ppo, "mini_batch_gradient", counted)
+    settings = tiny["ppo"] | dict(critic=critic, num_ppo_epochs=1, total_episodes=8)
+    (a,) = run(ppo, tmp_path / "a", **settings)
+    (b,) = run(ppo, tmp_path / "b", gradient_checkpointing=True, **settings)
+    for name in ("loss/policy_avg", "policy/grad_norm", "val/grad_norm", "policy/entropy_avg"):
+        assert a[name] == pytest.approx(b[name], rel=1e-4), name
+    assert kept[1] < 0.6 * kept[0]
+
+
+def test_checkpointing_brings_no_dropout_back():
+    """OPT calls dropout as a function in its layers, where no module can be switched off."""
+    config = OPTConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, dropout=0.5,
+        max_position_embeddings=64, word_embed_proj_dim=16, layerdrop=0.5,
+    )  # fmt: skip
+    policy = OPTForCausalLM(config).eval()
+    args, rollout = a_rollout(policy)
+    before = ppo.rollout_logprobs(policy, rollout, args)
+    ppo.enable_checkpointing(policy)
+    policy.train()
+    torch.testing.assert_close(ppo.rollout_logprobs(policy, rollout, args), before)
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_attention_implementation(module):
+    for name in ("eager", "sdpa"):
+        args = module.Args(attn_implementation=name)
+        assert module.load_policy(args, CPU)[0].config._attn_implementation == name
+        assert module.load_reward_model(args, CPU)[0].config._attn_implementation == name
+    with pytest.raises(module.UserError, match="(?i)flash"):
+        module.load_policy(module.Args(attn_implementation="flash_attention_2"), CPU)
+
+
+# --- schedules
+
+
+@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])
+def test_every_schedule_runs_or_ends_in_a_sentence(name):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    args = ppo.Args(lr_scheduler_type=name, warmup_ratio=0.2)
+    try:
+        schedule = ppo.make_schedule(args, optimizer, 10)
+    except ppo.UserError as error:
+        assert f"--lr-scheduler-type {name}" in str(error)
+        return
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step(), schedule.step()
+    assert rates[0] < 1 or name == "constant"
+    assert max(rates) <= 1
+
+
+def test_the_rate_falls_linearly_and_the_critics_with_it(tmp_path, tiny, monkeypatch):
+    seen, optimize = [], ppo.optimize
+
+    def watched(policy, critic, optimizer, *rest):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        return optimize(policy, critic, optimizer, *rest)
+
+    monkeypatch.setattr(ppo, "optimize", watched)
+    run(ppo, tmp_path, learning_rate=3e-4, critic_learning_rate=6e-4, **tiny["ppo"])
+    assert [x for pair in seen for x in pair] == pytest.approx([3e-4, 6e-4, 2e-4, 4e-4, 1e-4, 2e-4])
+
+
+# --- evaluation
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_evaluation_does_not_touch_the_training(tmp_path, module, tiny):
+    settings = tiny[module.__name__]
+    a = run(module, tmp_path / "a", dataset_test_split="none", **settings)
+    b = run(module, tmp_path / "b", eval_steps=1, **settings)
+    c = run(module, tmp_path / "c", eval_steps=2, **settings)
+    assert ["eval/scores" in line for line in c] == [False, True, True]
+    assert all("eval/scores" in line for line in b)
+    b = [{name: x for name, x in line.items() if not name.startswith("eval/")} for line in b]
+    assert untimed(a) == untimed(b)
+
+
+def test_evaluation_by_hand(tmp_path, tiny):
+    """Greedy answers of the saved policy: their share of EOS, their length, their KL at the training temperature."""
+    line = run(ppo, tmp_path, learning_rate=1e-3, num_eval_prompts=5, eval_temperature=1e-4, **tiny["ppo"])[-1]
+    policy, start = (AutoModelForCausalLM.from_pretrained(x).eval() for x in (tmp_path, ROOT / "toy/sft"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with open(f"{tiny['ppo']['dataset']}/validation.jsonl") as file:
+        prompts = [json.loads(row)["prompt"] for row in file][:5]
+    lengths, kls, ends = [], [], 0
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        answer = policy.generate(ids, max_new_tokens=8, do_sample=False)[0]
+        new = answer[ids.shape[1] :]
+        lengths.append(len(new))
+        ends += int(tokenizer.eos_token_id in new)
+        with torch.no_grad():
+            a, b = ((m(answer[None]).logits[0, ids.shape[1] - 1 : -1] / 0.7).log_softmax(-1) for m in (policy, start))
+        kls.append((a - b).gather(1, new[:, None]).sum().item())
+    assert line["eval/response_length"] == pytest.approx(sum(lengths) / 5)
+    assert line["eval/eos_share"] == ends / 5
+    assert line["eval/kl"] == pytest.approx(sum(kls) / 5, abs=1e-3)
+
+
+# --- chats
+
+
+def chat_tokenizer():
+    """The toy tokenizer with a chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_prompts_as_messages(tmp_path, module):
+    tokenizer = chat_tokenizer()
+    AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    prompt = [{"role": "user", "content": "The film"}]
+    (tmp_path / "d.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 8)
+    args = module.Args(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"))
+    policy, tokenizer = module.load_policy(args, CPU)
+    prompts, _ = module.load_prompts(args, tokenizer, policy)
+    assert tokenizer.decode(prompts[0]) == "user: The film<|end|>assistant:"
+    settings = dict(model=args.model, dataset=args.dataset, batch_size=8, total_episodes=8, response_length=4)
+    run(module, tmp_path / "out", **settings)
+
+
+def test_prompts_as_messages_before_completions_and_pairs():
+    import reward_model
+    import sft
+
+    tokenizer = chat_tokenizer()
+    prompt = [{"role": "user", "content": "The film"}, {"role": "assistant", "content": "is"}]
+    prompt.append({"role": "user", "content": "what"})
+    whole = "user: The film<|end|>assistant: is<|end|>user: what<|end|>assistant: good.<|end|>"
+    for completion in ("good.", [{"role": "assistant", "content": "good."}]):
+        ids, labels = sft.encode_pair(prompt, completion, tokenizer, True)
+        assert tokenizer.decode(ids) == whole
+        assert tokenizer.decode([x for x in labels if x != sft.IGNORE]).strip() == "good.<|end|>"
+        assert sft.encode_pair(prompt, completion, tokenizer, False)[1] == ids
+        assert tokenizer.decode(reward_model.encode_conversation(prompt, completion, tokenizer)) == whole
+
+
+# --- one file as data
+
+
+def test_a_single_file_is_not_evaluated_on(tmp_path):
+    """All of it is trained on, so nothing is held out."""
+    (tmp_path / "d.jsonl").write_text('{"prompt": "The film"}\n' * 4)
+    args = ppo.Args(dataset=str(tmp_path / "d.jsonl"))
+    assert ppo.load_test_split(args) is None
+    args.dataset_test_split = "validation"
+    with pytest.raises(ppo.UserError, match="one file"):
+        ppo.load_test_split(args)
