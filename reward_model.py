@@ -179,12 +179,19 @@ def encode_text(prompt: str, text: str, tokenizer: AutoTokenizer) -> list[int]:
 
 
 def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a conversation: the prompt's turns where it has any, and then the text, the assistant's if it is one
-    text alone."""
-    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    """Token ids of a conversation: the prompt's turns if it has any, then those of the text, or the text as a turn."""
     turns = prompt if isinstance(prompt, list) else []
     turn = text if isinstance(text, list) else [{"role": "assistant", "content": text}]
-    return tokenizer.apply_chat_template(turns + turn, return_dict=False)
+    return apply_template(turns + turn, tokenizer)
+
+
+def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:  # same in all scripts
+    """Token ids of a conversation through the tokenizer's chat template."""
+    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    try:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    except Exception as error:  # a template is a program of somebody else's
+        raise UserError(f"the tokenizer's chat template refuses {messages!r}: {error}") from error
 
 
 def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:

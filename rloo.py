@@ -175,7 +175,7 @@ class Args:
 
     # --- Optimisation
     learning_rate: float | None = None
-    """AdamW's; by default from the size of the policy (see default_learning_rate)"""
+    """AdamW's; by default from the size of the policy (see default_learning_rate), ten times as high with LoRA"""
     lr_scheduler_type: str = "linear"
     """any name that transformers.get_scheduler knows (TRL: linear to 0)"""
     warmup_ratio: float = 0.0
@@ -204,8 +204,8 @@ class Args:
     """normalised scores are clipped to +- this (TRL, REINFORCE++)"""
     normalize_advantage: bool = False
     """shift and scale the advantages of a batch to mean 0 and variance 1 (TRL, REINFORCE++)"""
-    ratio_threshold: float = 10.0
-    """a mini-batch whose mean ratio is above makes no step, and is counted (TRL 0.7)"""
+    ratio_threshold: float | None = None
+    """a mini-batch whose mean ratio is above makes no step, and is counted (TRL 0.7's PPO: 10, for ratios of tokens)"""
     target_kl: float | None = None
     """no more steps on a batch once policy/approxkl exceeds 1.5 times this (TRL 0.7's early_stopping)"""
 
@@ -612,7 +612,7 @@ def optimize_policy(
         sums = {name: sums[name] + x if sums else x for name, x in batch.items()}
         if args.target_kl is not None and approxkl > 1.5 * args.target_kl:
             break
-        if ratio <= args.ratio_threshold:
+        if args.ratio_threshold is None or ratio <= args.ratio_threshold:
             if pretrain:
                 per_step["loss/ptx"] += pretrain_gradient(policy, *next(pretrain), args)
             per_step["policy/grad_norm"] += nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
@@ -739,35 +739,38 @@ def sample_batch(
 
 
 @torch.no_grad()
+def by_chunks(function: Callable[[Rollout], Tensor], rollout: Rollout, args: Args) -> Tensor:
+    """(B, T) what the function gives for the rollout, `local_rollout_forward_batch_size` rows at a time."""
+    result = torch.zeros_like(rollout.logprobs)
+    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
+        with autocast(args, rollout.mask.device):
+            result[index, : r.mask.shape[1]] = function(r)
+    return result
+
+
 def rollout_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
-    """(B, T) log-probabilities of the responses under a model, `local_rollout_forward_batch_size` rows at a time."""
-    logprobs = torch.zeros_like(rollout.logprobs)
-    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
-        with autocast(args, rollout.mask.device):
-            logits = response_logits(model, *r.text, args.temperature, r.allowed)  # (b, T, V)
-        logprobs[index, : r.mask.shape[1]] = token_logprobs(logits, r.responses)
-    return logprobs
+    """(B, T) log-probabilities of the responses under a model."""
 
+    def logprobs(r: Rollout) -> Tensor:
+        """Those of some rows."""
+        return token_logprobs(response_logits(model, *r.text, args.temperature, r.allowed), r.responses)
 
-@torch.no_grad()
-def rollout_full_kl(policy: nn.Module, reference: nn.Module, rollout: Rollout, args: Args) -> Tensor:
-    """(B, T) KL over the whole vocabulary, `local_rollout_forward_batch_size` rows at a time."""
-    kl = torch.zeros_like(rollout.logprobs)
-    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
-        inputs = (*r.text, args.temperature, r.allowed)
-        with autocast(args, rollout.mask.device):
-            logits = response_logits(policy, *inputs)  # (b, T, V)
-            with adapter_off(policy, reference):
-                kl[index, : r.mask.shape[1]] = full_kl(logits, response_logits(reference, *inputs))
-    return kl
+    return by_chunks(logprobs, rollout, args)
 
 
 def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
     """Of step 2 the part of the reference: fills in ref_logprobs and kl, (B, T) each."""
+
+    def kl(r: Rollout) -> Tensor:
+        """Over the whole vocabulary, of some rows."""
+        logits = response_logits(policy, *r.text, args.temperature, r.allowed)  # (b, T, V)
+        with adapter_off(policy, reference):
+            return full_kl(logits, response_logits(reference, *r.text, args.temperature, r.allowed))
+
     with adapter_off(policy, reference):
         rollout.ref_logprobs = rollout_logprobs(reference, rollout, args)
     if args.kl_estimator == "full":
-        rollout.kl = rollout_full_kl(policy, reference, rollout, args)
+        rollout.kl = by_chunks(kl, rollout, args)
     else:
         rollout.kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
 
@@ -854,10 +857,14 @@ def make_reference(policy: nn.Module, args: Args) -> nn.Module:
     require(find_spec("peft"), f"--lora-r {args.lora_r} needs the package peft: pip install peft")
     from peft import LoraConfig
 
-    policy.add_adapter(LoraConfig(
+    config = LoraConfig(
         task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules,
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in policy.modules()),  # GPT-2 keeps its weights transposed
-    ))  # fmt: skip
+    )  # fmt: skip
+    try:
+        policy.add_adapter(config)
+    except ValueError as error:  # it knows no layers of this architecture, or finds none of those named
+        raise UserError(f"--lora-target-modules {args.lora_target_modules}: {error}") from error
     return policy
 
 
@@ -1022,12 +1029,20 @@ def encode_prompts(data, args: Args, tokenizer: AutoTokenizer, policy: nn.Module
     return kept
 
 
+def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:  # same in all scripts
+    """Token ids of a conversation through the tokenizer's chat template."""
+    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    try:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    except Exception as error:  # a template is a program of somebody else's
+        raise UserError(f"the tokenizer's chat template refuses {messages!r}: {error}") from error
+
+
 def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:  # same in all scripts
     """Token ids of a text, or of a conversation up to where the assistant is to speak."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    return apply_template(prompt, tokenizer, add_generation_prompt=True)
 
 
 def load_pretrain_texts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
@@ -1064,7 +1079,7 @@ def check_args(args: Args) -> None:
         positive="response_length temperature per_device_train_batch_size gradient_accumulation_steps num_mini_batches "
         "batch_size local_rollout_forward_batch_size total_episodes num_train_epochs learning_rate max_grad_norm "
         "num_ppo_epochs cliprange reward_clip_range kl_target kl_horizon max_prompt_length response_length_min "
-        "ratio_threshold target_kl eval_steps num_eval_prompts eval_temperature lora_alpha adam_epsilon",
+        "ratio_threshold target_kl eval_steps num_eval_prompts eval_temperature lora_alpha adam_epsilon top_p",
         natural="min_new_tokens top_k lora_r weight_decay ptx_coef aux_loss_coef",
         shares="warmup_ratio top_p ema_decay",
     )
@@ -1077,20 +1092,13 @@ def check_args(args: Args) -> None:
 
 def check_combinations(args: Args) -> None:
     """Settings that make sense only together."""
-    shortest = args.response_length_min or args.response_length
-    require(
-        shortest <= args.response_length,
-        f"--response-length-min {shortest} is above --response-length {args.response_length}",
-    )
-    require(
-        args.min_new_tokens < shortest,
-        f"--min-new-tokens {args.min_new_tokens} leaves no room for a stop token in responses of {shortest} tokens",
-    )
-    require(
-        bool(args.pretrain_data) == bool(args.ptx_coef),
-        f"--ptx-coef {args.ptx_coef} and --pretrain-data {args.pretrain_data}: give both (InstructGPT's weight is "
-        "27.8, OpenRLHF's 0.05), or neither",
-    )
+    T, shortest, least = args.response_length, args.response_length_min or args.response_length, args.min_new_tokens
+    require(shortest <= T, f"--response-length-min {shortest} is above --response-length {T}")
+    no_room = f"--min-new-tokens {least} leaves no room for a stop token in responses of {shortest} tokens"
+    require(least < shortest, no_room)
+    data, coef = args.pretrain_data, args.ptx_coef
+    both = f"--ptx-coef {coef} and --pretrain-data {data}: give both (a weight of 27.8 in InstructGPT), or neither"
+    require(bool(data) == bool(coef), both)
 
 
 def check_groups(args: Args) -> None:
@@ -1111,7 +1119,7 @@ def default_learning_rate(num_parameters: int) -> float:
 def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
     """Fills in what depends on the model and the machine, and checks that the batch sizes fit each other."""
     size = policy.num_parameters()
-    args.learning_rate = args.learning_rate or default_learning_rate(size)
+    args.learning_rate = args.learning_rate or default_learning_rate(size) * (10 if args.lora_r else 1)
     parts = args.num_mini_batches * args.gradient_accumulation_steps
     if args.batch_size is not None:
         below = args.batch_size // parts * parts
@@ -1145,7 +1153,8 @@ def describe_run(args: Args, num_updates: int, policy: nn.Module, *others: nn.Mo
     if policy.device.type == "cpu":
         tokens = args.response_length + 16
         passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
-        flops = 2 * tokens * passes * sum(p.numel() for model in (policy, *others) for p in model.parameters())
+        weights = {p: p.numel() for model in (policy, *others) for p in model.parameters()}  # a shared trunk once
+        flops = 2 * tokens * passes * sum(weights.values())
         seconds = args.batch_size * flops / (0.7 * matmul_flops_per_second())  # 70 % of the peak, as measured on GPT-2
         print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.1f} min")
 

@@ -168,9 +168,8 @@ def encode_pair(
     """
     if isinstance(prompt, list):
         turn = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
         ids, labels = encode_messages(prompt + turn, tokenizer, completion_only)
-        start = len(tokenizer.apply_chat_template(prompt, return_dict=False)) if completion_only else 0
+        start = len(apply_template(prompt, tokenizer)) if completion_only else 0
         return ids, [IGNORE] * start + labels[start:]
     start = tokenizer(prompt)["input_ids"] if prompt else []
     end = tokenizer(completion, add_special_tokens=not prompt)["input_ids"]
@@ -186,7 +185,7 @@ def encode_messages(
     ids: list[int] = []
     labels: list[int] = []
     for i, message in enumerate(messages):
-        whole = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False)
+        whole = apply_template(messages[: i + 1], tokenizer)
         require(
             whole[: len(ids)] == ids,
             "this chat template rewrites earlier turns when a later one is added, so a loss on single turns has no "
@@ -194,19 +193,26 @@ def encode_messages(
         )
         start = len(whole) if completion_only else len(ids)  # of what is labelled in this turn
         if message["role"] == "assistant" and completion_only:  # all but the header, which a rollout is given
-            head = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False)
+            head = apply_template(messages[:i], tokenizer, add_generation_prompt=True)
             start = len(os.path.commonprefix([head, whole]))  # less a last token that merges with the first word
         labels += [IGNORE] * (start - len(ids)) + whole[start:]
         ids = whole
     return ids, labels
 
 
+def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:  # same in all scripts
+    """Token ids of a conversation through the tokenizer's chat template."""
+    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    try:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    except Exception as error:  # a template is a program of somebody else's
+        raise UserError(f"the tokenizer's chat template refuses {messages!r}: {error}") from error
+
+
 def encode_completions(data, tokenizer: AutoTokenizer, args: Args) -> list[tuple[list[int], list[int]]]:
     """All rows of a dataset as (ids, labels), in whichever of the three formats its columns are."""
     name, completion_only = args.dataset, args.completion_only_loss
     if args.messages_column in data.column_names:
-        has_template = tokenizer.chat_template
-        require(has_template, f"--dataset {name} holds messages, but the tokenizer has no chat template")
         conversations = read_column(data, args.messages_column, name, "--messages-column", list)
         rows = [encode_messages(messages, tokenizer, completion_only) for messages in conversations]
     elif args.completion_column in data.column_names:

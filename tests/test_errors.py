@@ -252,3 +252,52 @@ def test_groups(run):
     assert "at least 2" in run(rloo, "--rloo-k", 1)
     message = run(rloo, "--batch-size", 64, "--rloo-k", 5)
     assert "60, 65" in message and "--rloo-k 5" in message
+
+
+@pytest.mark.parametrize("module", [ppo, rloo])
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--ptx-coef", 1], "--pretrain-data None: give both"),
+        (["--pretrain-data", "toy/data/sft"], "--ptx-coef 0.0 and --pretrain-data toy/data/sft: give both"),
+        (["--pretrain-data", "toy/data/sft", "--ptx-coef", 1], "has no column 'text'; it has prompt, completion"),
+        (["--pretrain-data", "nowhere.jsonl", "--ptx-coef", 1], "nowhere.jsonl"),
+        (["--top-p", 0], "--top-p 0.0 must be above 0"),
+        (["--top-p", 1.5], "--top-p 1.5 must be between 0 and 1"),
+        (["--top-k", -1], "--top-k -1 must be 0 or more"),
+        (["--min-new-tokens", 53], "leaves no room for a stop token in responses of 53 tokens"),
+        (["--response-length-min", 60], "--response-length-min 60 is above --response-length 53"),
+        (["--aux-loss-coef", 0.1], "toy/sft has no router"),
+        (["--lora-r", 4, "--lora-target-modules", "nothing_here"], "--lora-target-modules nothing_here: "),
+        (["--lora-r", -1], "--lora-r -1 must be 0 or more"),
+        (["--lr-scheduler-type", "straight"], "--lr-scheduler-type straight"),
+        (["--lr-scheduler-type", "greedy"], "wants to see a metric"),
+        (["--attn-implementation", "none_such"], "none_such"),
+        (["--dataset-test-split", "tset"], "tset"),
+        (["--eval-steps", 0], "--eval-steps 0 must be above 0"),
+        (["--ema-decay", 2], "--ema-decay 2.0 must be between 0 and 1"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(run, module, flags, expected):
+    assert expected in run(module, *flags)
+
+
+def test_a_norm_without_scaling(run):
+    assert "give both" in run(ppo, "--use-score-norm")
+
+
+def test_messages_that_the_template_refuses(run, tmp_path):
+    """One without a role: the sentence shows it."""
+    toy = Path(ppo.__file__).parent / "toy/sft"
+    tokenizer = AutoTokenizer.from_pretrained(toy)
+    tokenizer.chat_template = "{{ raise_exception('a role is missing') }}"
+    tokenizer.save_pretrained(tmp_path / "m")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(toy / name, tmp_path / "m")
+    messages = [{"content": "Hello"}]
+    row = {"prompt": messages, "messages": messages, "chosen": messages, "rejected": messages * 2}
+    data = write_rows(tmp_path / "d.jsonl", [row] * 4)
+    for module in (ppo, rloo, sft, reward_model):
+        message = run(module, "--model", tmp_path / "m", "--dataset", data)
+        assert "refuses [{'content': 'Hello'}" in message and "a role is missing" in message

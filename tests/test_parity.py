@@ -167,7 +167,7 @@ def update_ppo(monkeypatch, case, switches):
     critic.bias.requires_grad_(NO_BIAS not in switches)
     rollout = make_rollout(ppo, policy, trl, args)
     ppo.score_reference(rollout, policy, reference, args)
-    ppo.score_values(rollout, critic, args)
+    rollout.values = ppo.by_chunks(lambda r: critic(*r.text), rollout, args)
     score = ppo.make_scorer(None, TOKENIZER, reward, TOKENIZER, args)
     scores = ppo.penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
     mask, stats = rollout.mask, ppo.rollout_stats(rollout, scores, -args.kl_coef * rollout.kl)

@@ -159,7 +159,11 @@ def test_groups_share_their_prompt_and_epochs_count_prompts(tmp_path, tiny, monk
     """k neighbouring rows have one prompt; one pass over 64 prompts with k = 4 is 256 episodes."""
     seen, sample_batch = [], rloo.sample_batch
     monkeypatch.setattr(rloo, "sample_batch", lambda *a: (seen.append(a[1]), sample_batch(*a))[1])
-    lines = run(rloo, tmp_path, **tiny["rloo"] | {"rloo_k": 4, "batch_size": 32, "num_train_epochs": 1, "dataset_test_split": "none"})
+    lines = run(
+        rloo,
+        tmp_path,
+        **tiny["rloo"] | {"rloo_k": 4, "batch_size": 32, "num_train_epochs": 1, "dataset_test_split": "none"},
+    )
     assert lines[-1]["episode"] == 256
     for prompts in seen:
         assert (prompts.view(8, 4, -1) == prompts.view(8, 4, -1)[:, :1]).all()
@@ -207,13 +211,16 @@ TRL_COMMAND = (
 TRL_BENCHMARK = "--num_ppo_epochs 2 --num_mini_batches 2 --local_rollout_forward_batch_size 16 --stop_token eos"
 
 
-@pytest.mark.parametrize("more", ["", f"{TRL_BENCHMARK} --kl_coef 0.03 --sft_model_path toy/sft"])
+@pytest.mark.parametrize(
+    "more", ["", f"{TRL_BENCHMARK} --kl_coef 0.03 --sft_model_path toy/sft --dataset_test_split validation"]
+)
 def test_trls_commands(tmp_path, more):
     """The commands of TRL's documentation, with local folders for the hub's names and fewer episodes."""
     data = tmp_path / "data"
     (data / "data").mkdir(parents=True)
     rows = (ROOT / "toy/data/prompts/train.jsonl").read_text().splitlines()[:64]
-    (data / "data/descriptiveness-00000-of-00001.jsonl").write_text("\n".join(rows) + "\n")
+    for split in ("descriptiveness", "validation"):
+        (data / f"data/{split}-00000-of-00001.jsonl").write_text("\n".join(rows) + "\n")
     command = TRL_COMMAND.format(data=data, out=tmp_path / "out", n=256).split() + more.split()
     command = [sys.executable, "rloo.py", *command, "--response_length", "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"})

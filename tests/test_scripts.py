@@ -45,7 +45,7 @@ def test_shared_arguments_have_the_same_help():
     """An argument of the same name means the same in every script; its default may differ where the comment says so."""
     own_words = {"cliprange", "exp_name", "seed", "dataset", "model", "num_sample_generations", "learning_rate", "prompt_column",
                  "dataset_train_split", "max_length", "per_device_train_batch_size", "num_train_epochs",
-                 "gradient_accumulation_steps", "max_grad_norm", "lr_scheduler_type", "eval_steps"}  # fmt: skip
+                 "gradient_accumulation_steps", "max_grad_norm", "lr_scheduler_type", "eval_steps", "ratio_threshold"}  # fmt: skip
     helps = {}
     for script in SCRIPTS:
         body = next(n for n in ast.parse((ROOT / script).read_text()).body if getattr(n, "name", "") == "Args").body

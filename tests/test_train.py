@@ -111,7 +111,7 @@ def test_policy_and_critic_are_clipped_apart():
     prompts, prompt_mask = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
     rollout = ppo.sample_batch(policy, prompts, prompt_mask.bool(), tokenizer, args)
     ppo.score_reference(rollout, policy, policy, args)
-    ppo.score_values(rollout, critic, args)
+    rollout.values = ppo.by_chunks(lambda r: critic(*r.text), rollout, args)
     rollout.advantages, rollout.returns = torch.randn_like(rollout.values), rollout.values + 10
     start = [[p.detach().clone() for p in model.parameters()] for model in (policy, critic)]
     groups = [{"params": model.parameters()} for model in (policy, critic)]
