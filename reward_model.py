@@ -553,11 +553,15 @@ def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all
     return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
 
+def local_path(name: str) -> Path | None:  # same in all scripts
+    """The folder or file of that name, or the one beside this script; None where there is none."""
+    return next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
+
+
 def locate(name: str, kind: str = "model") -> str:  # same in all scripts
     """A folder or file as given, or beside this script; else a name on the hub, if the hub or its cache has it."""
-    for path in (Path(name), Path(__file__).resolve().parent / name):
-        if path.exists():
-            return str(path)
+    if path := local_path(name):
+        return str(path)
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -721,11 +725,14 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    script = Path(__file__).name
+    script, reward = Path(__file__).name, getattr(args, "reward_fn", None) or getattr(args, "reward_model", None)
+    on_the_hub = {"base_model": args.model, "datasets": args.dataset}
+    head = [f"{key}: [{name}]" for key, name in on_the_hub.items() if name and not local_path(name)]
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
     card = [
-        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", "---",
-        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`.", "",
+        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", *head, "---",
+        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`"
+        + (f" and the reward `{reward}`." if reward else "."), "",
         "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
         "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
     ]  # fmt: skip

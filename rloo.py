@@ -209,6 +209,18 @@ class Args:
     target_kl: float | None = None
     """no more steps on a batch once policy/approxkl exceeds 1.5 times this (TRL 0.7's early_stopping)"""
 
+    # --- KL to the reference
+    kl_coef: Annotated[float, arg(aliases=["--init-kl-coef"])] = 0.05
+    """weight of the KL penalty (TRL 0.16). 0 lets the policy exploit the reward; high keeps it where it began"""
+    kl_estimator: Annotated[Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"], arg(aliases=["--kl-penalty"])] = "k1"
+    """per-token estimate: k1 = kl = log-ratio; abs; k2 = mse = half its square; k3; full = over the vocabulary"""
+    adaptive_kl: Annotated[bool, arg(aliases=["--adap-kl-ctrl"])] = False
+    """let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)"""
+    kl_target: Annotated[float, arg(aliases=["--target"])] = 6.0
+    """KL in nats a response that the controller aims at (TRL 0.7)"""
+    kl_horizon: Annotated[int, arg(aliases=["--horizon"])] = 10_000
+    """episodes over which the controller reacts (TRL 0.7)"""
+
     # --- Beside RLOO
     pretrain_data: str | None = None
     """folder, file or hub name of texts (column text, split train): PPO-ptx (InstructGPT, eq. 2)"""
@@ -226,18 +238,6 @@ class Args:
     """prompts of the test split that are answered"""
     eval_temperature: float = 0.01
     """temperature of these answers (TRL samples its tables at 0.01)"""
-
-    # --- KL to the reference
-    kl_coef: Annotated[float, arg(aliases=["--init-kl-coef"])] = 0.05
-    """weight of the KL penalty (TRL 0.16). 0 lets the policy exploit the reward; high keeps it where it began"""
-    kl_estimator: Annotated[Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"], arg(aliases=["--kl-penalty"])] = "k1"
-    """per-token estimate: k1 = kl = log-ratio; abs; k2 = mse = half its square; k3; full = over the vocabulary"""
-    adaptive_kl: Annotated[bool, arg(aliases=["--adap-kl-ctrl"])] = False
-    """let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)"""
-    kl_target: Annotated[float, arg(aliases=["--target"])] = 6.0
-    """KL in nats a response that the controller aims at (TRL 0.7)"""
-    kl_horizon: Annotated[int, arg(aliases=["--horizon"])] = 10_000
-    """episodes over which the controller reacts (TRL 0.7)"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,6 +345,43 @@ def sample(
         "ended": ended,
         "allowed": allowed,
     }
+
+
+@dataclass
+class Rollout:
+    """A batch of episodes."""
+
+    prompts: Tensor  # (B, P) left-padded
+    prompt_mask: Tensor  # (B, P) true on real tokens
+    responses: Tensor  # (B, T) right-padded
+    mask: Tensor  # (B, T) true up to and including the stop token
+    logprobs: Tensor  # (B, T) of the policy that drew them
+    ended: Tensor  # (B,) whether there is a stop token
+    allowed: Tensor | None = None  # (B, T, V) tokens that could be drawn, where not all could
+    ref_logprobs: Tensor | None = None  # (B, T)
+    kl: Tensor | None = None  # (B, T) by the estimator asked for
+    values: Tensor | None = None  # (B, T)
+    advantages: Tensor | None = None  # (B, T)
+    returns: Tensor | None = None  # (B, T)
+
+    @property
+    def text(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a model reads."""
+        return self.prompts, self.prompt_mask, self.responses, self.mask
+
+    def rows(self, index: Tensor) -> "Rollout":
+        """Some of the episodes, less the columns in which none of them has a token: fewer to compute, same numbers."""
+        P, T = self.prompt_mask[index].sum(1).max(), self.mask[index].sum(1).max()
+        part = {f.name: getattr(self, f.name) for f in fields(self)}
+        part = {name: x if x is None else x[index] for name, x in part.items()}
+        part = {name: x if x is None or x.dim() == 1 else x[:, -P:] if "prompt" in name else x[:, :T]
+                for name, x in part.items()}  # fmt: skip
+        return Rollout(**part)
+
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, "Rollout"]]:
+        """All episodes, `size` at a time: their row numbers and themselves."""
+        for index in torch.arange(len(self.mask), device=self.mask.device).split(size):
+            yield index, self.rows(index)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -517,43 +554,6 @@ def policy_loss(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 6. Update
-
-
-@dataclass
-class Rollout:
-    """A batch of episodes."""
-
-    prompts: Tensor  # (B, P) left-padded
-    prompt_mask: Tensor  # (B, P) true on real tokens
-    responses: Tensor  # (B, T) right-padded
-    mask: Tensor  # (B, T) true up to and including the stop token
-    logprobs: Tensor  # (B, T) of the policy that drew them
-    ended: Tensor  # (B,) whether there is a stop token
-    allowed: Tensor | None = None  # (B, T, V) tokens that could be drawn, where not all could
-    ref_logprobs: Tensor | None = None  # (B, T)
-    kl: Tensor | None = None  # (B, T) by the estimator asked for
-    values: Tensor | None = None  # (B, T)
-    advantages: Tensor | None = None  # (B, T)
-    returns: Tensor | None = None  # (B, T)
-
-    @property
-    def text(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a model reads."""
-        return self.prompts, self.prompt_mask, self.responses, self.mask
-
-    def rows(self, index: Tensor) -> "Rollout":
-        """Some of the episodes, less the columns in which none of them has a token: fewer to compute, same numbers."""
-        P, T = self.prompt_mask[index].sum(1).max(), self.mask[index].sum(1).max()
-        part = {f.name: getattr(self, f.name) for f in fields(self)}
-        part = {name: x if x is None else x[index] for name, x in part.items()}
-        part = {name: x if x is None or x.dim() == 1 else x[:, -P:] if "prompt" in name else x[:, :T]
-                for name, x in part.items()}  # fmt: skip
-        return Rollout(**part)
-
-    def chunks(self, size: int) -> Iterator[tuple[Tensor, "Rollout"]]:
-        """All episodes, `size` at a time: their row numbers and themselves."""
-        for index in torch.arange(len(self.mask), device=self.mask.device).split(size):
-            yield index, self.rows(index)
 
 
 def mini_batches(batch_size: int, args: Args) -> Iterator[list[Tensor]]:
@@ -1361,11 +1361,15 @@ def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all
     return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
 
+def local_path(name: str) -> Path | None:  # same in all scripts
+    """The folder or file of that name, or the one beside this script; None where there is none."""
+    return next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
+
+
 def locate(name: str, kind: str = "model") -> str:  # same in all scripts
     """A folder or file as given, or beside this script; else a name on the hub, if the hub or its cache has it."""
-    for path in (Path(name), Path(__file__).resolve().parent / name):
-        if path.exists():
-            return str(path)
+    if path := local_path(name):
+        return str(path)
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -1474,8 +1478,8 @@ def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bo
 def load_function(spec: str) -> Callable:  # same in all scripts
     """file.py:name -> the function."""
     file, _, name = spec.partition(":")
-    path = next((p for p in (Path(file), Path(__file__).resolve().parent / file) if p.is_file()), None)
-    require(path and name, f"{spec!r} should be file.py:name, and the file should exist")
+    path = local_path(file)
+    require(path and path.is_file() and name, f"{spec!r} should be file.py:name, and the file should exist")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(module_spec)
     try:
@@ -1556,11 +1560,14 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-    script = Path(__file__).name
+    script, reward = Path(__file__).name, getattr(args, "reward_fn", None) or getattr(args, "reward_model", None)
+    on_the_hub = {"base_model": args.model, "datasets": args.dataset}
+    head = [f"{key}: [{name}]" for key, name in on_the_hub.items() if name and not local_path(name)]
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
     card = [
-        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", "---",
-        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`.", "",
+        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", *head, "---",
+        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`"
+        + (f" and the reward `{reward}`." if reward else "."), "",
         "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
         "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
     ]  # fmt: skip

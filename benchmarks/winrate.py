@@ -623,19 +623,22 @@ def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[in
     """Token ids of a text, or of a conversation up to where the assistant is to speak."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
+    return apply_template(prompt, tokenizer, add_generation_prompt=True)
+
+
+def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:  # same in all scripts
+    """Token ids of a conversation through the tokenizer's chat template."""
     require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    try:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    except Exception as error:  # a template is a program of somebody else's
+        raise UserError(f"the tokenizer's chat template refuses {messages!r}: {error}") from error
 
 
 def load_side(letter: str, name: str, prompts: list[str] | list[list[dict]], args: Args) -> Side:
     """A policy on the CPU, and the prompts in its tokens; raises UserError where they and the response do not fit."""
     tokenizer = load_tokenizer(name, args.trust_remote_code)
-    try:
-        rows = [encode_prompt(prompt, tokenizer) for prompt in prompts]
-    except UserError:
-        raise
-    except Exception as error:  # the template is a program, and may refuse a role or the order of turns
-        raise UserError(f"the chat template of {name} rejects the messages of --dataset: {error}") from error
+    rows = [encode_prompt(prompt, tokenizer) for prompt in prompts]
     empty = next((i for i, row in enumerate(rows) if not row), None)
     require(empty is None, f"--dataset {args.dataset}: the prompt in row {empty} is empty; remove it")
     policy = load_weights(AutoModelForCausalLM, name, args).eval()
@@ -672,7 +675,7 @@ def make_judge(args: Args, device: torch.device) -> Callable[[list[Pair]], Itera
     template = JUDGE_TEMPLATE
     if args.judge_template is not None:
         try:
-            template = from_root(args.judge_template).read_text()
+            template = (path_from_root(args.judge_template) or Path(args.judge_template)).read_text()
         except (OSError, ValueError) as error:
             raise UserError(f"--judge-template {args.judge_template} cannot be read: {error}") from error
     missing = [field for field in ("{prompt}", "{first}", "{second}") if field not in template]
@@ -684,8 +687,7 @@ def make_judge(args: Args, device: torch.device) -> Callable[[list[Pair]], Itera
 def make_text_scorer(args: Args, device: torch.device) -> Callable[[list[str], Tensor], Tensor]:
     """The function from texts, and whether each ended (B,), to scores (B,)."""
     if args.reward_fn is not None:
-        file, colon, name = args.reward_fn.partition(":")
-        function = load_function(f"{from_root(file)}{colon}{name}")
+        function = load_function(args.reward_fn)
         call_reward_function(function, ["A first text.", "And a second one."])  # a wrong function fails now, not later
         return lambda texts, ended: call_reward_function(function, texts)
     model, tokenizer = load_reward_model(args, device)
@@ -744,16 +746,15 @@ def check_scores(scores: Tensor, texts: list[str], source: str) -> Tensor:
     return scores
 
 
-def from_root(name: str) -> Path:
-    """A path as given; where nothing is there but under the repository's root, the folder above this one, that."""
-    root = Path(__file__).resolve().parent.parent / name
-    return root if root.exists() and not Path(name).exists() else Path(name)
+def path_from_root(name: str) -> Path | None:
+    """The folder or file of that name, or the one under the repository's root; None where there is none."""
+    return next((path for path in (Path(name), Path(__file__).resolve().parent.parent / name) if path.exists()), None)
 
 
 def locate_from_root(name: str, kind: str = "model") -> str:
     """A folder or file as given, or under the root; else a name on the hub, if the hub or its cache has it."""
-    if from_root(name).exists():
-        return str(from_root(name))
+    if path := path_from_root(name):
+        return str(path)
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -768,7 +769,7 @@ def locate_from_root(name: str, kind: str = "model") -> str:
     return name
 
 
-locate = locate_from_root  # by this name load and load_split call it, which are the same text in all scripts
+local_path, locate = path_from_root, locate_from_root  # by these names the text that all scripts share calls them
 
 
 def command_line() -> None:
@@ -895,8 +896,8 @@ def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bo
 def load_function(spec: str) -> Callable:  # same in all scripts
     """file.py:name -> the function."""
     file, _, name = spec.partition(":")
-    path = next((p for p in (Path(file), Path(__file__).resolve().parent / file) if p.is_file()), None)
-    require(path and name, f"{spec!r} should be file.py:name, and the file should exist")
+    path = local_path(file)
+    require(path and path.is_file() and name, f"{spec!r} should be file.py:name, and the file should exist")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(module_spec)
     try:

@@ -207,8 +207,8 @@ def test_rollout_in_parts_is_the_same_rollout(tmp_path, monkeypatch, tiny):
     """--local-rollout-forward-batch-size changes how many rows a forward pass has, and no number beyond rounding."""
     sizes, sample = [], ppo.sample
     monkeypatch.setattr(ppo, "sample", lambda *a: (sizes.append(len(a[1])), sample(*a))[1])
-    tiny["ppo"] |= {"dataset_test_split": "none"}
-    a, b = (run(ppo, tmp_path / str(n), local_rollout_forward_batch_size=n, **tiny["ppo"]) for n in (8, 3))
+    settings = tiny["ppo"] | {"dataset_test_split": "none"}
+    a, b = (run(ppo, tmp_path / str(n), local_rollout_forward_batch_size=n, **settings) for n in (8, 3))
     assert sizes == [8] * 3 + [3, 3, 2] * 3
     for name in ("objective/scores", "objective/kl_k3", "val/response_length", "loss/value_avg"):
         assert [line[name] for line in a] == pytest.approx([line[name] for line in b], rel=1e-3, abs=1e-4), name

@@ -185,6 +185,14 @@ def test_draw_never_takes_an_impossible_token(u, logits):
     assert logprob.isfinite().all() and 0 < token.item() <= len(logits)
 
 
+def test_draw_at_the_end_of_the_distribution():
+    """The largest uniform there is, in 2,000 distributions whose last tokens may not be drawn."""
+    logits = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0))
+    logits[:, 40:] = ppo.FORBIDDEN
+    tokens, logprobs = ppo.draw(logits, torch.full((2000,), 1 - 2**-24))
+    assert (tokens < 40).all() and (logprobs > -20).all()
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=6, max_size=6), min_size=1, max_size=5))
 def test_response_mask(rows):

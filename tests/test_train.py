@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 import ppo
@@ -110,7 +112,7 @@ def test_policy_and_critic_are_clipped_apart():
     critic = ppo.make_critic(args, policy, tokenizer, *ppo.load_reward_model(args, torch.device("cpu")))
     prompts, prompt_mask = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
     rollout = ppo.sample_batch(policy, prompts, prompt_mask.bool(), tokenizer, args)
-    ppo.score_reference(rollout, policy, policy, args)
+    ppo.score_reference(rollout, policy, deepcopy(policy), args)
     rollout.values = ppo.by_chunks(lambda r: critic(*r.text), rollout, args)
     rollout.advantages, rollout.returns = torch.randn_like(rollout.values), rollout.values + 10
     start = [[p.detach().clone() for p in model.parameters()] for model in (policy, critic)]
@@ -175,7 +177,20 @@ def test_what_a_run_leaves_behind(tmp_path, tiny):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     card = (tmp_path / "README.md").read_text()
     assert '"response_length": 8' in card and "`objective/scores`" in card and "toy/sft" in card
+    assert "and the reward `toy/reward_model`" in card
     assert json.loads((tmp_path / "args.json").read_text())["learning_rate"] > 0
+
+
+def test_the_card_names_what_is_on_the_hub(tmp_path):
+    """The hub's own parser reads base model and data; folders of this machine stay out of what the hub would link to."""
+    model, tokenizer = ppo.load_policy(ppo.Args(), torch.device("cpu"))
+    for name, data, expected in (
+        ("gpt2", "someone/prompts", (["gpt2"], ["someone/prompts"])),
+        ("toy/sft", "toy", (None,) * 2),
+    ):
+        ppo.save_model(model, tokenizer, ppo.Args(model=name, dataset=data, output_dir=str(tmp_path)), {"eps": 1.0})
+        card = ModelCard.load(tmp_path / "README.md").data
+        assert (card.base_model, card.datasets) == expected and card.tags == ["ppo"]
 
 
 def test_the_shift_of_a_reward_model_is_seen_by_every_program(tmp_path, part_of):

@@ -250,11 +250,22 @@ def test_stored_generation_settings_are_ignored(tmp_path, temperature):
     assert [p["a"] for p in pairs] == [p["a"] for p in plain]
 
 
-def test_batch_size_changes_nothing(tmp_path):
-    """At temperature 0: left padding is not seen, and no pad token is read for a stop token."""
-    results = [
-        run(tmp_path / str(n), other="toy/sft", reward_model="toy/reward_model", batch_size=n)[1] for n in (1, 5, 64)
-    ]
+def test_all_tokens_can_be_drawn():
+    """No top-k (50 is the library's default), no top-p: the first tokens of many responses to one prompt."""
+    side = winrate.load_side("A", "toy/sft", ["The film"] * 300, winrate.Args())
+    args = winrate.Args(response_length=1, temperature=50.0, batch_size=300)
+    texts = {response.text for response in winrate.respond(side, 1, args, torch.device("cpu"))}
+    assert len(texts) > 200  # of 3072 nearly equally likely ones
+
+
+@pytest.mark.parametrize("pad_token", ["<|pad|>", None])
+def test_batch_size_changes_nothing(tmp_path, pad_token):
+    """At temperature 0: left padding is not seen, also where EOS has to stand in for a pad token."""
+    shutil.copytree(ROOT / "toy/sft", tmp_path / "sft")
+    config = json.loads((tmp_path / "sft/tokenizer_config.json").read_text()) | {"pad_token": pad_token}
+    (tmp_path / "sft/tokenizer_config.json").write_text(json.dumps(config))
+    settings = dict(model=str(tmp_path / "sft"), other="toy/sft", reward_model="toy/reward_model")
+    results = [run(tmp_path / str(n), batch_size=n, **settings)[1] for n in (1, 5, 64)]
     texts = [[(p["a"], p["tokens_a"], p["ended_a"]) for p in pairs] for pairs in results]
     assert texts[0] == texts[1] == texts[2] and len({len(p["prompt"].split()) for p in results[0]}) > 2
     scores = [[p["score_a"] for p in pairs] for pairs in results]
@@ -319,7 +330,7 @@ def test_chat_messages_go_through_the_template(tmp_path):
     with pytest.raises(winrate.UserError, match="no chat template"):
         run(tmp_path / "out2", other="toy/sft", **settings)
     data = write_rows(tmp_path / "d2.jsonl", [{"prompt": [turn, turn]}])
-    with pytest.raises(winrate.UserError, match="rejects the messages.*one turn"):
+    with pytest.raises(winrate.UserError, match="chat template.*one turn"):
         run(tmp_path / "out3", other=str(policy), **settings | {"dataset": data})
 
 
@@ -524,7 +535,7 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path):
     """Not even where the server repeats it, in an error or an answer, in full or at the end of a long one."""
 
     def answer(question, number):
-        key_at_the_end = "x" * 190 + f"wrong key {KEY}"
+        key_at_the_end = "x" * 175 + f"wrong key {KEY}"
         return [f"I got {KEY}, no letter", (500, key_at_the_end), (401, f"bad key {KEY}"), "A"][number % 4]
 
     with server(answer) as (url, requests):
