@@ -451,7 +451,8 @@ class SFTLog:
         if not is_turn(step, self.num_steps, self.args.num_sample_generations):
             return
         new_tokens = min(53, self.args.max_length // 2)
-        config = GenerationConfig(  # complete in itself, so that nothing stored with the checkpoint shapes the samples
+        stored, model.generation_config = model.generation_config, GenerationConfig()  # it would fill in what is unset
+        config = GenerationConfig(
             do_sample=True, top_k=0, max_new_tokens=new_tokens,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
@@ -462,6 +463,7 @@ class SFTLog:
             output = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[0]
             rows.append([tokenizer.decode(x) for x in (prompt[0], output[prompt.shape[1] :], ids[start:])])
         model.train()
+        model.generation_config = stored
         with self.bar.external_write_mode():
             print_table(f"step {step} of {self.num_steps}", ["prompt", "sampled completion", "the text's own"], rows)
         self.last = time.perf_counter()
