@@ -68,6 +68,7 @@ from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, get_scheduler,
 )  # fmt: skip
+from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 from tyro.conf import arg
@@ -144,7 +145,7 @@ class Args:
     temperature: float = 0.7
     """logits are divided by this in rollout, reference and loss alike (TRL 0.16). Lower: less exploration"""
     response_length_min: int | None = None
-    """the limit is drawn for each rollout, from here to response_length (TRL 0.7's length_sampler)"""
+    """the limit is drawn for each rollout, from here to response_length inclusive (after TRL 0.7's length_sampler)"""
     min_new_tokens: int = 0
     """the stop token cannot be drawn before so many others"""
     top_k: int = 0
@@ -166,13 +167,15 @@ class Args:
     num_mini_batches: int = 1
     """optimiser steps in one pass over the batch (TRL 0.16)"""
     batch_size: int | None = None
-    """episodes in an update (TRL 0.7's name); given, it decides per_device_train_batch_size"""
+    """episodes in an update (TRL 0.7's name), from which per_device_train_batch_size then follows"""
     local_rollout_forward_batch_size: int = 64
-    """responses sampled, or scored, at once (TRL); changes memory and speed, not the result"""
-    total_episodes: int = 2048
-    """responses sampled in the whole run"""
+    """responses sampled at once (TRL); changes memory and speed, not the result"""
+    micro_batch_size: int | None = None
+    """rows of like length in one pass; by default per_device_train_batch_size, on a CPU 16 or what the logits allow"""
+    total_episodes: int | None = None
+    """responses sampled in the whole run, in whole batches; by default 2048"""
     num_train_epochs: float | None = None
-    """passes over the prompts; given, it decides total_episodes"""
+    """passes over the prompts, instead of total_episodes (TRL: which wins where both are given)"""
 
     # --- Optimisation
     learning_rate: float | None = None
@@ -202,7 +205,7 @@ class Args:
     cliprange_value: float = 0.2
     """eps_v of the clipped value (TRL, N+ details)"""
     vf_coef: float = 0.1
-    """weight of the value loss (TRL, N+ details)"""
+    """weight of the value loss (TRL, N+ details). For a separate critic Adam undoes it: set critic_learning_rate"""
     gamma: float = 1.0
     """discount; 1 because an episode is short"""
     lam: float = 0.95
@@ -220,7 +223,7 @@ class Args:
     ratio_threshold: float = 10.0
     """a mini-batch whose mean ratio is above makes no step, and is counted (TRL 0.7)"""
     target_kl: float | None = None
-    """no more steps on a batch once policy/approxkl exceeds 1.5 times this (TRL 0.7's early_stopping)"""
+    """no more steps on a batch once a mini-batch's policy/approxkl exceeds 1.5 times this (after TRL 0.7)"""
 
     # --- KL to the reference
     kl_coef: Annotated[float, arg(aliases=["--init-kl-coef"])] = 0.05
@@ -391,9 +394,14 @@ class Rollout:
                 for name, x in part.items()}  # fmt: skip
         return Rollout(**part)
 
+    def by_length(self, rows: Tensor) -> Tensor:
+        """The row numbers in the order of their lengths, so that neighbours need little padding."""
+        lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
+        return rows[lengths[rows].argsort()]
+
     def chunks(self, size: int) -> Iterator[tuple[Tensor, "Rollout"]]:
-        """All episodes, `size` at a time: their row numbers and themselves."""
-        for index in torch.arange(len(self.mask), device=self.mask.device).split(size):
+        """All episodes, `size` of like length at a time: their row numbers and themselves."""
+        for index in self.by_length(torch.arange(len(self.mask), device=self.mask.device)).split(size):
             yield index, self.rows(index)
 
 
@@ -410,9 +418,10 @@ def response_forward(
     Position P-1+t predicts token t. Where sampling was restricted to allowed tokens (B, T, V), so are the logits: of
     the policy now, of the reference, and in the loss the same tokens as when the response was drawn.
     """
-    T = responses.shape[1]
-    output = model(**join(prompts, prompt_mask, responses, mask), use_cache=False, logits_to_keep=T + 1, **options)
-    logits = output.logits[:, -T - 1 : -1].float() / temperature
+    P, T = prompts.shape[1], responses.shape[1]
+    positions = torch.arange(P - 1, P + T - 1, device=prompts.device)
+    output = model(**join(prompts, prompt_mask, responses, mask), use_cache=False, logits_to_keep=positions, **options)
+    logits = output.logits.float() / temperature
     return (logits if allowed is None else logits.masked_fill(~allowed, FORBIDDEN)), output
 
 
@@ -423,13 +432,15 @@ def response_logits(model: nn.Module, *inputs) -> Tensor:
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """(B, T) log-probability of each token under logits (B, T, V)."""
-    return -F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def token_entropy(logits: Tensor) -> Tensor:
-    """(B, T) entropy in nats of each distribution in logits (B, T, V)."""
-    logprobs = logits.log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
+def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T) log-probability of each token under logits (B, T, V), and without gradient the entropy in nats there."""
+    logprobs = logits.log_softmax(-1)  # once for both
+    with torch.no_grad():
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -624,11 +635,16 @@ def value_loss(
 # 6. Update
 
 
-def mini_batches(batch_size: int, args: Args) -> Iterator[list[Tensor]]:
-    """A random partition of the batch into mini-batches, each cut into micro-batches of row numbers; once an epoch."""
+def mini_batches(rollout: Rollout, args: Args) -> Iterator[list[Tensor]]:
+    """A random partition of the batch into mini-batches of row numbers, each cut into micro-batches; once an epoch.
+
+    The rows of a micro-batch are of like length, so that little is computed on padding. The gradient of a mini-batch is
+    a sum over its rows: how it is cut changes nothing.
+    """
+    B, device = len(rollout.mask), rollout.mask.device
     for _ in range(args.num_ppo_epochs):
-        for mini_batch in torch.randperm(batch_size).split(batch_size // args.num_mini_batches):
-            yield list(mini_batch.split(args.per_device_train_batch_size))
+        for mini_batch in torch.randperm(B).to(device).split(B // args.num_mini_batches):
+            yield list(rollout.by_length(mini_batch).split(args.micro_batch_size))
 
 
 def mini_batch_gradient(
@@ -639,13 +655,12 @@ def mini_batch_gradient(
     The gradient is a sum over the tokens of the mini-batch divided by their number. So each micro-batch divides by the
     number of tokens in the whole mini-batch, and how a mini-batch is cut changes nothing.
     """
-    sums, device = defaultdict(float), rollout.mask.device
-    num_tokens = rollout.mask[torch.cat(mini_batch).to(device)].sum()
+    sums, num_tokens = defaultdict(float), rollout.mask[torch.cat(mini_batch)].sum()
     for index in mini_batch:
-        r = rollout.rows(index.to(device))
-        with autocast(args, device):
+        r = rollout.rows(index)
+        with autocast(args, index.device):
             logits, values, output = logits_and_values(policy, critic, r, args)  # (b, T, V), (b, T)
-        logprobs = token_logprobs(logits, r.responses)  # (b, T)
+        logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)  # (b, T)
         pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.logprobs, r.advantages, r.mask, args.cliprange)
         vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
         loss = pg_loss + args.vf_coef * vf_loss
@@ -657,7 +672,7 @@ def mini_batch_gradient(
                 "tokens": torch.ones_like(ratio), "loss/policy_avg": pg_loss, "loss/value_avg": vf_loss,
                 "policy/clipfrac_avg": pg_clipped, "val/clipfrac_avg": vf_clipped, "val/ratio": ratio,
                 "ratio_squared": ratio**2, "ratio_error": (ratio - 1).abs(),
-                "policy/approxkl_avg": 0.5 * (logprobs - r.logprobs) ** 2, "policy/entropy_avg": token_entropy(logits),
+                "policy/approxkl_avg": 0.5 * (logprobs - r.logprobs) ** 2, "policy/entropy_avg": entropy,
             }  # fmt: skip
             for name, x in token_stats.items():
                 sums[name] += x.masked_fill(~r.mask, 0.0).sum()
@@ -671,7 +686,7 @@ def optimize(
     """`num_ppo_epochs` passes over the rollout, one optimiser step a mini-batch; returns means over all tokens seen."""
     policy.train(args.gradient_checkpointing), critic.train(args.gradient_checkpointing)  # dropout is off in both modes
     sums, steps, per_step = {}, 0, defaultdict(float)
-    for mini_batch in mini_batches(len(rollout.mask), args):
+    for mini_batch in mini_batches(rollout, args):
         batch = mini_batch_gradient(policy, critic, rollout, mini_batch, args)
         ratio, approxkl = (float(batch[name] / batch["tokens"]) for name in ("val/ratio", "policy/approxkl_avg"))
         if not sums:
@@ -736,6 +751,8 @@ def train(args: Args) -> None:
     gold_score = make_scorer(args.gold_reward_fn, tokenizer) if args.gold_reward_fn else None
     prompts, eval_prompts = load_prompts(args, tokenizer, policy)
     set_defaults(args, policy, len(prompts))
+    networks = [model for model in (policy, reference, critic.body, reward_model) if model is not None]
+    use_fast_kernels(args, max(map(len, prompts)) + args.response_length, *networks)
     prompts = batches(prompts, args.batch_size, tokenizer, device, left=True)
     pretrain = load_pretrain_texts(args, tokenizer, policy) if args.pretrain_data else None
     optimizer = make_optimizer(args, policy, critic)
@@ -807,9 +824,9 @@ def sample_batch(
 
 @torch.no_grad()
 def by_chunks(function: Callable[[Rollout], Tensor], rollout: Rollout, args: Args) -> Tensor:
-    """(B, T) what the function gives for the rollout, `local_rollout_forward_batch_size` rows at a time."""
+    """(B, T) what the function gives for the rollout, `micro_batch_size` rows at a time."""
     result = torch.zeros_like(rollout.logprobs)
-    for index, r in rollout.chunks(args.local_rollout_forward_batch_size):
+    for index, r in rollout.chunks(args.micro_batch_size):
         with autocast(args, rollout.mask.device):
             result[index, : r.mask.shape[1]] = function(r)
     return result
@@ -1054,16 +1071,16 @@ def make_scorer(
     @torch.no_grad()
     def score(rollout: Rollout) -> Tensor:
         """(B,) rewards of the reward model."""
-        scores = []
-        for _, r in rollout.chunks(args.local_rollout_forward_batch_size):
+        scores = rollout.logprobs.new_zeros(len(rollout.mask))
+        for index, r in rollout.chunks(args.micro_batch_size):
             if reads_our_tokens:
                 inputs = join(*r.text)
                 ids, mask = inputs["input_ids"], inputs["attention_mask"]
             else:
                 ids, mask = encode_texts(decode(r, tokenizer), r.ended, reward_tokenizer, reward_model)
             with autocast(args, ids.device):
-                scores.append(read_reward(reward_model, ids, mask)[:, label])
-        return check_scores(torch.cat(scores), decode(rollout, tokenizer), "the reward model")
+                scores[index] = read_reward(reward_model, ids, mask)[:, label]
+        return check_scores(scores, decode(rollout, tokenizer), "the reward model")
 
     return score
 
@@ -1182,7 +1199,7 @@ def check_args(args: Args) -> None:
     check_numbers(
         args,
         positive="response_length temperature per_device_train_batch_size gradient_accumulation_steps num_mini_batches "
-        "batch_size local_rollout_forward_batch_size total_episodes num_train_epochs learning_rate "
+        "batch_size local_rollout_forward_batch_size micro_batch_size total_episodes num_train_epochs learning_rate "
         "critic_learning_rate max_grad_norm num_ppo_epochs cliprange cliprange_value kl_target kl_horizon "
         "max_prompt_length response_length_min score_clip ratio_threshold target_kl eval_steps num_eval_prompts "
         "eval_temperature lora_alpha adam_epsilon top_p",
@@ -1203,6 +1220,10 @@ def check_combinations(args: Args) -> None:
     data, coef = args.pretrain_data, args.ptx_coef
     both = f"--ptx-coef {coef} and --pretrain-data {data}: give both (a weight of 27.8 in InstructGPT), or neither"
     require(bool(data) == bool(coef), both)
+    penalty, has_stop = args.missing_eos_penalty, args.stop_token != "none" or args.stop_token_id is not None
+    require(
+        has_stop or not penalty, f"--missing-eos-penalty {penalty} would meet every response with --stop-token none"
+    )
 
 
 def default_learning_rate(num_parameters: int) -> float:
@@ -1223,12 +1244,19 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
             f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: "
             f"{', '.join(str(n) for n in (below, below + parts) if n)}",
         )
-        args.per_device_train_batch_size = args.batch_size // parts
+        given, args.per_device_train_batch_size = args.per_device_train_batch_size, args.batch_size // parts
+        other = f"--batch-size {args.batch_size} makes --per-device-train-batch-size {args.per_device_train_batch_size}"
+        require(given in (None, args.per_device_train_batch_size), f"{other}, not {given}; give one of them")
     if args.per_device_train_batch_size is None:
         args.per_device_train_batch_size = 8 if policy.device.type == "cpu" and size > 30e6 else 64
     args.batch_size = args.per_device_train_batch_size * parts
-    if args.num_train_epochs is not None:
-        args.total_episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
+    if args.micro_batch_size is None:
+        logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
+        fits_cpu = max(1, min(16, int(64 / logits_mb)))  # what a CPU's caches and memory like best, as measured
+        args.micro_batch_size = fits_cpu if policy.device.type == "cpu" else args.per_device_train_batch_size
+    if args.total_episodes is None:
+        epochs = args.num_train_epochs
+        args.total_episodes = 2048 if epochs is None else max(args.batch_size, round(epochs * num_prompts))
     require(
         args.total_episodes >= args.batch_size,
         f"--total-episodes {args.total_episodes} is less than one batch of {args.batch_size} episodes; raise it, or "
@@ -1241,7 +1269,7 @@ def describe_run(args: Args, num_updates: int, policy: nn.Module, *others: nn.Mo
     print(f"policy: {args.model}, {policy.num_parameters() / 1e6:.2f}M parameters on {policy.device}, "
           f"learning rate {args.learning_rate:.2g}")  # fmt: skip
     print(f"batch: {args.batch_size} responses an update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
-          f"mini-batches x {args.gradient_accumulation_steps} micro-batches of {args.per_device_train_batch_size}; "
+          f"mini-batches, {args.micro_batch_size} rows at a time; "
           f"{num_updates} updates = {num_updates * args.batch_size} episodes")  # fmt: skip
     print(f"output: {args.output_dir}")
     if policy.device.type == "cpu":
@@ -1497,6 +1525,26 @@ def load_weights(auto_class: type, name: str, args: Args, **kwargs) -> nn.Module
     return load(auto_class, name, args.trust_remote_code, **kwargs)
 
 
+def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # same in all scripts
+    """The same functions, equal to rounding, in fewer or faster kernels; `longest` is that of the texts, in tokens."""
+    for model in models:
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
+                    setattr(module, name, nn.GELU(approximate="tanh"))
+    if models[0].device.type != "cpu" or longest > 512 or args.attn_implementation:
+        return
+    torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
+    a = torch.linspace(-1, 1, 64**2).view(64, 64).sin()
+    if ((a @ a).double() - a.double() @ a.double()).abs().max() > 1e-4:  # in bfloat16, as on Intel's AMX: undone
+        torch.set_float32_matmul_precision("highest")
+        return
+    for (
+        model
+    ) in models:  # the backward pass of flash attention would be five times slower; texts so short do not need it
+        model.set_attn_implementation("eager")
+
+
 def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
     """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
     tokenizer = load(AutoTokenizer, name, trust_remote_code)
@@ -1523,7 +1571,7 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
     require(kind or not is_file, f"--dataset {name}: a file must be one of {', '.join(kinds)}")
     try:
         if is_file:
-            data = datasets.load_dataset(kind, data_files={split: path}, split=split)
+            data = datasets.load_dataset(kind, data_files={split.split("[")[0]: path}, split=split)
         else:
             data = datasets.load_dataset(path, config, split=split)
     except StopIteration:  # how an empty jsonl file shows itself

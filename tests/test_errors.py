@@ -301,3 +301,9 @@ def test_messages_that_the_template_refuses(run, tmp_path):
     for module in (ppo, rloo, sft, reward_model):
         message = run(module, "--model", tmp_path / "m", "--dataset", data)
         assert "refuses [{'content': 'Hello'}" in message and "a role is missing" in message
+
+
+def test_settings_that_contradict_each_other(run):
+    assert "--stop-token none" in run(ppo, "--stop-token", "none", "--missing-eos-penalty", 3)
+    message = run(rloo, "--batch-size", 8, "--per-device-train-batch-size", 4)
+    assert "makes --per-device-train-batch-size 8, not 4" in message

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_golden import close, golden
+from test_golden import close, golden, token_entropy
 from test_rollout import CONFIGS, PAD, STOP, VOCAB, left_padded_prompts, tiny_model
 from test_train import ROOT, run, untimed
 from torch import nn
@@ -37,7 +37,10 @@ def distance(a, b):
 
 def a_rollout(policy, **settings):
     """Args, and a rollout of six prompts with everything that an update needs."""
-    settings = dict(per_device_train_batch_size=6, num_ppo_epochs=1, response_length=8, temperature=0.9) | settings
+    settings = (
+        dict(per_device_train_batch_size=6, micro_batch_size=6, num_ppo_epochs=1, response_length=8, temperature=0.9)
+        | settings
+    )
     args = ppo.Args(**settings)
     args.stop_token_id, tokenizer = STOP, SimpleNamespace(pad_token_id=PAD, decode=str)
     torch.manual_seed(0)
@@ -277,7 +280,7 @@ def test_the_loss_describes_the_distribution_that_was_sampled(kind, limits):
     full = ppo.token_logprobs(ppo.response_logits(policy, *rollout.text, args.temperature), rollout.responses)
     assert (full[rollout.mask] < fresh[rollout.mask] - 1e-3).any()  # without the restriction it would be another
     drawn = rollout.allowed.gather(2, rollout.responses[:, :, None]).squeeze(2)
-    assert drawn[rollout.mask].all() and ppo.token_entropy(logits).isfinite().all()
+    assert drawn[rollout.mask].all() and token_entropy(logits).isfinite().all()
     assert ppo.full_kl(logits, logits.roll(1, 0)).isfinite().all()
     if "min_new_tokens" in limits:
         assert (rollout.mask.sum(1) > 4).all()
@@ -537,3 +540,18 @@ def test_a_single_file_is_not_evaluated_on(tmp_path):
     args.dataset_test_split = "validation"
     with pytest.raises(ppo.UserError, match="one file"):
         ppo.load_test_split(args)
+
+
+def test_a_part_of_a_single_file(tmp_path):
+    """The split syntax of `datasets` works there as in a folder."""
+    (tmp_path / "d.jsonl").write_text("".join(f'{{"prompt": "The film {i}"}}\n' for i in range(8)))
+    assert list(ppo.load_split(str(tmp_path / "d.jsonl"), None, "train[2:5]")["prompt"]) == [
+        "The film 2", "The film 3", "The film 4",
+    ]  # fmt: skip
+
+
+def test_total_episodes_win_over_epochs(tmp_path, tiny):
+    """As in TRL 0.16."""
+    settings = {name: x for name, x in tiny["ppo"].items() if name != "total_episodes"}
+    assert run(ppo, tmp_path / "a", num_train_epochs=0.5, **settings)[-1]["episode"] == 32  # of 64 prompts
+    assert run(ppo, tmp_path / "b", num_train_epochs=0.5, total_episodes=16, **settings)[-1]["episode"] == 16

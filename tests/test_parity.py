@@ -88,7 +88,7 @@ def load_models(trl):
 
 def make_args(script, trl, switches):
     """TRL's settings as our arguments."""
-    settings = {name: x for name, x in trl.settings.items() if name != "reference"}
+    settings = {name: x for name, x in trl.settings.items() if name != "reference"} | {"micro_batch_size": 8}
     return script.Args(**settings, max_grad_norm=1e9 if NO_CLIPPING in switches else 1.0)
 
 

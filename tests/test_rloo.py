@@ -162,7 +162,7 @@ def test_groups_share_their_prompt_and_epochs_count_prompts(tmp_path, tiny, monk
     lines = run(
         rloo,
         tmp_path,
-        **tiny["rloo"] | {"rloo_k": 4, "batch_size": 32, "num_train_epochs": 1, "dataset_test_split": "none"},
+        **tiny["rloo"] | {"rloo_k": 4, "batch_size": 32, "num_train_epochs": 1, "total_episodes": None, "dataset_test_split": "none"},
     )
     assert lines[-1]["episode"] == 256
     for prompts in seen:
@@ -197,8 +197,8 @@ def test_normalised_rewards_do_not_hide_the_score(tmp_path, tiny):
 @pytest.mark.parametrize("token_level_kl", [False, True])
 def test_cutting_a_mini_batch_changes_nothing(tmp_path, tiny, token_level_kl):
     settings = {k: v for k, v in tiny["rloo"].items() if k != "batch_size"} | {"token_level_kl": token_level_kl}
-    a = run(rloo, tmp_path / "a", per_device_train_batch_size=8, **settings)
-    b = run(rloo, tmp_path / "b", per_device_train_batch_size=2, gradient_accumulation_steps=4, **settings)
+    a = run(rloo, tmp_path / "a", batch_size=8, **settings)
+    b = run(rloo, tmp_path / "b", batch_size=8, micro_batch_size=3, **settings)
     for name in ("policy/grad_norm", "loss/policy_avg", "objective/scores"):
         assert [x[name] for x in a] == pytest.approx([x[name] for x in b], rel=1e-2, abs=1e-3), name
 

@@ -85,10 +85,11 @@ def test_same_seed_same_numbers(tmp_path, module, tiny):
 
 
 def test_cutting_a_mini_batch_changes_nothing(tmp_path):
-    """One micro-batch of 16 or four of 4: the same weights after two updates, up to rounding."""
+    """One micro-batch of 16, or micro-batches of 3: the same weights after two updates, up to rounding."""
     settings = dict(total_episodes=32, response_length=16, local_rollout_forward_batch_size=16)
-    run(ppo, tmp_path / "a", per_device_train_batch_size=16, **settings)
-    run(ppo, tmp_path / "b", per_device_train_batch_size=4, gradient_accumulation_steps=4, **settings)
+    run(ppo, tmp_path / "a", per_device_train_batch_size=16, micro_batch_size=16, **settings)
+    settings |= dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, micro_batch_size=3)
+    run(ppo, tmp_path / "b", **settings)
     a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in "ab")
     start = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").state_dict()
     moved = sum((a[k] - start[k]).square().sum() for k in a).sqrt()

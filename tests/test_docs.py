@@ -1,0 +1,160 @@
+"""What the pages in docs/ and the README say of options holds: names, flags, defaults, links."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (".", "docs", "toy", "benchmarks", "tests", "tests/golden")
+PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
+MAIN = ["ppo.py", "rloo.py", "sft.py", "reward_model.py"]
+OTHER_TOOLS = {"--index-url": "pip", "--exclude": "hf", "--private": "hf", "--help": "all"}
+OPTIONS = json.loads((ROOT / "tests/golden/option_names.json").read_text())
+SECTIONS = [name for name in OPTIONS if name != "source"]
+ANSWERS = ("`--", "always", "computed", "function `", "library: ", "not yet", "left out")
+
+
+def arguments(script):
+    """Flag -> (field, default) of a script: the fields of its Args with their aliases, and what argparse is given."""
+    tree, found = ast.parse((ROOT / script).read_text()), {"--help": ("help", None)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            found |= {a.value: (a.value, None) for a in node.args}
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            for field in (f for f in node.body if isinstance(f, ast.AnnAssign)):
+                strings = [n.value for n in ast.walk(field.annotation) if isinstance(n, ast.Constant)]
+                names = [f"--{field.target.id.replace('_', '-')}", *(s for s in strings if str(s).startswith("--"))]
+                default = ast.literal_eval(field.value)
+                names += [f"--no-{name[2:]}" for name in names if isinstance(default, bool)]
+                found |= {name: (field.target.id, default) for name in names}
+    return found
+
+
+ARGUMENTS = {path: arguments(path) for path in [*MAIN, *(f"benchmarks/{p.name}" for p in ROOT.glob("benchmarks/*.py"))]}
+ALL_FLAGS = set().union(*ARGUMENTS.values())
+
+
+def code_lines(text):
+    """All code of a page: lines of fenced blocks, with their continuations, and spans in backticks."""
+    fence = re.compile(r"^```.*?\n(.*?)^```", re.M | re.S)
+    lines = [line for block in fence.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    return lines + re.findall(r"(?<!`)`([^`\n]+)`(?!`)", fence.sub("", text))
+
+
+def flags_in(code):
+    """The flags of a piece of code, in our spelling."""
+    return [flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)]
+
+
+def rows(section):
+    """The table rows of a section of options.md, as lists of cells; the heads of tables are left out."""
+    body = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page(), re.M | re.S)[1]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in body.splitlines() if line.startswith("|")]
+    heads = {i + step for i, row in enumerate(cells) if set("".join(row)) == {"-"} for step in (-1, 0)}
+    return [row for i, row in enumerate(cells) if i not in heads]
+
+
+def page():
+    """The text of docs/options.md."""
+    return (ROOT / "docs/options.md").read_text()
+
+
+def names(row):
+    """The options of others that a row answers."""
+    return re.findall(r"`(\w+)`", row[0])
+
+
+def equal(text, value):
+    """Whether a cell shows a value: numbers in any spelling, on and off, none or what decides it, pairs."""
+    text = text.strip("`").split(" (code")[0]
+    if value is None or isinstance(value, bool):
+        words = {None: ("None", "none", "by size"), True: ("True", "on"), False: ("False", "off")}
+        return text in words[value]
+    if isinstance(value, str):
+        return text == (value or "–")
+    parts, wanted = text.split(), value if isinstance(value, tuple) else (value,)
+    return len(parts) == len(wanted) and all(float(a) == b for a, b in zip(parts, wanted))
+
+
+def our_default(row):
+    """(flag, its default as written) of an answer such as `--seed` (1); None for answers of other kinds."""
+    found = re.match(r"`(--[\w-]+)`(?: \((.*?)\))?$", row[2])
+    return found and found.groups()
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_option_has_one_row(section):
+    listed = [name for row in rows(section) for name in names(row)]
+    assert sorted(listed) == sorted(OPTIONS[section])
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_no_answer_is_empty(section):
+    for row in rows(section):
+        assert len(row) == 4 and all(row), row
+        assert row[2].startswith(ANSWERS), row
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if isinstance(OPTIONS[name], dict)])
+def test_their_defaults_are_those_of_their_documentation(section):
+    for row in rows(section):
+        shown = row[1].split(", ")
+        shown = shown * len(names(row)) if len(shown) == 1 else shown
+        assert len(shown) == len(names(row)), row
+        for text, name in zip(shown, names(row)):
+            assert equal(text, OPTIONS[section][name]), row
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_our_defaults_are_those_of_the_scripts(section):
+    """And where a row says that all is the same, name and default are."""
+    for row in rows(section):
+        is_same = row[3] == "same" or row[3].startswith("same.")
+        if not our_default(row):
+            assert not is_same, row
+            continue
+        flag, shown = our_default(row)
+        known = [ARGUMENTS[script][flag] for script in MAIN if flag in ARGUMENTS[script]]
+        assert shown and any(equal(shown, default) for _, default in known), row
+        if is_same:
+            assert names(row) == [flag[2:].replace("-", "_")], row
+            assert any(equal(row[1], default) for _, default in known), row
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_aliases_are_aliases(section):
+    for row in rows(section):
+        for alias in re.findall(r"alias `(--[\w-]+)`", row[3]):
+            flag = our_default(row)[0]
+            known = [ARGUMENTS[script] for script in MAIN if flag in ARGUMENTS[script]]
+            assert any(flags.get(alias) == flags[flag] for flags in known), row
+
+
+def test_functions_that_stand_in_for_theirs_exist():
+    scripts = {"RewardTrainer": "reward_model.py", "SFTTrainer": "sft.py"}
+    for section in SECTIONS:
+        tree = ast.parse((ROOT / scripts.get(section, "ppo.py")).read_text())
+        defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        for row in rows(section):
+            if row[2].startswith("function"):
+                assert set(re.findall(r"`(\w+)`", row[2])) <= defined, row
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_flag_exists(path):
+    """In a command line of one of our scripts it is a flag of that script; elsewhere of any script, or another tool."""
+    for line in code_lines(path.read_text()):
+        script = re.search(r"(?:python|uv run) ([\w/]+\.py)", line)
+        known = ARGUMENTS.get(script[1], {}) if script else ALL_FLAGS | set(OTHER_TOOLS)
+        for flag in flags_in(line):
+            assert flag in known, f"{path.name}: {flag} in {line!r}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not target.startswith(("http://", "https://", "#")):
+            assert (path.parent / target.split("#")[0]).exists(), f"{path.name}: {target}"
