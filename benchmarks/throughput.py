@@ -320,6 +320,7 @@ def run_ours(spec: dict) -> None:
     module_spec = importlib.util.spec_from_file_location(spec["algorithm"], spec["script"])
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
+    import datasets  # noqa: F401 - the script imports it later; TRL has done so before its memory is noted
     import tyro
 
     args = tyro.cli(module.Args, args=spec["flags"])
@@ -945,10 +946,12 @@ def describe_ours(folder: Path) -> dict:
             "changed_since": [name for name in hashes if name in changed]}  # fmt: skip
 
 
-def write_json(file: Path, head: dict, name: str, results: list[dict]) -> None:
+def write_json(file: Path, head: dict, comparisons: list[dict]) -> None:
     """The results so far."""
+    if comparisons:
+        head["machine"]["gpu"] = comparisons[0]["gpu"] or None
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(head | {name: results}, indent=1) + "\n")
+    file.write_text(json.dumps(head | {"comparisons": comparisons}, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -969,9 +972,7 @@ def run_settings(args: argparse.Namespace, work: Path, head: dict, ours: Side, o
                 except BenchmarkError as error:
                     failed.append({"setting": name, "algorithm": algorithm, "other": other.name, "error": str(error)})
                     print(f"{name} {algorithm} against {other.name}: {error}", file=sys.stderr, flush=True)
-                else:
-                    head["machine"]["gpu"] = comparisons[-1]["gpu"] or None
-                    write_json(args.output, head | {"failed": failed}, "comparisons", comparisons)
+                write_json(args.output, head | {"failed": failed}, comparisons)
     if comparisons:
         print_table(comparisons)
         chart = args.output.with_suffix(".png")
@@ -983,7 +984,7 @@ def run_settings(args: argparse.Namespace, work: Path, head: dict, ours: Side, o
 def run_growth(args: argparse.Namespace, work: Path, head: dict, ours: Side, other: Side) -> int:
     """The points of all axes; GROWTH_BASE, which lies on each, is measured once. Returns 0."""
     points, measured = [], {}
-    for algorithm in args.algorithms:
+    for algorithm in (name for name in args.algorithms if can_run(other, name)):
         for axis, values in GROWTH.items():
             for value, changes in values.items():
                 setting = replace(GROWTH_BASE, **changes)
@@ -991,7 +992,7 @@ def run_growth(args: argparse.Namespace, work: Path, head: dict, ours: Side, oth
                     name = f"{axis} {value}"
                     measured[key] = compare(name, setting, algorithm, ours, other, work, args)
                 points.append({"axis": axis, "value": value} | measured[key])
-                write_json(args.output, head, "points", points)
+                write_json(args.output, head, points)
     print_table(list(measured.values()))
     chart = args.output.with_suffix(".png")
     draw_growth(points, chart)
@@ -1068,6 +1069,7 @@ def main(argv: list[str]) -> int:
             "repeats": args.repeats, "bf16": args.bf16,
         }  # fmt: skip
         if args.growth:
+            require(len(others) == 1, "--growth compares with one version of TRL; name one in --against")
             return run_growth(args, work, head, ours, others[0])
         return min(1, run_settings(args, work, head, ours, others))
 

@@ -859,7 +859,7 @@ def load_split(name: str, config: str | None, split: str):  # same in all script
     require(kind or not is_file, f"--dataset {name}: a file must be one of {', '.join(kinds)}")
     try:
         if is_file:
-            data = datasets.load_dataset(kind, data_files={split: path}, split=split)
+            data = datasets.load_dataset(kind, data_files={split.split("[")[0]: path}, split=split)
         else:
             data = datasets.load_dataset(path, config, split=split)
     except StopIteration:  # how an empty jsonl file shows itself

@@ -31,7 +31,7 @@ CHANGES = {
         "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
         "max_prompt_length": 5, "response_length": 6, "temperature": 1.0,
         "stop_token": ("none", {"response_length": 30}), "stop_token_id": 11,
-        "missing_eos_penalty": 1.0, "per_device_train_batch_size": (4, {"batch_size": None}),
+        "missing_eos_penalty": 1.0, "per_device_train_batch_size": (4, {"batch_size": None, "per_device_train_batch_size": 8}),
         "gradient_accumulation_steps": (2, {"per_device_train_batch_size": 4, "batch_size": None}),
         "num_mini_batches": 2, "batch_size": 4, "total_episodes": 16,
         "num_train_epochs": (0.5, {"total_episodes": None, "num_train_epochs": 0.25}), "learning_rate": 1e-4, "critic_learning_rate": 1e-4, "adam_epsilon": 1e-3,

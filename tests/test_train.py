@@ -108,7 +108,7 @@ def test_accumulation_changes_nothing(tmp_path, module, tiny):
 
 def test_policy_and_critic_are_clipped_apart():
     """One SGD step at rate 1 moves each of the two by exactly max_grad_norm."""
-    args = ppo.Args(per_device_train_batch_size=4, num_ppo_epochs=1, response_length=6, max_grad_norm=0.01)
+    args = ppo.Args(micro_batch_size=4, num_ppo_epochs=1, response_length=6, max_grad_norm=0.01)
     policy, tokenizer = ppo.load_policy(args, torch.device("cpu"))
     critic = ppo.make_critic(args, policy, tokenizer, *ppo.load_reward_model(args, torch.device("cpu")))
     prompts, prompt_mask = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
@@ -251,7 +251,7 @@ def other_ids(folder):
 def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, tiny):
     """Text is decoded and encoded again, so that the same texts get the same scores; and a run goes through."""
     ours = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    args, device = ppo.Args(), torch.device("cpu")
+    args, device = ppo.Args(micro_batch_size=7), torch.device("cpu")
     same = ppo.load_reward_model(args, device)
     args.reward_model = other_ids(tmp_path / "rm")
     other = ppo.load_reward_model(args, device)
