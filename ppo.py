@@ -478,17 +478,6 @@ class Critic(nn.Module):
         return (self.head(hidden[:, -T - 1 : -1]).squeeze(-1) + self.bias).float()
 
 
-def logits_and_values(
-    policy: nn.Module, critic: Critic, rollout: Rollout, args: Args
-) -> tuple[Tensor, Tensor, ModelOutput]:
-    """Logits (B, T, V), values (B, T) and the policy's output: one forward pass where the two share their trunk."""
-    shared = args.critic == "shared"
-    inputs = (*rollout.text, args.temperature, rollout.allowed)
-    logits, output = response_forward(policy, *inputs, output_hidden_states=shared, **router_options(args))
-    T = rollout.mask.shape[1]
-    return logits, critic.read(output.hidden_states[-1], T) if shared else critic(*rollout.text), output
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Reward
 
@@ -655,18 +644,24 @@ def mini_batch_gradient(
     The gradient is a sum over the tokens of the mini-batch divided by their number. So each micro-batch divides by the
     number of tokens in the whole mini-batch, and how a mini-batch is cut changes nothing.
     """
-    sums, num_tokens = defaultdict(float), rollout.mask[torch.cat(mini_batch)].sum()
+    sums, shared, num_tokens = defaultdict(float), args.critic == "shared", rollout.mask[torch.cat(mini_batch)].sum()
+    share = lambda x, mask: x.masked_fill(~mask, 0.0).sum() / num_tokens  # noqa: E731
     for index in mini_batch:
         r = rollout.rows(index)
         with autocast(args, index.device):
-            logits, values, output = logits_and_values(policy, critic, r, args)  # (b, T, V), (b, T)
-        logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)  # (b, T)
+            inputs = (*r.text, args.temperature, r.allowed)
+            logits, output = response_forward(policy, *inputs, output_hidden_states=shared, **router_options(args))
+        logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)  # (b, T), (b, T)
         pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.logprobs, r.advantages, r.mask, args.cliprange)
+        loss = pg_loss + args.aux_loss_coef * output.aux_loss if args.aux_loss_coef else pg_loss
+        if shared:
+            values = critic.read(output.hidden_states[-1], r.mask.shape[1])  # (b, T)
+        else:
+            share(loss, r.mask).backward()  # now, so that the policy's activations are gone when the critic's are made
+            with autocast(args, index.device):
+                loss, values = 0.0, critic(*r.text)
         vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
-        loss = pg_loss + args.vf_coef * vf_loss
-        if args.aux_loss_coef:
-            loss = loss + args.aux_loss_coef * output.aux_loss
-        (loss.masked_fill(~r.mask, 0.0).sum() / num_tokens).backward()
+        share(loss + args.vf_coef * vf_loss, r.mask).backward()
         with torch.no_grad():
             token_stats = {
                 "tokens": torch.ones_like(ratio), "loss/policy_avg": pg_loss, "loss/value_avg": vf_loss,

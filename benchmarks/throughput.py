@@ -17,7 +17,7 @@ when the last counted update ends; `imports` says how much of it was there befor
 
 What is made equal, and checked in every run: model weights (random, saved in a folder that all load), prompts (a file
 that holds one batch, so that every update of every side sees the same ones), responses an update, their tokens,
-optimiser steps an update, epochs, mini-batches, micro-batches, learning rate, precision of the weights, dropout (none).
+optimiser steps an update, epochs, mini-batches, learning rate, precision of the weights, dropout (none).
 Responses run to full length: there is no stop token, and the models cannot draw EOS or padding. Only in the setting
 `toy` responses end where the model ends them; there their mean length is checked, as far as chance allows.
 
@@ -26,8 +26,9 @@ What is not equal, since it is what the libraries differ in:
   - the optimiser is each library's own choice; `optimizer` in the JSON says which, and whether it is fused.
   - ours takes rows that have ended out of the rollout; TRL does not, and TRL 0.16.1's RLOO draws all responses to full
     length.
-  - under --bf16 ours runs all models under autocast, TRL 0.16.1 the forward pass of the update alone: its generation,
-    reference and reward stay float32, and so do TRL 0.7.11's reference-free parts.
+  - ours may cut a micro-batch further by itself, to need less memory; the result is the same.
+  - under --bf16 ours and TRL 1.16 run all models under autocast. TRL 0.16.1 leaves the reference and the reward model
+    in float32, and in PPO generation and the scoring critic too; TRL 0.7.11 generation and the reward model.
   - TRL 0.7.11 has a value head on the policy: there ours runs with `--critic shared`. Both at temperature 1, which it
     leaves out of its log-probabilities. Its loop is the user's to write: here it samples as many at once as the others
     (by itself it would 4), and the reward model is called once a batch.
@@ -43,7 +44,6 @@ the number of threads on both sides, something else was running (or the work is 
 """
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import math
@@ -148,7 +148,7 @@ GROWTH = {  # axis: values, and what they set; GROWTH_BASE lies on each
     "batch": {n: {"batch": n} for n in (16, 32, 64, 128)},
     "response length": {n: {"response_length": n} for n in (16, 32, 64, 128)},
     "vocabulary": {n: {"vocab": n} for n in (1000, 8000, 32000, 64000)},
-    "layers x width": {  # the number of weights in the layers, 12 a layer and square of the width
+    "weights in the layers": {  # 12 squares of the width in each
         12 * n * d * d: {"layers": n, "width": d, "heads": d // 32} for n, d in ((2, 64), (4, 128), (6, 256), (8, 512))
     },
 }
@@ -220,7 +220,7 @@ class Recorder:
 
         self.spec, self.torch, self.memory_imports = spec, torch, peak_memory_mb()
         self.steps, self.optimizer, self.marks, self.phases = 0, "", {}, []
-        self.ends, self.cpu = [], []  # of each update: seconds on the clock, seconds of all cores
+        self.ends, self.cpu, self.kernel = [], [], []  # of each update: seconds of clock, cores and kernel
         self.rows, self.tokens, self.prompt_tokens = [], [], []  # of each rollout, where it can be seen (TRL)
         register_optimizer_step_post_hook(self.after_step)
 
@@ -243,7 +243,7 @@ class Recorder:
         if self.steps % self.spec["steps_per_update"]:
             return
         end = self.now()
-        self.ends.append(end), self.cpu.append(time.process_time())
+        self.ends.append(end), self.cpu.append(time.process_time()), self.kernel.append(os.times().system)
         if len(self.marks) == 3:
             start, score, update = (self.marks[name] for name in ("rollout", "score", "update"))
             self.phases.append({"rollout": score - start, "score": update - score, "update": end - update})
@@ -275,7 +275,7 @@ class Recorder:
         import transformers
 
         first = self.spec["warmup"] - 1
-        wall, cpu = (x[-1] - x[first] for x in (self.ends, self.cpu))
+        wall, cpu, kernel = (x[-1] - x[first] for x in (self.ends, self.cpu, self.kernel))
         versions = {"python": platform.python_version(), "torch": torch.__version__,
                     "transformers": transformers.__version__}  # fmt: skip
         if self.spec["kind"] != "ours":
@@ -284,8 +284,9 @@ class Recorder:
             "seconds": [b - a for a, b in zip(self.ends[first:], self.ends[first + 1 :])],
             "updates": len(self.ends), "steps": self.steps, "phases": self.phases, "rows": self.rows,
             "tokens": self.tokens, "prompt_tokens": self.prompt_tokens, "memory_mb": peak_memory_mb(),
-            "imports_mb": self.memory_imports, "cores": cpu / wall, "threads": torch.get_num_threads(),
-            "optimizer": self.optimizer, "matmul_precision": torch.get_float32_matmul_precision(), "versions": versions,
+            "imports_mb": self.memory_imports, "cores": cpu / wall, "kernel_share": kernel / cpu,
+            "threads": torch.get_num_threads(), "optimizer": self.optimizer,
+            "matmul_precision": torch.get_float32_matmul_precision(), "versions": versions,
         }  # fmt: skip
 
     def count(self, queries, responses) -> None:
@@ -409,7 +410,7 @@ def run_trl07(spec: dict) -> None:
         ppo_epochs=spec["epochs"], learning_rate=LEARNING_RATE, adap_kl_ctrl=False, init_kl_coef=KL_COEF,
         accelerator_kwargs={"mixed_precision": "bf16" if spec["bf16"] else "no", "cpu": not torch.cuda.is_available()},
     )  # fmt: skip
-    collate = lambda batch: {"input_ids": [torch.as_tensor(row["input_ids"]) for row in batch]}  # noqa: E731
+    collate = lambda batch: {"input_ids": [torch.as_tensor(row["input_ids"]) for row in batch]}
     data = Dataset.from_dict({"input_ids": [row.tolist() for row in rows]})
     trainer = PPOTrainer(config, policy, tokenizer=tokenizer, dataset=data, data_collator=collate)
     device = trainer.accelerator.device
@@ -575,7 +576,7 @@ def copy_toy(folder: Path) -> dict:
     from transformers import AutoModelForCausalLM
 
     for name, source in (("policy", ROOT / "toy/sft"), ("reward", ROOT / "toy/reward_model")):
-        shutil.copytree(source, folder / name)
+        shutil.copytree(source, folder / name, dirs_exist_ok=True)
         config = json.loads((source / "tokenizer_config.json").read_text())
         (folder / name / "tokenizer_config.json").write_text(
             json.dumps({key: config[key] for key in ("eos_token", "pad_token")}
@@ -602,7 +603,7 @@ WORKERS = {
 
 def output_of(command: list[str]) -> str:
     """What a command prints; raises BenchmarkError with its complaint if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     require(done.returncode == 0, f"`{shlex.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
 
@@ -705,7 +706,7 @@ def start(spec: dict, python: str, log: Path, args: argparse.Namespace) -> None:
     with open(log, "w") as out:
         try:
             done = subprocess.run([python, __file__, "--worker", str(file)], stdout=out, stderr=subprocess.STDOUT,
-                                  env=environment, timeout=args.timeout)  # fmt: skip
+                                  env=environment, timeout=args.timeout, check=False)  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise BenchmarkError(f"{log.stem} took longer than --timeout {args.timeout} s") from error
     tail = "\n".join(log.read_text(errors="replace").strip().splitlines()[-12:])
@@ -764,7 +765,7 @@ def check_work(name: str, run: dict, setting: Setting, prompt_tokens: int | None
 # Outside: a comparison
 
 
-def matched(ours: Side, other: Side, setting: Setting, args: argparse.Namespace) -> tuple[Side, Setting]:
+def matched(ours: Side, other: Side, setting: Setting) -> tuple[Side, Setting]:
     """Ours and the setting, made to do what that version of TRL does."""
     if other.kind not in TRL:
         return ours, setting
@@ -786,7 +787,7 @@ def prepare(setting: Setting, work: Path, args: argparse.Namespace) -> Path:
 
 def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side, work: Path, args) -> dict:
     """Runs the two sides in turn; what was measured, and its summary."""
-    ours, setting = matched(ours, other, setting, args)
+    ours, setting = matched(ours, other, setting)
     models = prepare(setting, work, args)
     about = json.loads((models / "about.json").read_text())
     pairs = []
@@ -825,7 +826,7 @@ def summarize(pairs: list[dict]) -> dict:
     summary = {}
     for key in ("ours", "other"):
         runs = [pair[key] for pair in pairs]
-        median = lambda get, runs=runs: statistics.median(get(run) for run in runs)  # noqa: E731
+        median = lambda get, runs=runs: statistics.median(get(run) for run in runs)
         summary[key] = {
             name: median(lambda run, name=name: run[name])
             for name in ("seconds_per_update", "episodes_per_second", "memory_mb", "imports_mb", "cores", "mean_tokens")
@@ -842,9 +843,9 @@ def summarize(pairs: list[dict]) -> dict:
 # Outside: tables, charts, JSON
 
 
-def ratio_text(ratio: dict) -> str:
-    """1.52 (1.48-1.55)"""
-    return f"{ratio['median']:.2f} ({ratio['least']:.2f}-{ratio['most']:.2f})"
+def ratio_text(ratio: dict, pairs: int) -> str:
+    """1.52 (1.48-1.55), and of a single pair 1.52."""
+    return f"{ratio['median']:.2f}" + f" ({ratio['least']:.2f}-{ratio['most']:.2f})" * (pairs > 1)
 
 
 def print_table(comparisons: list[dict]) -> None:
@@ -859,14 +860,14 @@ def print_table(comparisons: list[dict]) -> None:
     for c in comparisons:
         for key, side in (("ours", "ours"), ("other", c["other"])):
             s = c["summary"][key]
-            ratios = [ratio_text(c["summary"][name]) if key == "ours" else "" for name in ("speed", "memory")]
+            ratios = [ratio_text(c["summary"][n], len(c["pairs"])) * (key == "ours") for n in ("speed", "memory")]
             label = f"{c['setting']} {c['algorithm']}" if key == "ours" else ""
             table.add_row(
-                label, side, f"{s['seconds_per_update']:.2f}", f"{s['episodes_per_second']:.1f}",
+                label, side, f"{s['seconds_per_update']:.2f}", f"{s['episodes_per_second']:.3g}",
                 *(f"{s[phase]:.2f}" for phase in ("rollout", "score", "update")), f"{s['memory_mb']:.0f}",
                 f"{s['imports_mb']:.0f}", f"{s['cores']:.2f}", *ratios, end_section=key == "other",
             )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 def figure_of(rows: int, columns: int, width: float, height: float):
@@ -882,47 +883,69 @@ def figure_of(rows: int, columns: int, width: float, height: float):
     return plt, figure, axes
 
 
+COLOURS = {"ours": "#2a6fbb", "other": "#b0b0b0"}
+
+
 def draw_chart(comparisons: list[dict], machine: dict, file: Path) -> None:
-    """Bars of episodes a second, and of memory beside them, by comparison and side."""
-    plt, figure, axes = figure_of(1, 2, 3.5 + 1.6 * len(comparisons), 4.0)
-    for axis, name, scale, title, ratio in (
-        (axes[0, 0], "episodes_per_second", 1, "episodes a second (more is better)", "speed"),
-        (axes[0, 1], "memory_mb", 1024, "peak memory, GB (less is better)", "memory"),
-    ):
-        for key, shift, colour in (("ours", -0.2, "#2a6fbb"), ("other", 0.2, "#c9c9c9")):
-            heights = [c["summary"][key][name] / scale for c in comparisons]
-            label = key if len({c["other"] for c in comparisons}) > 1 or key == "ours" else comparisons[0]["other"]
-            axis.bar([i + shift for i in range(len(heights))], heights, 0.4, color=colour, label=label)
-        for i, c in enumerate(comparisons):
-            top = c["summary"]["ours"][name] / scale
-            axis.text(i - 0.2, top, f"{c['summary'][ratio]['median']:.2f}x", ha="center", va="bottom", fontsize=8)
-        labels = [f"{c['setting']}\n{c['algorithm']}\n{c['other']}" for c in comparisons]
-        axis.set_xticks(range(len(comparisons)), labels, fontsize=8)
-        axis.set_title(title, fontsize=10)
-    axes[0, 0].set_yscale("log")
-    axes[0, 1].legend(frameon=False, fontsize=8)
+    """Two bars for each comparison: episodes a second, and memory below. The black line is the range of the runs."""
+    plt, figure, axes = figure_of(2, len(comparisons), 1.0 + 1.4 * len(comparisons), 5.2)
+    for row, (name, scale, ratio) in enumerate((("episodes_per_second", 1, "speed"), ("memory_mb", 1024, "memory"))):
+        for axis, c in zip(axes[row], comparisons):
+            for x, key in enumerate(("ours", "other")):
+                values = [pair[key][name] / scale for pair in c["pairs"]]
+                height = statistics.median(values)
+                axis.bar(x, height, 0.75, color=COLOURS[key])
+                axis.plot([x, x], [min(values), max(values)], color="black", linewidth=1)
+                axis.text(x, height, f"{height:.3g}", ha="center", va="bottom", fontsize=8)
+            axis.set_xticks([0, 1], ["ours", c["other"]], fontsize=7)
+            axis.tick_params(axis="y", labelsize=7)
+            axis.set_title(f"{c['setting']} {c['algorithm']}\n{ratio} x {c['summary'][ratio]['median']:.2f}", fontsize=9)
+    axes[0, 0].set_ylabel("episodes a second (more is better)", fontsize=8)
+    axes[1, 0].set_ylabel("peak memory, GB (less is better)", fontsize=8)
     figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, {machine['gpu'] or 'no GPU'}", fontsize=9)
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
 
+def growth_of(point: dict, key: str) -> dict[str, float]:
+    """What grows: seconds an update, and memory beyond that of the imports."""
+    side = point["summary"][key]
+    return {"seconds": side["seconds_per_update"], "memory": side["memory_mb"] - side["imports_mb"]}
+
+
+def exponents(points: list[dict]) -> list[dict]:
+    """By which power time and memory grow from the first to the last point of each axis; 1 is in proportion."""
+    rows = []
+    for axis, algorithm in dict.fromkeys((p["axis"], p["algorithm"]) for p in points):
+        line = [p for p in points if (p["axis"], p["algorithm"]) == (axis, algorithm)]
+        for key, side in (("ours", "ours"), ("other", line[0]["other"])):
+            first, last = growth_of(line[0], key), growth_of(line[-1], key)
+            width = math.log(line[-1]["value"] / line[0]["value"])
+            rows.append({"axis": axis, "algorithm": algorithm, "side": side}
+                        | {name: math.log(last[name] / first[name]) / width for name in first})  # fmt: skip
+    return rows
+
+
 def draw_growth(points: list[dict], file: Path) -> None:
     """Seconds an update, and memory beyond that of the imports, along each axis."""
-    algorithms = sorted({p["algorithm"] for p in points})
     plt, figure, axes = figure_of(2, len(GROWTH), 3.2 * len(GROWTH), 5.6)
-    for column, axis_name in enumerate(GROWTH):
-        for algorithm in algorithms:
-            line = [p for p in points if p["axis"] == axis_name and p["algorithm"] == algorithm]
-            for key, style in (("ours", "o-"), ("other", "s--")):
+    for column, name in enumerate(GROWTH):
+        for algorithm, style in (("ppo", "o-"), ("rloo", "s--")):
+            line = [p for p in points if p["axis"] == name and p["algorithm"] == algorithm]
+            for key in COLOURS if line else ():
                 label = f"{algorithm}, {'ours' if key == 'ours' else line[0]['other']}"
-                sides = [p["summary"][key] for p in line]
-                seconds = [side["seconds_per_update"] for side in sides]
-                memory = [side["memory_mb"] - side["imports_mb"] for side in sides]
-                for row, y in enumerate((seconds, memory)):
-                    axes[row, column].plot([p["value"] for p in line], y, style, label=label)
-        for row, title in enumerate(("seconds an update", "MB beyond the imports")):
-            axes[row, column].set(xscale="log", yscale="log", xlabel=axis_name, ylabel=title)
+                for row, what in enumerate(("seconds", "memory")):
+                    y = [growth_of(p, key)[what] for p in line]
+                    axes[row, column].plot([p["value"] for p in line], y, style, color=COLOURS[key], label=label)
+                    axes[row, column].set_xscale("log"), axes[row, column].set_yscale("log")
+                    axes[row, column].set_xticks([p["value"] for p in line], [p["label"] for p in line])
+                    axes[row, column].minorticks_off()
+        axes[1, column].set_xlabel(name)
+    axes[0, 0].set_ylabel("seconds an update"), axes[1, 0].set_ylabel("MB beyond the imports")
     axes[0, 0].legend(frameon=False, fontsize=8)
+    for axis in axes.flat:
+        axis.yaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
@@ -988,12 +1011,17 @@ def run_growth(args: argparse.Namespace, work: Path, head: dict, ours: Side, oth
         for axis, values in GROWTH.items():
             for value, changes in values.items():
                 setting = replace(GROWTH_BASE, **changes)
+                label = f"{setting.layers}x{setting.width}" if "layers" in changes else str(value).replace("000", "k")
                 if (key := (setting, algorithm)) not in measured:
-                    name = f"{axis} {value}"
-                    measured[key] = compare(name, setting, algorithm, ours, other, work, args)
-                points.append({"axis": axis, "value": value} | measured[key])
+                    measured[key] = compare(f"{axis} {label}", setting, algorithm, ours, other, work, args)
+                points.append({"axis": axis, "value": value, "label": label} | measured[key])
                 write_json(args.output, head, points)
+    head["exponents"] = exponents(points)
+    write_json(args.output, head, points)
     print_table(list(measured.values()))
+    for row in head["exponents"]:
+        print(f"{row['algorithm']} of {row['side']}, along {row['axis']}: time grows by the power "
+              f"{row['seconds']:.2f}, memory by {row['memory']:.2f}")  # fmt: skip
     chart = args.output.with_suffix(".png")
     draw_growth(points, chart)
     print(f"written: {args.output} and {chart}")

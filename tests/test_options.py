@@ -127,12 +127,14 @@ def test_a_shared_trunk_gives_the_same_values_in_one_pass(kind):
     policy = tiny_model(kind)
     args, rollout = a_rollout(policy, critic="shared")
     critic = a_critic(args, policy)
-    logits, values, _ = ppo.logits_and_values(policy, critic, rollout, args)
+    inputs = (*rollout.text, args.temperature)
+    logits, output = ppo.response_forward(policy, *inputs, output_hidden_states=True)
+    values = critic.read(output.hidden_states[-1], rollout.mask.shape[1])
     torch.testing.assert_close(values, critic(*rollout.text), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits, ppo.response_logits(policy, *rollout.text, args.temperature))
+    torch.testing.assert_close(logits, ppo.response_logits(policy, *inputs))
     calls = Counter()
     policy.base_model.register_forward_hook(lambda *_: calls.update(["body"]))
-    ppo.logits_and_values(policy, critic, rollout, args)
+    ppo.mini_batch_gradient(policy, critic, rollout, [torch.arange(6)], args)
     assert calls["body"] == 1
 
 
