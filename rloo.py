@@ -373,8 +373,11 @@ class Rollout:
         return self.prompts, self.prompt_mask, self.responses, self.mask
 
     def rows(self, index: Tensor) -> "Rollout":
-        """Some of the episodes, less the columns in which none of them has a token: fewer to compute, same numbers."""
-        P, T = self.prompt_mask[index].sum(1).max(), self.mask[index].sum(1).max()
+        """Some of the episodes, less the columns in which none of them has a token: fewer to compute, same numbers.
+
+        Up to multiples of 8, so that there are few different shapes: a kernel is made, or chosen, for each.
+        """
+        P, T = (min(-(-int(m[index].sum(1).max()) // 8) * 8, m.shape[1]) for m in (self.prompt_mask, self.mask))
         part = {f.name: getattr(self, f.name) for f in fields(self)}
         part = {name: x if x is None else x[index] for name, x in part.items()}
         part = {name: x if x is None or x.dim() == 1 else x[:, -P:] if "prompt" in name else x[:, :T]
@@ -1438,6 +1441,8 @@ def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # s
                     setattr(module, name, nn.GELU(approximate="tanh"))
     if models[0].device.type != "cpu" or longest > 512 or args.attn_implementation:
         return
+    for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "64")):
+        os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
     a = torch.linspace(-1, 1, 64**2).view(64, 64).sin()
     if ((a @ a).double() - a.double() @ a.double()).abs().max() > 1e-4:  # in bfloat16, as on Intel's AMX: undone

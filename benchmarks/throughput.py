@@ -899,7 +899,8 @@ def draw_chart(comparisons: list[dict], machine: dict, file: Path) -> None:
                 axis.text(x, height, f"{height:.3g}", ha="center", va="bottom", fontsize=8)
             axis.set_xticks([0, 1], ["ours", c["other"]], fontsize=7)
             axis.tick_params(axis="y", labelsize=7)
-            axis.set_title(f"{c['setting']} {c['algorithm']}\n{ratio} x {c['summary'][ratio]['median']:.2f}", fontsize=9)
+            median = c["summary"][ratio]["median"]
+            axis.set_title(f"{c['setting']} {c['algorithm']}\n{ratio} x {median:.2f}", fontsize=9)
     axes[0, 0].set_ylabel("episodes a second (more is better)", fontsize=8)
     axes[1, 0].set_ylabel("peak memory, GB (less is better)", fontsize=8)
     figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, {machine['gpu'] or 'no GPU'}", fontsize=9)
