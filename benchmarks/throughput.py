@@ -799,6 +799,9 @@ def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side
             seconds, memory = pair[key]["seconds_per_update"], pair[key]["memory_mb"]
             print(f"{name} {algorithm}, pair {repeat + 1} of {args.repeats}, {sides[key].name}: "
                   f"{seconds:.2f} s an update, {memory:.0f} MB", flush=True)  # fmt: skip
+            if (cores := pair[key]["cores"]) < 0.8 * pair[key]["threads"] and not about["cuda"]:
+                print(f"warning: it had {cores:.1f} cores for {pair[key]['threads']} threads; is something else "
+                      "running on this machine? then its time says nothing", file=sys.stderr, flush=True)  # fmt: skip
         pairs.append(pair)
         check_equal(name, pair, setting, other)
     return {

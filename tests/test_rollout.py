@@ -153,13 +153,15 @@ def test_generation_config_does_not_leak(policy):
 
 
 def test_rows_without_empty_columns_give_the_same_numbers(policy):
-    """Rollout.rows trims padding that no row needs; logits at real tokens stay."""
+    """Rollout.rows trims padding that no row needs, to multiples of 8; logits at real tokens stay."""
     prompts, prompt_mask, out = rollout(policy)
-    r = ppo.Rollout(prompts, prompt_mask, **out)
+    wide = [torch.nn.functional.pad(x, (9, 0), value=fill) for x, fill in ((prompts, PAD), (prompt_mask, False))]
+    r = ppo.Rollout(*wide, **out)
     index = torch.tensor([1, 4])
     part = r.rows(index)
-    assert part.prompts.shape[1] == prompt_mask[index].sum(1).max() < prompts.shape[1]
-    assert part.mask.shape[1] == out["mask"][index].sum(1).max()
+    assert part.prompts.shape[1] == 8 < r.prompts.shape[1] == 16
+    longest = out["mask"][index].sum(1).max().item()
+    assert part.mask.shape[1] == (8 if longest <= 8 else 12)
     whole = ppo.response_logits(policy, *r.text, 1.0)[index][:, : part.mask.shape[1]]
     trimmed = ppo.response_logits(policy, *part.text, 1.0)
     torch.testing.assert_close(trimmed[part.mask], whole[part.mask], rtol=1e-4, atol=1e-4)
