@@ -15,18 +15,20 @@ updates for `--seconds`, two at least. The two sides alternate, `--repeats` time
 time, so that a machine that slows down slows down both. Memory is the peak of the process (on CUDA: of the allocator)
 when the last counted update ends; `imports` says how much of it was there before a model was loaded.
 
-What is made equal, and checked in every run: model weights (random, saved in a folder that all load), prompts (a file
-that holds one batch, so that every update of every side sees the same ones), responses an update, their tokens,
-optimiser steps an update, epochs, mini-batches, learning rate, precision of the weights, dropout (none).
-Responses run to full length: there is no stop token, and the models cannot draw EOS or padding. Only in the setting
-`toy` responses end where the model ends them; there their mean length is checked, as far as chance allows.
+What is made equal: model weights (random, in a folder that all load), prompts (a file that holds one batch, so that
+every update of every side sees the same ones), responses, their tokens, epochs, mini-batches, optimiser steps, learning
+rate, float32 weights, no dropout. Responses run to full length: there is no stop token, and the models cannot draw EOS
+or padding. Only in the setting `toy` responses end where the model ends them. Every run is checked for the responses,
+tokens and optimiser steps of each of its updates, TRL's for the prompt tokens too, and fails if they are not what the
+setting says; in `toy` the two sides must agree in their mean length, as nearly as chance lets them.
 
 What is not equal, since it is what the libraries differ in:
   - TRL 0.16.1 accepts max_grad_norm and never clips; ours and TRL 1.16 clip.
   - the optimiser is each library's own choice; `optimizer` in the JSON says which, and whether it is fused.
   - ours takes rows that have ended out of the rollout; TRL does not, and TRL 0.16.1's RLOO draws all responses to full
     length.
-  - ours may cut a micro-batch further by itself, to need less memory; the result is the same.
+  - ours may cut a micro-batch further by itself, and chooses attention and matrix kernels for the machine; the numbers
+    are the same up to float32's rounding. TRL leaves that to transformers and torch.
   - under --bf16 ours and TRL 1.16 run all models under autocast. TRL 0.16.1 leaves the reference and the reward model
     in float32, and in PPO generation and the scoring critic too; TRL 0.7.11 generation and the reward model.
   - TRL 0.7.11 has a value head on the policy: there ours runs with `--critic shared`. Both at temperature 1, which it
@@ -39,8 +41,9 @@ from the moments at which it starts and ends generation and enters the loop of e
 the whole update is metrics, logging and the advantage.
 
 TRL runs in virtual environments of its own, which are made in --venvs when they are first needed: each takes a minute
-and 1.5 GB. Measure on a machine with nothing else to do; `cores` is the CPU time per second, and where it is well below
-the number of threads on both sides, something else was running (or the work is not parallel).
+and 1.5 GB. Measure on a machine with nothing else to do: two threads of torch of which one has to wait for a core can
+take ten times as long. `cores` is the CPU time per second; where it is well below the number of threads, a warning says
+so. In the JSON, `kernel_share` is the part of the CPU time that the operating system takes, mostly to hand out memory.
 """
 
 import argparse
