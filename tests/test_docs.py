@@ -21,8 +21,8 @@ def arguments(script):
     """Flag -> (field, default) of a script: the fields of its Args with their aliases, and what argparse is given."""
     tree, found = ast.parse((ROOT / script).read_text()), {"--help": ("help", None)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            found |= {a.value: (a.value, None) for a in node.args}
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("add", "add_argument"):
+            found |= {a.value: (a.value, None) for a in node.args if isinstance(a, ast.Constant)}
         if isinstance(node, ast.ClassDef) and node.name == "Args":
             for field in (f for f in node.body if isinstance(f, ast.AnnAssign)):
                 strings = [n.value for n in ast.walk(field.annotation) if isinstance(n, ast.Constant)]
