@@ -1448,9 +1448,7 @@ def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # s
     if ((a @ a).double() - a.double() @ a.double()).abs().max() > 1e-4:  # in bfloat16, as on Intel's AMX: undone
         torch.set_float32_matmul_precision("highest")
         return
-    for (
-        model
-    ) in models:  # the backward pass of flash attention would be five times slower; texts so short do not need it
+    for model in models:  # the backward pass of flash attention would take five times as long, for texts so short
         model.set_attn_implementation("eager")
 
 
