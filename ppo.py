@@ -45,6 +45,7 @@ Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 220
 Shapes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary, D hidden size.
 """
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -424,7 +425,7 @@ def response_forward(
     P, T = prompts.shape[1], responses.shape[1]
     positions = torch.arange(P - 1, P + T - 1, device=prompts.device)
     output = model(**join(prompts, prompt_mask, responses, mask), use_cache=False, logits_to_keep=positions, **options)
-    logits = output.logits.float() / temperature
+    logits = output.logits.float().div_(temperature)  # in place: it is the largest tensor that there is
     return (logits if allowed is None else logits.masked_fill(~allowed, FORBIDDEN)), output
 
 
@@ -442,7 +443,7 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
     """(B, T) log-probability of each token under logits (B, T, V), and without gradient the entropy in nats there."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
     return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
 
 
@@ -639,6 +640,20 @@ def mini_batches(rollout: Rollout, args: Args) -> Iterator[list[Tensor]]:
             yield list(rollout.by_length(mini_batch).split(args.micro_batch_size))
 
 
+def policy_forward(
+    policy: nn.Module, r: Rollout, args: Args, **options
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...] | None]:
+    """Logprobs (b, T) of responses under the policy now, entropy (b, T), the router's loss, all layers' states.
+
+    The logits (b, T, V), the largest tensor of an update, end here: the graph needs their log-softmax alone.
+    """
+    with autocast(args, r.mask.device):
+        inputs = (*r.text, args.temperature, r.allowed)
+        logits, output = response_forward(policy, *inputs, **options, **router_options(args))
+    logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)
+    return logprobs, entropy, getattr(output, "aux_loss", None), getattr(output, "hidden_states", None)
+
+
 def mini_batch_gradient(
     policy: nn.Module, critic: Critic, rollout: Rollout, mini_batch: list[Tensor], args: Args
 ) -> dict[str, Tensor]:
@@ -651,14 +666,11 @@ def mini_batch_gradient(
     share = lambda x, mask: x.masked_fill(~mask, 0.0).sum() / num_tokens  # noqa: E731
     for index in mini_batch:
         r = rollout.rows(index)
-        with autocast(args, index.device):
-            inputs = (*r.text, args.temperature, r.allowed)
-            logits, output = response_forward(policy, *inputs, output_hidden_states=shared, **router_options(args))
-        logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)  # (b, T), (b, T)
+        logprobs, entropy, aux_loss, states = policy_forward(policy, r, args, output_hidden_states=shared)  # (b, T)
         pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.logprobs, r.advantages, r.mask, args.cliprange)
-        loss = pg_loss + args.aux_loss_coef * output.aux_loss if args.aux_loss_coef else pg_loss
+        loss = pg_loss + args.aux_loss_coef * aux_loss if args.aux_loss_coef else pg_loss
         if shared:
-            values = critic.read(output.hidden_states[-1], r.mask.shape[1])  # (b, T)
+            values = critic.read(states[-1], r.mask.shape[1])  # (b, T)
         else:
             share(loss, r.mask).backward()  # now, so that the policy's activations are gone when the critic's are made
             with autocast(args, index.device):
@@ -1250,7 +1262,7 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
     args.batch_size = args.per_device_train_batch_size * parts
     if args.micro_batch_size is None:
         logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
-        fits_cpu = max(1, min(16, int(64 / logits_mb)))  # what a CPU's caches and memory like best, as measured
+        fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # a compromise of speed and memory
         args.micro_batch_size = fits_cpu if policy.device.type == "cpu" else args.per_device_train_batch_size
     if args.total_episodes is None:
         epochs = args.num_train_epochs
@@ -1530,7 +1542,11 @@ def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # s
             for name, child in module.named_children():
                 if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                     setattr(module, name, nn.GELU(approximate="tanh"))
-    if models[0].device.type != "cpu" or longest > 512 or args.attn_implementation:
+    if models[0].device.type != "cpu":
+        return
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: keep freed memory, else a fifth of the time, with large
+        libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)  # vocabularies half, goes into getting it back page by page
+    if longest > 512 or args.attn_implementation:
         return
     for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "64")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
