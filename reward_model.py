@@ -609,7 +609,7 @@ def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # s
         libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)  # vocabularies half, goes into getting it back page by page
     if longest > 512 or args.attn_implementation:
         return
-    for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "64")):
+    for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
     a = torch.linspace(-1, 1, 64**2).view(64, 64).sin()

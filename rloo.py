@@ -68,7 +68,7 @@ import tyro
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import (
-    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, get_scheduler,
+    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, StaticCache, get_scheduler,
 )  # fmt: skip
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
@@ -319,9 +319,10 @@ def sample(
     logprobs = torch.zeros(B, T, device=device)  # (B, T)
     ended = torch.zeros(B, dtype=torch.bool, device=device)  # (B,)
     rows = torch.arange(B, device=device)  # the rows still in the forward pass; all arrays below have one line for each
-    tokens, attention_mask, cache = prompts, prompt_mask.long(), DynamicCache(config=policy.config)
+    tokens, positions = prompts, (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (rows, P), after the first pass (rows, 1)
+    attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): what is yet to come, causality hides
+    cache = StaticCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # one shape, and never copied
     for t in range(T):
-        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         output = policy(
             input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
             past_key_values=cache, use_cache=True, logits_to_keep=1,
@@ -337,9 +338,9 @@ def sample(
         if not going.any():
             break
         if going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
-            rows, token, attention_mask = rows[going], token[going], attention_mask[going]
-            cache.batch_select_indices(going.nonzero().squeeze(1))
-        tokens, attention_mask = token[:, None], F.pad(attention_mask, (0, 1), value=1)
+            rows, token, positions, attention_mask = (x[going] for x in (rows, token, positions, attention_mask))
+            cache.reorder_cache(going.nonzero().squeeze(1))
+        tokens, positions = token[:, None], positions[:, -1:] + 1
     mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
     mask &= torch.arange(T, device=device) <= t
     return {
@@ -1458,7 +1459,7 @@ def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # s
         libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)  # vocabularies half, goes into getting it back page by page
     if longest > 512 or args.attn_implementation:
         return
-    for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "64")):
+    for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
     a = torch.linspace(-1, 1, 64**2).view(64, 64).sin()
