@@ -41,11 +41,12 @@ import json
 import math
 import os
 import random
+import signal
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -84,6 +85,14 @@ class Args:
     """W&B team, with --track"""
     num_sample_generations: int = 2
     """how often in the run a table of pairs with their rewards is printed; 0 for never"""
+
+    # --- Survival
+    save_steps: int = 100
+    """steps between checkpoints, of which each holds all that a run consists of"""
+    save_total_limit: int = 2
+    """checkpoints that are kept, the newest"""
+    resume: Annotated[str | None, arg(aliases=["--resume-from-checkpoint"])] = None
+    """a run's folder, or one of its checkpoints: goes on from there, with the settings of that run"""
 
     # --- Model: a folder, or a name on the hub
     model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
@@ -227,18 +236,20 @@ def without_eos(pair: Pair, eos_token_id: int | None) -> Pair:
     return Pair(*cut, pair.margin)
 
 
-def length_grouped_batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
+def length_grouped_batches(lengths: list[int], queue: list[list[int]], batch_size: int) -> Iterator[list[int]]:
     """Endless passes over all rows in batches of like length, in random order: little padding, yet random enough.
 
     Rows are shuffled, cut into groups of 50 batches, sorted by length inside a group, and the batches shuffled again.
+    `queue` holds the batches that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
     """
     while True:
+        while queue:
+            yield queue.pop(0)
         order = torch.randperm(len(lengths)).tolist()
         groups = [order[i : i + 50 * batch_size] for i in range(0, len(order), 50 * batch_size)]
         ordered = [row for group in groups for row in sorted(group, key=lengths.__getitem__)]
         batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-        for i in torch.randperm(len(batches)).tolist():
-            yield batches[i]
+        queue += [batches[i] for i in torch.randperm(len(batches)).tolist()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -314,8 +325,12 @@ def calibration(differences: Tensor, num_bins: int = 10) -> list[tuple[float, fl
 
 def train(args: Args) -> None:
     """Trains the reward model and leaves it, its metrics and its model card in args.output_dir."""
-    check_numbers(args, "max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps "
-                  "learning_rate max_grad_norm eval_steps", shares="warmup_ratio eos_dropout")  # fmt: skip
+    check_numbers(
+        args,
+        positive="max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps learning_rate "
+        "max_grad_norm eval_steps save_steps save_total_limit",
+        shares="warmup_ratio eos_dropout",
+    )
     device = start_run(args)
     model, tokenizer = load_classifier(args, device)
     pairs = encode_pairs(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
@@ -328,10 +343,11 @@ def train(args: Args) -> None:
     schedule = make_schedule(args, optimizer, num_steps)
     print(f"data: {len(pairs)} pairs, {len(test_pairs)} for evaluation")
     describe_training(args.model, model, num_steps, args)
+    batches = length_grouped_batches([max(len(p.chosen), len(p.rejected)) for p in pairs], queue := [], batch_size)
     log = RewardModelLog(args, num_steps)
-    batches = length_grouped_batches([max(len(p.chosen), len(p.rejected)) for p in pairs], batch_size)
+    checkpoints = Checkpoints(args, log, model=model, optimizer=optimizer, schedule=schedule, batches=queue)
     try:
-        for step, rows in zip(range(1, num_steps + 1), batches):
+        for step, rows in zip(checkpoints.steps(num_steps), batches):
             batch = [pairs[i] for i in rows]
             if args.eos_dropout:
                 drop = (torch.rand(len(batch)) < args.eos_dropout).tolist()
@@ -347,7 +363,8 @@ def train(args: Args) -> None:
                 sums["accuracy"] += (chosen > rejected).sum().item() / len(batch)
                 sums["margin"] += (chosen - rejected).sum().item() / len(batch)
             sums["grad_norm"] = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-            optimizer.step()
+            if math.isfinite(sums["grad_norm"]):  # else the weights would be NaN for good
+                optimizer.step()
             optimizer.zero_grad()
             stats = {"epoch": step / steps_per_epoch, "lr": schedule.get_last_lr()[0], **sums}
             schedule.step()
@@ -453,11 +470,12 @@ class RewardModelLog:
         self.args, self.num_steps, self.last = args, num_steps, time.perf_counter()
         self.metrics: dict[str, float] = {}
         self.calibration: list[tuple[float, float, int]] = []
-        self.file, self.wandb = open_metrics(args), start_wandb(args)
+        self.file, self.wandb, self.broken = open_metrics(args), start_wandb(args), 0
         self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True)
 
     def write(self, step: int, stats: dict) -> None:
         """Ends a step: one line of metrics.jsonl, the bar, W&B."""
+        self.broken = count_broken(self.broken, not math.isfinite(stats["grad_norm"]))
         now = time.perf_counter()
         stats |= {"step": step, "time/step": now - self.last, "perf/peak_memory_mb": peak_memory_mb()}
         self.last = now
@@ -487,6 +505,14 @@ class RewardModelLog:
                 print_table("calibration on the test split", ["predicted", "observed", "pairs"], bins)
         self.last = time.perf_counter()
 
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps of it."""
+        return {"metrics": self.metrics}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes that up again."""
+        vars(self).update(state)
+
     def finish(self, model: nn.Module, tokenizer: AutoTokenizer) -> None:
         """Closes the files and, unless not one step was made, saves the model with its card and draws the curves."""
         self.bar.close()
@@ -497,6 +523,129 @@ class RewardModelLog:
             draw_curves(Path(self.args.output_dir), "step", panels)
         if self.wandb:
             self.wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing: checkpoints
+
+HARMLESS = {  # settings that a resumed run may change: how much is shown and saved, and how long it goes on
+    "output_dir", "exp_name", "resume", "device", "track", "wandb_project_name", "wandb_entity", "trust_remote_code",
+    "num_sample_generations", "save_steps", "save_total_limit", "eval_steps", "total_episodes", "num_train_epochs",
+}  # fmt: skip
+
+
+class Interrupted(Exception):  # same in all scripts
+    """A signal asked the run to stop, and it has stopped between two steps."""
+
+
+class Checkpoints:  # same in all scripts
+    """Writes all that a run consists of to checkpoints/ now and then, and when a signal asks it to stop; reads it back.
+
+    A part is a module, an optimiser or a schedule, a list, or an object that is its attributes. Beside the parts a
+    checkpoint holds the random state and the length of metrics.jsonl, to which the file is cut when the run goes on.
+    A resumed run is, bit for bit on a CPU, the one that was never interrupted.
+    """
+
+    def __init__(self, args: Args, log, **parts):
+        self.args, self.log, self.step, self.signal = args, log, 0, None
+        self.parts = {name: part for name, part in (parts | {"log": log}).items() if part is not None}
+        self.folder = Path(args.output_dir) / "checkpoints"
+        if args.resume:
+            self.restore()
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """The numbers of the steps that are left. Ctrl-C and SIGTERM end the run after the step that it is in."""
+        done = f"the run in {self.args.output_dir} has made all its {num_steps} steps; ask for more of them to go on"
+        require(self.step < num_steps, done)
+        before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for step in range(self.step + 1, num_steps + 1):
+                yield step
+                if step % self.args.save_steps == 0 or step == num_steps or self.signal:
+                    self.save(step)
+                if self.signal and step < num_steps:
+                    raise Interrupted(f"stopped by {self.signal.name} after step {step} of {num_steps}")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def stop(self, number: int, frame) -> None:
+        """The handler. A second signal does not wait for the end of the step."""
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        print(f"\n{self.signal.name}: the run ends after this step; once more ends it at once", file=sys.stderr)
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
+        self.log.file.flush(), os.fsync(self.log.file.fileno())
+        state = {"step": step, "metrics_bytes": self.log.file.tell(), "python_random": random.getstate(),
+                 "torch_random": torch.get_rng_state(), "cuda_random": torch.cuda.get_rng_state_all()}  # fmt: skip
+        for name, part in self.parts.items():
+            state[name] = part.state_dict() if hasattr(part, "state_dict") else getattr(part, "__dict__", part)
+        temporary = self.folder / "unfinished"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush(), os.fsync(file.fileno())
+            temporary.replace(self.folder / f"step-{step:08d}.pt")
+        except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
+            temporary.unlink(missing_ok=True)
+            reason = str(error).strip().splitlines()[0]
+            print(f"warning: the checkpoint after step {step} was not written: {reason}", file=sys.stderr)
+        for file in sorted(self.folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+            file.unlink()
+
+    def restore(self) -> None:
+        """Brings every part back to the newest checkpoint that can be read, or to the one that --resume names."""
+        path, state = Path(self.args.resume), None
+        for file in [path] if path.is_file() else sorted(self.folder.glob("step-*.pt"), reverse=True):
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+                break
+            except Exception as error:  # whatever a damaged file makes of it
+                print(f"warning: {file} cannot be read ({type(error).__name__}: it is damaged)", file=sys.stderr)
+        require(state, f"--resume {path}: there is no checkpoint that can be read; start the run anew")
+        metrics = Path(self.args.output_dir) / "metrics.jsonl"
+        is_whole = metrics.stat().st_size >= state["metrics_bytes"]
+        require(is_whole, f"{metrics} is shorter than when {file.name} was written; the run cannot go on without it")
+        self.log.file.truncate(state["metrics_bytes"])
+        for name, part in self.parts.items():
+            if hasattr(part, "load_state_dict"):
+                part.load_state_dict(state[name])
+            elif isinstance(part, list):
+                part[:] = state[name]
+            else:
+                vars(part).update(state[name])
+        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
+        torch.cuda.set_rng_state_all(state["cuda_random"])
+        self.step = state["step"]
+        self.log.bar.n = self.log.bar.initial = self.step
+        print(f"goes on after step {self.step}, from {file}")
+
+
+def read_command_line() -> Args:  # same in all scripts
+    """The settings. With --resume, those that are not given are the ones of that run, and few may differ from them."""
+    description, words = __doc__.splitlines()[0], " ".join(sys.argv[1:]).replace("=", " ").split()
+    resume = next((b for a, b in zip(words, words[1:]) if a in ("--resume", "--resume-from-checkpoint")), None)
+    if resume is None:
+        return tyro.cli(Args, description=description)
+    path = Path(resume)
+    folder = path.parent.parent if path.is_file() else path
+    require((folder / "args.json").exists(), f"--resume {resume}: that is no run's folder, nor a checkpoint in one")
+    values = json.loads((folder / "args.json").read_text())
+    unknown = ", ".join(values.keys() ^ {f.name for f in fields(Args)})
+    require(not unknown, f"--resume {resume}: that run was made by another version of this script, which differs in "
+            f"the settings {unknown}")  # fmt: skip
+    before = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
+    args = tyro.cli(Args, description=description, default=before)
+    for name, value in asdict(before).items():
+        same = name in HARMLESS or getattr(args, name) == value
+        require(same, f"--{name.replace('_', '-')} {getattr(args, name)} is not what the run in {folder} was made "
+                f"with, {value}; leave it out, or start a new run")  # fmt: skip
+    args.output_dir = str(folder)
+    return args
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -525,6 +674,15 @@ class UserError(Exception):
     """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
 
 
+def count_broken(steps: int, is_broken: bool) -> int:  # same in all scripts
+    """How many steps in a row had no finite gradient and changed nothing; raises UserError at the fifth."""
+    steps = steps + 1 if is_broken else 0
+    cause = "most often the --learning-rate is too high"
+    sentence = f"the gradient was NaN or infinite in {steps} steps in a row ({cause}); the weights of before are saved"
+    require(steps < 5, sentence)
+    return steps
+
+
 def start_run(args: Args) -> torch.device:  # same in all scripts
     """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
@@ -534,7 +692,8 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
     output = Path(args.output_dir)
     is_used = (output / "metrics.jsonl").exists()
-    require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    advice = f"name another, remove it, or go on with it: --resume {output}"
+    require(args.resume or not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); {advice}")
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(0, device=args.device or best).device
@@ -546,6 +705,7 @@ def open_metrics(args: Args):  # same in all scripts
     """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        (Path(args.output_dir) / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         return open(Path(args.output_dir) / "metrics.jsonl", "a")
     except OSError as error:
         raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
@@ -712,10 +872,14 @@ def start_wandb(args: Args):  # same in all scripts
     import wandb
 
     folder = Path(args.output_dir)
+    id_file = folder / "wandb_id"
+    run_id = id_file.read_text() if args.resume and id_file.exists() else wandb.util.generate_id()
+    id_file.write_text(run_id)
     try:
         return wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args), dir=folder
-        )
+            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args),
+            dir=folder, id=run_id, resume="allow",
+        )  # fmt: skip
     except wandb.Error as error:
         raise UserError(
             f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
@@ -791,14 +955,18 @@ def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same 
 def main() -> None:  # same in all scripts
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    args = None
     try:
-        train(args)
+        train(args := read_command_line())
     except UserError as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Interrupted as stop:
+        command = f"python {Path(__file__).name} --resume {args.output_dir}"
+        print(f"{stop}; to go on from there: {command}", file=sys.stderr)
+        sys.exit(130)
     except KeyboardInterrupt:
-        print(f"interrupted; what was trained is in {args.output_dir}", file=sys.stderr)
+        print(f"interrupted; what was trained is in {args.output_dir if args else 'no folder yet'}", file=sys.stderr)
         sys.exit(130)
 
 

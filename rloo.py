@@ -49,15 +49,20 @@ V vocabulary.
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import random
+import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -101,6 +106,14 @@ class Args:
     num_sample_generations: int = 10
     """how often after the first update a table of sample responses is printed; 0 for never (TRL)"""
 
+    # --- Survival
+    save_steps: int = 10
+    """updates between checkpoints, of which each holds all that a run consists of"""
+    save_total_limit: int = 2
+    """checkpoints that are kept, the newest"""
+    resume: Annotated[str | None, arg(aliases=["--resume-from-checkpoint"])] = None
+    """a run's folder, or one of its checkpoints: goes on from there, with the settings of that run"""
+
     # --- Models: a folder, or a name on the hub
     model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
     """the policy to start from, which is also the reference that KL is measured against"""
@@ -110,6 +123,8 @@ class Args:
     """the label whose logit is the reward, for a classifier that has several"""
     reward_fn: str | None = None
     """file.py:name, a function from a list of texts to a list of floats; used instead of the reward model"""
+    reward_timeout: float | None = None
+    """seconds that a reward function may take for a batch; by default as many as it likes"""
     gold_reward_fn: str | None = None
     """file.py:name, a second opinion that is logged as objective/gold_scores and never trained on"""
     trust_remote_code: bool = False
@@ -647,9 +662,11 @@ def optimize_policy(
         if args.ratio_threshold is None or ratio <= args.ratio_threshold:
             if pretrain:
                 per_step["loss/ptx"] += pretrain_gradient(policy, *next(pretrain), args)
-            per_step["policy/grad_norm"] += nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            optimizer.step()
-            steps += 1
+            norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            per_step["policy/grad_norm"] += norm
+            if norm.isfinite():  # else the weights would be NaN for good
+                optimizer.step()
+                steps += 1
         optimizer.zero_grad()
     optimizer.zero_grad()
     policy.eval()
@@ -695,15 +712,16 @@ def train(args: Args) -> None:
     policy, tokenizer = load_policy(args, device)
     reward_model, reward_tokenizer = load_reward_model(args, device)
     reference = make_reference(policy, args)
-    score = make_scorer(args.reward_fn, tokenizer, reward_model, reward_tokenizer, args)
-    gold_score = make_scorer(args.gold_reward_fn, tokenizer) if args.gold_reward_fn else None
+    score = make_scorer(args.reward_fn, tokenizer, args, reward_model, reward_tokenizer)
+    gold_score = make_scorer(args.gold_reward_fn, tokenizer, args) if args.gold_reward_fn else None
     prompts, eval_prompts = load_prompts(args, tokenizer, policy)
     set_defaults(args, policy, len(prompts) * args.rloo_k)
     networks = [model for model in (policy, reference, reward_model) if model is not None]
     use_fast_kernels(args, max(map(len, prompts)) + args.response_length, *networks)
     check_groups(args)
-    prompts = batches(prompts, args.batch_size // args.rloo_k, tokenizer, device, left=True)
-    pretrain = load_pretrain_texts(args, tokenizer, policy) if args.pretrain_data else None
+    prompts = batches(prompts, queue := [], args.batch_size // args.rloo_k, tokenizer, device, left=True)
+    pretrain_queue: list[int] = []
+    pretrain = load_pretrain_texts(args, pretrain_queue, tokenizer, policy) if args.pretrain_data else None
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad],
         args.learning_rate, args.adam_betas, args.adam_epsilon, args.weight_decay, fused=True,
@@ -714,8 +732,12 @@ def train(args: Args) -> None:
     kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     describe_run(args, num_updates, policy)
     log = RolloutLog(args, num_updates)
+    checkpoints = Checkpoints(
+        args, log, policy=policy, ema=ema, optimizer=optimizer, schedule=schedule, prompts=queue,
+        pretrain=pretrain_queue, kl_controller=kl_controller,
+    )  # fmt: skip
     try:
-        for update in range(1, num_updates + 1):
+        for update in checkpoints.steps(num_updates):
             with log.clock("rollout"):
                 k_prompts = [x.repeat_interleave(args.rloo_k, 0) for x in next(prompts)]  # a group: k neighbouring rows
                 rollout = sample_batch(policy, *k_prompts, tokenizer, args)  # step 1
@@ -969,12 +991,14 @@ def same_tokens(a: AutoTokenizer, b: AutoTokenizer) -> bool:
 
 
 def make_scorer(
-    reward_fn: str | None, tokenizer: AutoTokenizer, reward_model: nn.Module | None = None,
-    reward_tokenizer: AutoTokenizer | None = None, args: Args | None = None,
+    reward_fn: str | None, tokenizer: AutoTokenizer, args: Args, reward_model: nn.Module | None = None,
+    reward_tokenizer: AutoTokenizer | None = None,
 ) -> Callable[[Rollout], Tensor]:  # fmt: skip
     """The function from a rollout to its scores (B,): `reward_fn` on its texts, else the reward model on its tokens."""
     if reward_fn is not None:
         function = load_function(reward_fn)
+        if args.reward_timeout:
+            function = partial(within, args.reward_timeout, function)
         call_reward_function(function, ["A first text.", "And a second one."])  # a wrong function fails now, not later
         return lambda rollout: call_reward_function(function, decode(rollout, tokenizer)).to(rollout.mask.device)
     label = list(reward_model.config.id2label.values()).index(args.reward_label) if args.reward_label else 0
@@ -1010,6 +1034,24 @@ def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
     """Prompt and response of each row as one text, without padding and special tokens."""
     ids, mask = torch.cat([rollout.prompts, rollout.responses], 1), torch.cat([rollout.prompt_mask, rollout.mask], 1)
     return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(ids, mask)]
+
+
+def within(seconds: float, function: Callable, *inputs):
+    """What the function gives; raises TimeoutError if it takes longer than so many seconds."""
+    result = Future()
+
+    def run() -> None:
+        """Calls the function."""
+        try:
+            result.set_result(function(*inputs))
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # daemon: a function that hangs does not keep the process alive
+    thread.start(), thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"it took longer than --reward-timeout {seconds:g} s")
+    return result.result()
 
 
 def call_reward_function(reward_fn: Callable[[list[str]], list[float]], texts: list[str]) -> Tensor:
@@ -1079,25 +1121,30 @@ def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[in
     return apply_template(prompt, tokenizer, add_generation_prompt=True)
 
 
-def load_pretrain_texts(args: Args, tokenizer: AutoTokenizer, policy: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+def load_pretrain_texts(
+    args: Args, queue: list[int], tokenizer: AutoTokenizer, policy: nn.Module
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches of texts with their EOS for PPO-ptx, of the size and length of a micro-batch of rollouts."""
     data = load_split(args.pretrain_data, None, "train")
     limit = min(args.max_prompt_length + args.response_length, context_length(policy))
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     texts = read_column(data, "text", args.pretrain_data, "--pretrain-data")
     rows = [(encode_prompt(text, tokenizer) + end)[:limit] for text in texts if text]
-    return batches(rows, args.per_device_train_batch_size, tokenizer, policy.device)
+    return batches(rows, queue, args.per_device_train_batch_size, tokenizer, policy.device)
 
 
 def batches(
-    rows: list[list[int]], batch_size: int, tokenizer: AutoTokenizer, device: torch.device, left: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches (B, S) of token lists and their mask; each pass over the rows is in a new random order."""
-    queue: list[int] = []
+    rows: list[list[int]], queue: list[int], batch_size: int, tokenizer: AutoTokenizer, device: torch.device,
+    left: bool = False,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Endless batches (B, S) of token lists and their mask; each pass over the rows is in a new random order.
+
+    `queue` holds the rows that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
+    """
     while True:
         while len(queue) < batch_size:
             queue += torch.randperm(len(rows)).tolist()
-        batch, queue = queue[:batch_size], queue[batch_size:]
+        batch, queue[:] = queue[:batch_size], queue[batch_size:]
         ids, mask = pad([rows[i] for i in batch], tokenizer.pad_token_id, device, left)
         yield ids, mask.bool()
 
@@ -1113,7 +1160,8 @@ def check_args(args: Args) -> None:
         positive="response_length temperature per_device_train_batch_size gradient_accumulation_steps num_mini_batches "
         "batch_size local_rollout_forward_batch_size micro_batch_size total_episodes num_train_epochs learning_rate "
         "max_grad_norm num_ppo_epochs cliprange reward_clip_range kl_target kl_horizon max_prompt_length lora_alpha "
-        "response_length_min ratio_threshold target_kl eval_steps num_eval_prompts eval_temperature adam_epsilon top_p",
+        "response_length_min ratio_threshold target_kl eval_steps num_eval_prompts eval_temperature adam_epsilon top_p "
+        "reward_timeout save_steps save_total_limit",
         natural="min_new_tokens top_k lora_r weight_decay ptx_coef aux_loss_coef",
         shares="warmup_ratio top_p ema_decay",
     )
@@ -1239,7 +1287,7 @@ METRICS = {
     "val/clipfrac_avg": "always 0: there is no critic, but TRL's dashboards expect the name",
     "val/ratio": "pi / pi_old, mean over responses (or tokens) and steps",
     "val/ratio_var": "variance of pi / pi_old over responses (or tokens) and steps",
-    "val/skipped_steps": "optimiser steps left out because of --ratio-threshold or --target-kl",
+    "val/skipped_steps": "optimiser steps left out: --ratio-threshold, --target-kl, a gradient that is NaN or infinite",
     "val/num_eos_tokens": "responses in the batch that contain the stop token",
     "val/eos_share": "the same as a share of the batch",
     "val/response_length": "tokens in a response with its stop token, mean",
@@ -1261,7 +1309,7 @@ class RolloutLog:
 
     def __init__(self, args: Args, num_updates: int):
         self.args, self.num_updates, self.start = args, num_updates, time.perf_counter()
-        self.seconds, self.metrics, self.warned = {}, {}, set()
+        self.seconds, self.metrics, self.warned, self.broken = {}, {}, set(), 0
         self.file, self.wandb = open_metrics(args), start_wandb(args)
         self.bar = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
 
@@ -1288,10 +1336,19 @@ class RolloutLog:
             self.wandb.log(self.metrics, step=update)
         self.bar.set_postfix_str(f"score {stats['objective/scores']:.2f}, kl {stats['objective/kl']:.2f}")
         self.bar.update()
+        self.broken = count_broken(self.broken, not math.isfinite(stats.get("policy/grad_norm", 0.0)))
         self.warn_about(stats, rollout)
         shows = self.args.num_sample_generations
         if is_turn(update, self.num_updates, shows) or (update == 1 and shows):
             self.show_samples(update, rollout, scores, tokenizer)
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps of it."""
+        return {"seconds": time.perf_counter() - self.start, "metrics": self.metrics}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes that up again."""
+        self.start, self.metrics = time.perf_counter() - state["seconds"], state["metrics"]
 
     def warn_about(self, stats: dict, rollout: Rollout) -> None:
         """What a library leaves to its users to notice; each warning is given once, in one sentence."""
@@ -1350,6 +1407,129 @@ def save_variants(tokenizer: AutoTokenizer, ema: nn.Module | None, args: Args) -
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Plumbing: checkpoints
+
+HARMLESS = {  # settings that a resumed run may change: how much is shown and saved, and how long it goes on
+    "output_dir", "exp_name", "resume", "device", "track", "wandb_project_name", "wandb_entity", "trust_remote_code",
+    "num_sample_generations", "save_steps", "save_total_limit", "eval_steps", "total_episodes", "num_train_epochs",
+}  # fmt: skip
+
+
+class Interrupted(Exception):  # same in all scripts
+    """A signal asked the run to stop, and it has stopped between two steps."""
+
+
+class Checkpoints:  # same in all scripts
+    """Writes all that a run consists of to checkpoints/ now and then, and when a signal asks it to stop; reads it back.
+
+    A part is a module, an optimiser or a schedule, a list, or an object that is its attributes. Beside the parts a
+    checkpoint holds the random state and the length of metrics.jsonl, to which the file is cut when the run goes on.
+    A resumed run is, bit for bit on a CPU, the one that was never interrupted.
+    """
+
+    def __init__(self, args: Args, log, **parts):
+        self.args, self.log, self.step, self.signal = args, log, 0, None
+        self.parts = {name: part for name, part in (parts | {"log": log}).items() if part is not None}
+        self.folder = Path(args.output_dir) / "checkpoints"
+        if args.resume:
+            self.restore()
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """The numbers of the steps that are left. Ctrl-C and SIGTERM end the run after the step that it is in."""
+        done = f"the run in {self.args.output_dir} has made all its {num_steps} steps; ask for more of them to go on"
+        require(self.step < num_steps, done)
+        before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for step in range(self.step + 1, num_steps + 1):
+                yield step
+                if step % self.args.save_steps == 0 or step == num_steps or self.signal:
+                    self.save(step)
+                if self.signal and step < num_steps:
+                    raise Interrupted(f"stopped by {self.signal.name} after step {step} of {num_steps}")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def stop(self, number: int, frame) -> None:
+        """The handler. A second signal does not wait for the end of the step."""
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        print(f"\n{self.signal.name}: the run ends after this step; once more ends it at once", file=sys.stderr)
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
+        self.log.file.flush(), os.fsync(self.log.file.fileno())
+        state = {"step": step, "metrics_bytes": self.log.file.tell(), "python_random": random.getstate(),
+                 "torch_random": torch.get_rng_state(), "cuda_random": torch.cuda.get_rng_state_all()}  # fmt: skip
+        for name, part in self.parts.items():
+            state[name] = part.state_dict() if hasattr(part, "state_dict") else getattr(part, "__dict__", part)
+        temporary = self.folder / "unfinished"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush(), os.fsync(file.fileno())
+            temporary.replace(self.folder / f"step-{step:08d}.pt")
+        except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
+            temporary.unlink(missing_ok=True)
+            reason = str(error).strip().splitlines()[0]
+            print(f"warning: the checkpoint after step {step} was not written: {reason}", file=sys.stderr)
+        for file in sorted(self.folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+            file.unlink()
+
+    def restore(self) -> None:
+        """Brings every part back to the newest checkpoint that can be read, or to the one that --resume names."""
+        path, state = Path(self.args.resume), None
+        for file in [path] if path.is_file() else sorted(self.folder.glob("step-*.pt"), reverse=True):
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+                break
+            except Exception as error:  # whatever a damaged file makes of it
+                print(f"warning: {file} cannot be read ({type(error).__name__}: it is damaged)", file=sys.stderr)
+        require(state, f"--resume {path}: there is no checkpoint that can be read; start the run anew")
+        metrics = Path(self.args.output_dir) / "metrics.jsonl"
+        is_whole = metrics.stat().st_size >= state["metrics_bytes"]
+        require(is_whole, f"{metrics} is shorter than when {file.name} was written; the run cannot go on without it")
+        self.log.file.truncate(state["metrics_bytes"])
+        for name, part in self.parts.items():
+            if hasattr(part, "load_state_dict"):
+                part.load_state_dict(state[name])
+            elif isinstance(part, list):
+                part[:] = state[name]
+            else:
+                vars(part).update(state[name])
+        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
+        torch.cuda.set_rng_state_all(state["cuda_random"])
+        self.step = state["step"]
+        self.log.bar.n = self.log.bar.initial = self.step
+        print(f"goes on after step {self.step}, from {file}")
+
+
+def read_command_line() -> Args:  # same in all scripts
+    """The settings. With --resume, those that are not given are the ones of that run, and few may differ from them."""
+    description, words = __doc__.splitlines()[0], " ".join(sys.argv[1:]).replace("=", " ").split()
+    resume = next((b for a, b in zip(words, words[1:]) if a in ("--resume", "--resume-from-checkpoint")), None)
+    if resume is None:
+        return tyro.cli(Args, description=description)
+    path = Path(resume)
+    folder = path.parent.parent if path.is_file() else path
+    require((folder / "args.json").exists(), f"--resume {resume}: that is no run's folder, nor a checkpoint in one")
+    values = json.loads((folder / "args.json").read_text())
+    unknown = ", ".join(values.keys() ^ {f.name for f in fields(Args)})
+    require(not unknown, f"--resume {resume}: that run was made by another version of this script, which differs in "
+            f"the settings {unknown}")  # fmt: skip
+    before = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
+    args = tyro.cli(Args, description=description, default=before)
+    for name, value in asdict(before).items():
+        same = name in HARMLESS or getattr(args, name) == value
+        require(same, f"--{name.replace('_', '-')} {getattr(args, name)} is not what the run in {folder} was made "
+                f"with, {value}; leave it out, or start a new run")  # fmt: skip
+    args.output_dir = str(folder)
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Plumbing that stands in every script, word for word
 
 
@@ -1375,6 +1555,15 @@ def check_numbers(args: Args, positive: str, natural: str = "", shares: str = ""
             require(value is None or holds(value), f"--{name.replace('_', '-')} {value} must be {range_}")
 
 
+def count_broken(steps: int, is_broken: bool) -> int:  # same in all scripts
+    """How many steps in a row had no finite gradient and changed nothing; raises UserError at the fifth."""
+    steps = steps + 1 if is_broken else 0
+    cause = "most often the --learning-rate is too high"
+    sentence = f"the gradient was NaN or infinite in {steps} steps in a row ({cause}); the weights of before are saved"
+    require(steps < 5, sentence)
+    return steps
+
+
 def start_run(args: Args) -> torch.device:  # same in all scripts
     """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
@@ -1384,7 +1573,8 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
     output = Path(args.output_dir)
     is_used = (output / "metrics.jsonl").exists()
-    require(not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); name another, or remove it")
+    advice = f"name another, remove it, or go on with it: --resume {output}"
+    require(args.resume or not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); {advice}")
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(0, device=args.device or best).device
@@ -1396,6 +1586,7 @@ def open_metrics(args: Args):  # same in all scripts
     """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        (Path(args.output_dir) / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         return open(Path(args.output_dir) / "metrics.jsonl", "a")
     except OSError as error:
         raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
@@ -1589,10 +1780,14 @@ def start_wandb(args: Args):  # same in all scripts
     import wandb
 
     folder = Path(args.output_dir)
+    id_file = folder / "wandb_id"
+    run_id = id_file.read_text() if args.resume and id_file.exists() else wandb.util.generate_id()
+    id_file.write_text(run_id)
     try:
         return wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args), dir=folder
-        )
+            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args),
+            dir=folder, id=run_id, resume="allow",
+        )  # fmt: skip
     except wandb.Error as error:
         raise UserError(
             f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
@@ -1668,14 +1863,18 @@ def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same 
 def main() -> None:  # same in all scripts
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    args = None
     try:
-        train(args)
+        train(args := read_command_line())
     except UserError as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Interrupted as stop:
+        command = f"python {Path(__file__).name} --resume {args.output_dir}"
+        print(f"{stop}; to go on from there: {command}", file=sys.stderr)
+        sys.exit(130)
     except KeyboardInterrupt:
-        print(f"interrupted; what was trained is in {args.output_dir}", file=sys.stderr)
+        print(f"interrupted; what was trained is in {args.output_dir if args else 'no folder yet'}", file=sys.stderr)
         sys.exit(130)
 
 

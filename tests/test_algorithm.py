@@ -253,7 +253,7 @@ def test_packing_keeps_every_token_in_order_but_the_remainder():
 
 def test_length_grouped_batches_hold_every_row_once_and_pad_less():
     lengths = torch.randint(1, 100, (1000,)).tolist()
-    passes = sft.length_grouped_batches(lengths, 10)  # without end: 100 batches are a pass
+    passes = sft.length_grouped_batches(lengths, [], 10)  # without end: 100 batches are a pass
     batches, second = (list(itertools.islice(passes, 100)) for _ in range(2))
     assert batches != second and sorted(i for batch in second for i in batch) == list(range(1000))
     assert sorted(i for batch in batches for i in batch) == list(range(1000))

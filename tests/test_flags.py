@@ -97,6 +97,10 @@ ELSEWHERE = {  # flags whose effect is no number in metrics.jsonl
     "attn_implementation": "test_attention_implementation",
     "gradient_checkpointing": "test_gradient_checkpointing_changes_memory_and_no_number",
     "ema_decay": "test_moving_average",
+    "reward_timeout": "test_a_reward_function_that_hangs",
+    "save_steps": "test_resumed_equals_uninterrupted",
+    "save_total_limit": "test_as_many_checkpoints_stay_as_were_asked_for",
+    "resume": "test_resumed_equals_uninterrupted",
 }
 
 

@@ -168,7 +168,7 @@ def update_ppo(monkeypatch, case, switches):
     rollout = make_rollout(ppo, policy, trl, args)
     ppo.score_reference(rollout, policy, reference, args)
     rollout.values = ppo.by_chunks(lambda r: critic(*r.text), rollout, args)
-    score = ppo.make_scorer(None, TOKENIZER, reward, TOKENIZER, args)
+    score = ppo.make_scorer(None, TOKENIZER, args, reward, TOKENIZER)
     scores = ppo.penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
     mask, stats = rollout.mask, ppo.rollout_stats(rollout, scores, -args.kl_coef * rollout.kl)
     if ONE_FURTHER in switches:
@@ -189,7 +189,7 @@ def update_rloo(monkeypatch, case, switches):
     args, (policy, reference, _, reward) = make_args(rloo, trl, switches), load_models(trl)
     rollout = make_rollout(rloo, policy, trl, args)
     rloo.score_reference(rollout, policy, reference, args)
-    score = rloo.make_scorer(None, TOKENIZER, reward, TOKENIZER, args)
+    score = rloo.make_scorer(None, TOKENIZER, args, reward, TOKENIZER)
     scores = rloo.penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
     non_score_reward = -args.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)
     stats = rloo.rollout_stats(rollout, scores, non_score_reward)

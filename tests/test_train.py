@@ -262,7 +262,7 @@ def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, tiny):
     ids = [ours(r["completion"])["input_ids"] + [ours.eos_token_id] * e for r, e in zip(rows, ended.tolist())]
     responses, mask = ppo.pad(ids, ours.pad_token_id, device)
     rollout = ppo.Rollout(prompts, prompt_mask.bool(), responses, mask.bool(), torch.zeros(mask.shape), ended)
-    a, b = (ppo.make_scorer(None, ours, *pair, args)(rollout) for pair in (same, other))
+    a, b = (ppo.make_scorer(None, ours, args, *pair)(rollout) for pair in (same, other))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     run(ppo, tmp_path / "out", reward_model=args.reward_model, **tiny["ppo"])
     assert "starts from the policy" in capsys.readouterr().out

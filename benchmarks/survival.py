@@ -1,0 +1,176 @@
+"""Survival: runs that are killed again and again, and everything else that can end a run before its time.
+
+    python benchmarks/survival.py                                  # 20 kills a script, and the faults; half an hour
+    python benchmarks/survival.py --scripts rloo --kills 5
+    python benchmarks/survival.py --kills 0 --faults "disk full"   # one fault: what was done, what was seen
+
+A script trains for some steps on the toy world. Another run of the same settings is killed with SIGKILL, resumed,
+killed again, at moments drawn at random: while it starts, in a step, while a checkpoint is written. When it is through,
+its metrics and its weights must be those of the run that nobody touched, bit for bit, and metrics.jsonl must have every
+line once. Then the faults: each is provoked by the command that the table shows, with {tmp} for a folder of its own.
+"""
+
+import argparse
+import json
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {  # flags of a run of 12 steps
+    "ppo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl --ema-decay 0.9",
+    "rloo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl",
+    "sft": "--dataset {tmp}/sft --dataset-test-split none --per-device-train-batch-size 8",
+    "reward_model": "--dataset {tmp}/preferences --dataset-test-split none --per-device-train-batch-size 8",
+}
+TIMED = ("time/", "perf/", "eps")  # metrics that no two runs share
+WRONG = {  # a file that the faults use -> its text
+    "slow.py": """import time
+def score(texts):
+    time.sleep(60 if len(texts) > 2 else 0)
+    return [0.0] * len(texts)
+""",
+    "raises.py": """calls = 0
+def score(texts):
+    global calls
+    calls += 1
+    if calls > 3:
+        raise ValueError("out of order")
+    return [float(len(text)) for text in texts]
+""",
+    "cut.jsonl": '{"prompt": "The film"}\n{"prompt": "The bo',
+}
+RUN = "ppo.py --batch-size 8 --total-episodes 32 --response-length 8 --output-dir {tmp}/run"
+FAULTS = {  # name -> shell command; `python` is this one
+    "reward function raises": f"python {RUN} --reward-fn {{tmp}}/raises.py:score",
+    "reward function hangs": f"python {RUN} --reward-fn {{tmp}}/slow.py:score --reward-timeout 2",
+    "disk full": f"(ulimit -f 3000; python {RUN} --save-steps 1)",
+    "W&B out of reach": f"WANDB_BASE_URL=http://127.0.0.1:9 WANDB_API_KEY={'a' * 40} python {RUN} --track",
+    "damaged checkpoint": f"python {RUN} --save-steps 1 && truncate -s 5000 {{tmp}}/run/checkpoints/step-00000004.pt "
+    "&& python ppo.py --resume {tmp}/run",
+    "truncated data file": f"python {RUN} --dataset {{tmp}}/cut.jsonl",
+    "learning rate too high": f"python {RUN} --learning-rate 1e30",
+    "SIGTERM": f"python {RUN} --total-episodes 4096 & sleep 25; kill -TERM $!; wait $!",
+    "settings that differ": f"python {RUN} --save-steps 1 && python ppo.py --resume {{tmp}}/run --kl-coef 1",
+}
+
+
+def command_of(script: str, folder: Path, tmp: Path) -> list[str]:
+    """The command that starts the run, or goes on with it where it has a checkpoint."""
+    if list(folder.glob("checkpoints/step-*.pt")):
+        return [sys.executable, f"{script}.py", "--resume", str(folder)]
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = TINY[script].replace("{tmp}", str(tmp)).split()
+    return [sys.executable, f"{script}.py", *flags, "--save-steps", "1", "--num-sample-generations", "0",
+            "--output-dir", str(folder)]  # fmt: skip
+
+
+def start(script: str, folder: Path, tmp: Path) -> subprocess.Popen:
+    """A process of the script; what it prints goes to a file."""
+    command = command_of(script, folder, tmp)
+    with open(tmp / "log.txt", "w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+def result(folder: Path) -> tuple[list[dict], bytes]:
+    """The metrics that do not depend on the clock, and the weights."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [{name: x for name, x in line.items() if not name.startswith(TIMED)} for line in lines]
+    return lines, (folder / "model.safetensors").read_bytes()
+
+
+def wait_for_a_moment(process: subprocess.Popen, folder: Path, chance: random.Random) -> str:
+    """Waits for a random moment; returns a word for it, or "" when the run ended before."""
+    kind = chance.choice(["in a step", "in a step", "while a checkpoint is written", "at the start"])
+    started, seconds = time.monotonic(), chance.uniform(0.5, 6)
+    lines = folder / "metrics.jsonl"
+    before = lines.read_bytes().count(b"\n") if lines.exists() else 0
+    steps = before + chance.randint(1, 3)
+    pause = chance.uniform(0, 0.2)
+    while process.poll() is None:
+        if kind == "while a checkpoint is written" and (folder / "checkpoints/unfinished").exists():
+            return kind
+        if kind == "in a step" and lines.exists() and lines.read_bytes().count(b"\n") >= steps:
+            time.sleep(pause)
+            return kind
+        if kind == "at the start" and time.monotonic() - started > seconds:
+            return kind
+        time.sleep(0.0005)
+    return ""
+
+
+def kill_and_resume(script: str, kills: int, tmp: Path) -> dict:
+    """Kills the script so many times; what happened."""
+    whole, folder, chance = tmp / f"{script}-whole", tmp / f"{script}-killed", random.Random(script)
+    if start(script, whole, tmp).wait():
+        sys.exit(f"{script} failed: {(tmp / 'log.txt').read_text()[-2000:]}")
+    moments, ends, same, expected = [], 0, 0, result(whole)
+    while len(moments) < kills or folder.exists():
+        process = start(script, folder, tmp)
+        moment = wait_for_a_moment(process, folder, chance) if len(moments) < kills else ""
+        if moment and process.poll() is None:
+            process.kill()
+            moments.append(moment)
+        if process.wait() == 0:
+            ends, same = ends + 1, same + (result(folder) == expected)
+            shutil.rmtree(folder)
+        elif not moment:
+            sys.exit(f"{script} failed: {(tmp / 'log.txt').read_text()[-2000:]}")
+    counts = {kind: moments.count(kind) for kind in dict.fromkeys(sorted(moments))}
+    return {"script": script, "kills": len(moments), "moments": counts, "runs that ended": ends, "bit for bit": same}
+
+
+def provoke(name: str, tmp: Path) -> dict:
+    """Runs the command of a fault; its exit code, its last line, and what is on disk."""
+    folder = Path(tempfile.mkdtemp(dir=tmp))
+    for file, text in WRONG.items():
+        (folder / file).write_text(text)
+    command = FAULTS[name].replace("{tmp}", str(folder)).replace("python ", f"{shlex.quote(sys.executable)} ")
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.replace("\r", "\n").splitlines() if "error" in line or "warning" in line
+            or "go on" in line]  # fmt: skip
+    there = [x for x in ("model.safetensors", "metrics.jsonl") if (folder / "run" / x).exists()]
+    there += [f.name for f in sorted(folder.glob("run/checkpoints/*.pt"))[-1:]]
+    last = said[-1] if said else ""
+    last = last.replace(str(folder), "{tmp}")
+    return {
+        "fault": name, "command": FAULTS[name], "exit code": done.returncode, "said": last,
+        "on disk": ", ".join(there), "traceback": "Traceback" in done.stderr,
+    }  # fmt: skip
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    cell = lambda x: str(x).replace("|", "\\|")
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(x) for x in row.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    """The kills, then the faults."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = lambda text: [name for name in text.split(",") if name]
+    parser.add_argument("--scripts", type=names, default=list(TINY), help="of ppo,rloo,sft,reward_model")
+    parser.add_argument("--kills", type=int, default=20, help="of each script")
+    parser.add_argument("--faults", type=names, default=list(FAULTS), help=f"of {','.join(FAULTS)}; none for no fault")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="survival-") as folder:
+        tmp = Path(folder)
+        for name in ("sft", "preferences"):
+            (tmp / name).mkdir()
+            lines = (ROOT / f"toy/data/{name}/train.jsonl").read_text().splitlines(keepends=True)
+            (tmp / name / "train.jsonl").write_text("".join(lines[: 96 if name == "sft" else 48]))
+        for script in args.scripts if args.kills else []:
+            print(table([kill_and_resume(script, args.kills, tmp)]), flush=True)
+        rows = [provoke(name, tmp) for name in args.faults if name in FAULTS]
+        if rows:
+            print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
