@@ -107,7 +107,7 @@ class Args:
 
     # --- Survival
     save_steps: int = 10
-    """updates between checkpoints, of which each holds all that a run consists of"""
+    """steps (of PPO and RLOO: updates) between checkpoints, each of which holds all that a run consists of"""
     save_total_limit: int = 2
     """checkpoints that are kept, the newest"""
     resume: Annotated[str | None, arg(aliases=["--resume-from-checkpoint"])] = None
@@ -781,9 +781,9 @@ def train(args: Args) -> None:
     set_defaults(args, policy, len(prompts))
     networks = [model for model in (policy, reference, critic.body, reward_model) if model is not None]
     use_fast_kernels(args, max(map(len, prompts)) + args.response_length, *networks)
-    prompts = batches(prompts, queue := [], args.batch_size, tokenizer, device, left=True)
-    pretrain_queue: list[int] = []
-    pretrain = load_pretrain_texts(args, pretrain_queue, tokenizer, policy) if args.pretrain_data else None
+    queues = {"prompts": [], "pretrain": []}  # row numbers that the present pass over the data has yet to give
+    prompts = batches(prompts, queues["prompts"], args.batch_size, tokenizer, device, left=True)
+    pretrain = load_pretrain_texts(args, queues["pretrain"], tokenizer, policy) if args.pretrain_data else None
     optimizer = make_optimizer(args, policy, critic)
     num_updates = args.total_episodes // args.batch_size
     schedule = make_schedule(args, optimizer, num_updates)
@@ -793,8 +793,8 @@ def train(args: Args) -> None:
     describe_run(args, num_updates, policy, critic)
     log = RolloutLog(args, num_updates)
     checkpoints = Checkpoints(
-        args, log, policy=policy, critic=critic, ema=ema, optimizer=optimizer, schedule=schedule, prompts=queue,
-        pretrain=pretrain_queue, kl_controller=kl_controller, moments=moments,
+        args, log, policy=policy, critic=critic, ema=ema, optimizer=optimizer, schedule=schedule,
+        kl_controller=kl_controller, moments=moments, **queues,
     )  # fmt: skip
     try:
         for update in checkpoints.steps(num_updates):
@@ -1871,7 +1871,7 @@ def start_wandb(args: Args):  # same in all scripts
 
     folder = Path(args.output_dir)
     id_file = folder / "wandb_id"
-    run_id = id_file.read_text() if args.resume and id_file.exists() else wandb.util.generate_id()
+    run_id = id_file.read_text() if args.resume and id_file.exists() else os.urandom(4).hex()
     id_file.write_text(run_id)
     try:
         return wandb.init(

@@ -88,7 +88,7 @@ class Args:
 
     # --- Survival
     save_steps: int = 100
-    """steps between checkpoints, of which each holds all that a run consists of"""
+    """steps (of PPO and RLOO: updates) between checkpoints, each of which holds all that a run consists of"""
     save_total_limit: int = 2
     """checkpoints that are kept, the newest"""
     resume: Annotated[str | None, arg(aliases=["--resume-from-checkpoint"])] = None
@@ -873,7 +873,7 @@ def start_wandb(args: Args):  # same in all scripts
 
     folder = Path(args.output_dir)
     id_file = folder / "wandb_id"
-    run_id = id_file.read_text() if args.resume and id_file.exists() else wandb.util.generate_id()
+    run_id = id_file.read_text() if args.resume and id_file.exists() else os.urandom(4).hex()
     id_file.write_text(run_id)
     try:
         return wandb.init(

@@ -108,7 +108,7 @@ class Args:
 
     # --- Survival
     save_steps: int = 10
-    """updates between checkpoints, of which each holds all that a run consists of"""
+    """steps (of PPO and RLOO: updates) between checkpoints, each of which holds all that a run consists of"""
     save_total_limit: int = 2
     """checkpoints that are kept, the newest"""
     resume: Annotated[str | None, arg(aliases=["--resume-from-checkpoint"])] = None
@@ -719,9 +719,9 @@ def train(args: Args) -> None:
     networks = [model for model in (policy, reference, reward_model) if model is not None]
     use_fast_kernels(args, max(map(len, prompts)) + args.response_length, *networks)
     check_groups(args)
-    prompts = batches(prompts, queue := [], args.batch_size // args.rloo_k, tokenizer, device, left=True)
-    pretrain_queue: list[int] = []
-    pretrain = load_pretrain_texts(args, pretrain_queue, tokenizer, policy) if args.pretrain_data else None
+    queues = {"prompts": [], "pretrain": []}  # row numbers that the present pass over the data has yet to give
+    prompts = batches(prompts, queues["prompts"], args.batch_size // args.rloo_k, tokenizer, device, left=True)
+    pretrain = load_pretrain_texts(args, queues["pretrain"], tokenizer, policy) if args.pretrain_data else None
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad],
         args.learning_rate, args.adam_betas, args.adam_epsilon, args.weight_decay, fused=True,
@@ -733,8 +733,7 @@ def train(args: Args) -> None:
     describe_run(args, num_updates, policy)
     log = RolloutLog(args, num_updates)
     checkpoints = Checkpoints(
-        args, log, policy=policy, ema=ema, optimizer=optimizer, schedule=schedule, prompts=queue,
-        pretrain=pretrain_queue, kl_controller=kl_controller,
+        args, log, policy=policy, ema=ema, optimizer=optimizer, schedule=schedule, kl_controller=kl_controller, **queues
     )  # fmt: skip
     try:
         for update in checkpoints.steps(num_updates):
@@ -1781,7 +1780,7 @@ def start_wandb(args: Args):  # same in all scripts
 
     folder = Path(args.output_dir)
     id_file = folder / "wandb_id"
-    run_id = id_file.read_text() if args.resume and id_file.exists() else wandb.util.generate_id()
+    run_id = id_file.read_text() if args.resume and id_file.exists() else os.urandom(4).hex()
     id_file.write_text(run_id)
     try:
         return wandb.init(
