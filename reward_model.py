@@ -765,8 +765,9 @@ def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # s
                     setattr(module, name, nn.GELU(approximate="tanh"))
     if models[0].device.type != "cpu":
         return
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: keep freed memory, else a fifth of the time, with large
-        libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)  # vocabularies half, goes into getting it back page by page
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept. To get it back page by page takes
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # a tenth of the time, and half with a vocabulary of 50,000
+        libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     if longest > 512 or args.attn_implementation:
         return
     for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
