@@ -56,9 +56,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -67,6 +67,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
@@ -112,6 +113,16 @@ class Args:
     """checkpoints that are kept, the newest"""
     resume: Annotated[str | None, arg(aliases=["--resume-from-checkpoint"])] = None
     """a run's folder, or one of its checkpoints: goes on from there, with the settings of that run"""
+
+    # --- Many processes: torchrun --nproc-per-node N
+    zero_stage: Literal[0, 2, 3] = 0
+    """0: all of a model on each GPU; 2: shards of gradients and optimiser state; 3: of weights too (ZeRO, by FSDP2)"""
+    shard_size: int | None = None
+    """GPUs that hold one set of shards, such as those of a node (ZeRO++); by default all"""
+    offload: bool = False
+    """keep the shards in CPU memory, and bring them to the GPU when they are needed: slow, for models that do not fit"""
+    gather_for_rollout: bool = True
+    """with --zero-stage 3 sample from whole weights, gathered once a batch, or slowly, layer by layer for each token"""
 
     # --- Models: a folder, or a name on the hub
     model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
@@ -175,7 +186,7 @@ class Args:
     missing_eos_penalty: float | None = None
     """subtracted from the score of a response without stop token (TRL). Higher: shorter responses, sooner"""
 
-    # --- Batch geometry: batch = per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches
+    # --- Batch geometry: batch = per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches * processes
     per_device_train_batch_size: int | None = None
     """responses in one forward/backward of the update; by default 64, or 8 for a model over 30M on a CPU"""
     gradient_accumulation_steps: int = 1
@@ -183,7 +194,7 @@ class Args:
     num_mini_batches: int = 1
     """optimiser steps in one pass over the batch (TRL 0.16)"""
     batch_size: int | None = None
-    """episodes in an update (TRL 0.7's name), from which per_device_train_batch_size then follows"""
+    """episodes in an update, of all processes (TRL 0.7's name); per_device_train_batch_size then follows from it"""
     local_rollout_forward_batch_size: int = 64
     """responses sampled at once (TRL); changes memory and speed, not the result"""
     micro_batch_size: int | None = None
@@ -363,9 +374,9 @@ def sample(
         responses[rows, t], logprobs[rows, t] = token, logprob
         ended[rows] |= token == (-1 if stop_token_id is None else stop_token_id)
         going = ~ended[rows]
-        if not going.any():
+        if not add_up(going.any().int()):  # on no process: each needs the others while weights are sharded
             break
-        if going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
+        if 0 < going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
             rows, token, positions, attention_mask = (x[going] for x in (rows, token, positions, attention_mask))
             cache.reorder_cache(going.nonzero().squeeze(1))
         tokens, positions = token[:, None], positions[:, -1:] + 1
@@ -417,12 +428,19 @@ class Rollout:
     def by_length(self, rows: Tensor) -> Tensor:
         """The row numbers in the order of their lengths, so that neighbours need little padding."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
-        return rows[lengths[rows].argsort()]
+        return rows[lengths[rows].argsort(stable=True)]
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, "Rollout"]]:
-        """All episodes, `size` of like length at a time: their row numbers and themselves."""
-        for index in self.by_length(torch.arange(len(self.mask), device=self.mask.device)).split(size):
+        """This process's share of the episodes, `size` of like length at a time: their row numbers and themselves."""
+        order = self.by_length(torch.arange(len(self.mask), device=self.mask.device))
+        for index in own_share(order).split(size):
             yield index, self.rows(index)
+
+    def join_chunks(self, x: Tensor) -> Tensor:
+        """(B, ...) x, in which each process has filled the rows of its chunks, filled in all rows."""
+        order, result = self.by_length(torch.arange(len(self.mask), device=self.mask.device)), torch.empty_like(x)
+        result[order] = join_shares(x[own_share(order)], len(order))
+        return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -482,11 +500,14 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 
 
 class Critic(nn.Module):
-    """A transformer body with a head of one output: V_t, the expected return before response token t is drawn."""
+    """A transformer body with a head of one output: V_t, the expected return before response token t is drawn.
 
-    def __init__(self, body: nn.Module, head: nn.Module, bias: float = 0.0):
+    With --critic shared it has no body; its head reads what the policy's last layer gives.
+    """
+
+    def __init__(self, body: nn.Module | None, head: nn.Module):
         super().__init__()
-        self.body, self.head, self.bias = body, head, nn.Parameter(torch.tensor(bias))
+        self.body, self.head = body, head
 
     def forward(self, prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor) -> Tensor:
         """(B, T) values, each read one position before its token."""
@@ -495,7 +516,7 @@ class Critic(nn.Module):
 
     def read(self, hidden: Tensor, T: int) -> Tensor:
         """(B, T) values from the last layer's states (B, P+T, D)."""
-        return (self.head(hidden[:, -T - 1 : -1]).squeeze(-1) + self.bias).float()
+        return self.head(hidden[:, -T - 1 : -1]).squeeze(-1).float()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -648,12 +669,12 @@ def mini_batches(rollout: Rollout, args: Args) -> Iterator[list[Tensor]]:
     """A random partition of the batch into mini-batches of row numbers, each cut into micro-batches; once an epoch.
 
     The rows of a micro-batch are of like length, so that little is computed on padding. The gradient of a mini-batch is
-    a sum over its rows: how it is cut changes nothing.
+    a sum over its rows: how it is cut changes nothing. Of many processes each yields its share.
     """
     B, device = len(rollout.mask), rollout.mask.device
     for _ in range(args.num_ppo_epochs):
         for mini_batch in torch.randperm(B).to(device).split(B // args.num_mini_batches):
-            yield list(rollout.by_length(mini_batch).split(args.micro_batch_size))
+            yield list(own_share(rollout.by_length(mini_batch)).split(args.micro_batch_size))
 
 
 def policy_forward(
@@ -676,9 +697,11 @@ def mini_batch_gradient(
     """Adds up the gradient of a mini-batch; returns sums over its tokens of what is logged.
 
     The gradient is a sum over the tokens of the mini-batch divided by their number. So each micro-batch divides by the
-    number of tokens in the whole mini-batch, and how a mini-batch is cut changes nothing.
+    number of tokens in the whole mini-batch, and how a mini-batch is cut changes nothing. Where many processes have
+    cut it among them, that is the mean number on a process, since gradients become means over processes.
     """
-    sums, shared, num_tokens = defaultdict(float), args.critic == "shared", rollout.mask[torch.cat(mini_batch)].sum()
+    sums, shared = defaultdict(float), args.critic == "shared"
+    num_tokens = add_up(rollout.mask[torch.cat(mini_batch)].sum()) / num_processes()
     share = lambda x, mask: x.masked_fill(~mask, 0.0).sum() / num_tokens  # noqa: E731
     for index in mini_batch:
         r = rollout.rows(index)
@@ -702,7 +725,7 @@ def mini_batch_gradient(
             }  # fmt: skip
             for name, x in token_stats.items():
                 sums[name] += x.masked_fill(~r.mask, 0.0).sum()
-    return sums
+    return dict(zip(sums, add_up(torch.stack(list(sums.values())))))
 
 
 def optimize(
@@ -723,7 +746,7 @@ def optimize(
         if ratio <= args.ratio_threshold:
             if pretrain:
                 per_step["loss/ptx"] += pretrain_gradient(policy, *next(pretrain), args)
-            norms = [nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm) for group in optimizer.param_groups]
+            norms = [clip_gradient(group["params"], args.max_grad_norm) for group in optimizer.param_groups]
             for name, norm in zip(("policy/grad_norm", "val/grad_norm"), norms):
                 per_step[name] += norm
             if all(norm.isfinite() for norm in norms):  # else the weights would be NaN for good
@@ -742,11 +765,13 @@ def optimize(
 
 def pretrain_gradient(policy: nn.Module, ids: Tensor, mask: Tensor, args: Args) -> float:
     """Adds the gradient of ptx_coef * mean(-log pi) on texts (B, S), and returns that mean (InstructGPT, eq. 2)."""
+    ids, mask, num_tokens = own_share(ids), own_share(mask), mask[:, 1:].sum()
     with autocast(args, ids.device):
         logits = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-    loss = masked_mean(-token_logprobs(logits[:, :-1].float(), ids[:, 1:]), mask[:, 1:])
-    (args.ptx_coef * loss).backward()
-    return loss.item()
+    logprobs = token_logprobs(logits[:, :-1].float(), ids[:, 1:])
+    loss = -logprobs.masked_fill(~mask[:, 1:], 0.0).sum() / num_tokens
+    (num_processes() * args.ptx_coef * loss).backward()  # FSDP takes the mean over processes
+    return add_up(loss.detach()).item()
 
 
 def check_first_ratio(error: float, args: Args) -> None:
@@ -771,10 +796,12 @@ def train(args: Args) -> None:
     """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
     check_args(args)
     device = start_run(args)
-    policy, tokenizer = load_policy(args, device)
-    reward_model, reward_tokenizer = load_reward_model(args, device)
+    policy, tokenizer = load_policy(args)
+    reward_model, reward_tokenizer = load_reward_model(args)
     critic = make_critic(args, policy, tokenizer, reward_model, reward_tokenizer)
     reference = make_reference(policy, args)
+    ema = deepcopy(policy) if args.ema_decay else None
+    place(args, device, policy, critic.head if args.critic == "shared" else critic, reference, reward_model, ema)
     score = make_scorer(args.reward_fn, tokenizer, args, reward_model, reward_tokenizer)
     gold_score = make_scorer(args.gold_reward_fn, tokenizer, args) if args.gold_reward_fn else None
     prompts, eval_prompts = load_prompts(args, tokenizer, policy)
@@ -787,7 +814,8 @@ def train(args: Args) -> None:
     optimizer = make_optimizer(args, policy, critic)
     num_updates = args.total_episodes // args.batch_size
     schedule = make_schedule(args, optimizer, num_updates)
-    ema = moving_average(policy, optimizer, args.ema_decay) if args.ema_decay else None
+    if ema is not None:
+        follow(ema, policy, optimizer, args.ema_decay)
     kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     moments = RunningMoments()
     describe_run(args, num_updates, policy, critic)
@@ -804,7 +832,7 @@ def train(args: Args) -> None:
                 rollout = sample_batch(policy, *next(prompts), tokenizer, args)  # step 1
             with log.clock("score"):
                 score_reference(rollout, policy, reference, args)  # step 2
-                rollout.values = by_chunks(lambda r: critic(*r.text), rollout, args)
+                rollout.values = by_chunks(lambda r: response_values(policy, critic, r), rollout, args)
                 scores = penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
             used_scores = scale_scores(scores, moments, args)  # step 3
             rewards, non_score_reward = shape_rewards(used_scores, rollout.kl, rollout.mask, kl_controller.value)
@@ -839,14 +867,14 @@ def sample_batch(
     if args.top_k or args.top_p < 1 or args.min_new_tokens:
         limits = (args.top_k, args.top_p, args.min_new_tokens, args.stop_token_id)
         restrict = lambda logits, t: allowed_tokens(logits, t, *limits)  # noqa: E731
-    uniforms = torch.rand(len(prompts), T, device=prompts.device)
-    with autocast(args, prompts.device):
+    inputs = prompts, prompt_mask, torch.rand(len(prompts), T, device=prompts.device)
+    with autocast(args, prompts.device), gathered(policy, args):
         parts = [
             sample(policy, *rows, args.temperature, args.stop_token_id, tokenizer.pad_token_id, restrict)
-            for rows in zip(*(x.split(args.local_rollout_forward_batch_size) for x in (prompts, prompt_mask, uniforms)))
+            for rows in zip(*(own_share(x).split(args.local_rollout_forward_batch_size) for x in inputs))
         ]
     drawn = {name: torch.cat([part[name] for part in parts]) for name, x in parts[0].items() if x is not None}
-    rollout = Rollout(prompts, prompt_mask, **drawn)
+    rollout = Rollout(prompts, prompt_mask, **{name: join_shares(x, len(prompts)) for name, x in drawn.items()})
     bad = ~rollout.logprobs.isfinite().all(1)
     i = bad.long().argmax()
     prompt = tokenizer.decode(prompts[i][prompt_mask[i]])
@@ -862,7 +890,7 @@ def by_chunks(function: Callable[[Rollout], Tensor], rollout: Rollout, args: Arg
     for index, r in rollout.chunks(args.micro_batch_size):
         with autocast(args, rollout.mask.device):
             result[index, : r.mask.shape[1]] = function(r)
-    return result
+    return rollout.join_chunks(result)
 
 
 def rollout_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
@@ -890,6 +918,14 @@ def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, a
         rollout.kl = by_chunks(kl, rollout, args)
     else:
         rollout.kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
+
+
+def response_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
+    """(b, T) values of the critic; those of a shared one from a pass of the policy."""
+    if critic.body is not None:
+        return critic(*r.text)
+    output = policy(**join(*r.text), use_cache=False, logits_to_keep=1, output_hidden_states=True)
+    return critic.read(output.hidden_states[-1], r.mask.shape[1])
 
 
 def evaluate(
@@ -941,7 +977,7 @@ def explained_variance(rollout: Rollout) -> float:
 # Models
 
 
-def load_policy(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
+def load_policy(args: Args) -> tuple[nn.Module, AutoTokenizer]:
     """The policy in float32 and its tokenizer. Dropout stays off: rollout, scoring and loss see one distribution."""
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
     args.stop_token_id = find_stop_token(args, tokenizer)
@@ -950,7 +986,7 @@ def load_policy(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokeni
     require(has_router or not args.aux_loss_coef, f"--aux-loss-coef {args.aux_loss_coef}: {args.model} has no router")
     if args.gradient_checkpointing:
         enable_checkpointing(policy)
-    return policy.eval().to(device), tokenizer
+    return policy.eval(), tokenizer
 
 
 def router_options(args: Args) -> dict[str, bool]:
@@ -989,24 +1025,22 @@ def make_reference(policy: nn.Module, args: Args) -> nn.Module:
 def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
     """In here the reference is what it should be: with LoRA, the policy without its adapter."""
     if reference is policy:
-        policy.disable_adapters()
+        reshard(policy), policy.disable_adapters()  # which changes requires_grad, and that must be of the shards
     yield
     if reference is policy:
-        policy.enable_adapters()
+        reshard(policy), policy.enable_adapters()
 
 
-def moving_average(policy: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> nn.Module:
-    """A copy of the policy that follows it: after each optimiser step, decay * itself + (1 - decay) * the policy."""
-    average = deepcopy(policy).requires_grad_(False)
+def follow(average: nn.Module, policy: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Makes a copy of the policy its moving average: each optimiser step, decay * itself + (1 - decay) * the policy."""
 
     @torch.no_grad()
-    def follow(*_) -> None:
+    def step(*_) -> None:
         """One step of the average."""
         for mean, weight in zip(average.parameters(), policy.parameters()):
             mean.lerp_(weight, 1 - decay)
 
-    optimizer.register_step_post_hook(follow)
-    return average
+    optimizer.register_step_post_hook(step)
 
 
 def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
@@ -1032,7 +1066,7 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
     return ids[0]
 
 
-def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | None, AutoTokenizer | None]:
+def load_reward_model(args: Args) -> tuple[nn.Module | None, AutoTokenizer | None]:
     """The reward model, frozen, and its tokenizer; (None, None) where a function gives the reward."""
     if args.reward_fn is not None:
         return None, None
@@ -1043,7 +1077,7 @@ def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | Non
         f"the reward model {args.reward_model} has the labels {', '.join(map(str, labels))}; choose with "
         "--reward-label the one whose logit is the reward",
     )
-    return model.eval().requires_grad_(False).to(device), load_tokenizer(args.reward_model, args.trust_remote_code)
+    return model.eval().requires_grad_(False), load_tokenizer(args.reward_model, args.trust_remote_code)
 
 
 def make_critic(
@@ -1058,27 +1092,27 @@ def make_critic(
     if args.critic == "separate" and has_one_head and same_tokens(tokenizer, reward_tokenizer):
         print("critic: starts from the reward model")
         body, head = deepcopy(reward_model.base_model), deepcopy(reward_model.score)
-        critic = Critic(body, head, getattr(reward_model.config, "reward_bias", 0.0)).requires_grad_(True)
+        if head.bias is None:  # as in transformers' classifiers
+            head.bias = nn.Parameter(torch.tensor([getattr(reward_model.config, "reward_bias", 0.0)]))
+        critic = Critic(body, head).requires_grad_(True)
     else:
         why = "since there is no reward model of one label that reads the same tokens"
         shared = args.critic == "shared"
         print("critic: a value head on the policy's trunk" if shared else f"critic: starts from the policy, {why}")
         head = nn.Linear(policy.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(head.weight), nn.init.zeros_(head.bias)
-        critic = Critic(policy.base_model if shared else deepcopy(policy.base_model), head)
+        critic = Critic(None if shared else deepcopy(policy.base_model), head)
     if args.gradient_checkpointing and args.critic == "separate":
         enable_checkpointing(critic.body)
-    return critic.to(policy.device)
+    return critic
 
 
 def make_optimizer(args: Args, policy: nn.Module, critic: Critic) -> torch.optim.Optimizer:
-    """AdamW with two groups of parameters: the policy's, and what the critic has beside them."""
-    shared = set(map(id, policy.parameters()))
+    """AdamW with two groups of parameters: the policy's and the critic's."""
     groups = [
         {"params": [p for p in policy.parameters() if p.requires_grad]},
-        {"params": [p for p in critic.parameters() if id(p) not in shared],
-         "lr": args.critic_learning_rate or args.learning_rate},
-    ]  # fmt: skip
+        {"params": list(critic.parameters()), "lr": args.critic_learning_rate or args.learning_rate},
+    ]
     return torch.optim.AdamW(
         groups, args.learning_rate, args.adam_betas, args.adam_epsilon, args.weight_decay, fused=True
     )  # fused: ten times as fast on a CPU
@@ -1099,7 +1133,14 @@ def make_scorer(
         if args.reward_timeout:
             function = partial(within, args.reward_timeout, function)
         call_reward_function(function, ["A first text.", "And a second one."])  # a wrong function fails now, not later
-        return lambda rollout: call_reward_function(function, decode(rollout, tokenizer)).to(rollout.mask.device)
+
+        def score_texts(rollout: Rollout) -> Tensor:
+            """(B,) rewards of the function, to which each process shows its share of the texts."""
+            B, device = len(rollout.mask), rollout.mask.device
+            texts = decode(rollout.rows(own_share(torch.arange(B, device=device))), tokenizer)
+            return join_shares(call_reward_function(function, texts).to(device), B)
+
+        return score_texts
     label = list(reward_model.config.id2label.values()).index(args.reward_label) if args.reward_label else 0
     reads_our_tokens = same_tokens(tokenizer, reward_tokenizer)
 
@@ -1115,7 +1156,7 @@ def make_scorer(
                 ids, mask = encode_texts(decode(r, tokenizer), r.ended, reward_tokenizer, reward_model)
             with autocast(args, ids.device):
                 scores[index] = read_reward(reward_model, ids, mask)[:, label]
-        return check_scores(scores, decode(rollout, tokenizer), "the reward model")
+        return check_scores(rollout.join_chunks(scores), decode(rollout, tokenizer), "the reward model")
 
     return score
 
@@ -1229,7 +1270,7 @@ def load_pretrain_texts(
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     texts = read_column(data, "text", args.pretrain_data, "--pretrain-data")
     rows = [(encode_prompt(text, tokenizer) + end)[:limit] for text in texts if text]
-    return batches(rows, queue, args.per_device_train_batch_size, tokenizer, policy.device)
+    return batches(rows, queue, args.per_device_train_batch_size * num_processes(), tokenizer, policy.device)
 
 
 def batches(
@@ -1294,13 +1335,13 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
     """Fills in what depends on the model and the machine, and checks that the batch sizes fit each other."""
     size = policy.num_parameters()
     args.learning_rate = args.learning_rate or default_learning_rate(size) * (10 if args.lora_r else 1)
-    parts = args.num_mini_batches * args.gradient_accumulation_steps
+    parts = args.num_mini_batches * args.gradient_accumulation_steps * num_processes()
     if args.batch_size is not None:
         below = args.batch_size // parts * parts
         require(
             below == args.batch_size,
             f"--batch-size {args.batch_size} does not divide into {args.num_mini_batches} mini-batches of "
-            f"{args.gradient_accumulation_steps} micro-batches; the nearest that do: "
+            f"{args.gradient_accumulation_steps} micro-batches on {num_processes()} processes; the nearest that do: "
             f"{', '.join(str(n) for n in (below, below + parts) if n)}",
         )
         given, args.per_device_train_batch_size = args.per_device_train_batch_size, args.batch_size // parts
@@ -1334,7 +1375,7 @@ def describe_run(args: Args, num_updates: int, policy: nn.Module, *others: nn.Mo
     if policy.device.type == "cpu":
         tokens = args.response_length + 16
         passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
-        weights = {p: p.numel() for model in (policy, *others) for p in model.parameters()}  # a shared trunk once
+        weights = {p: p.numel() for model in (policy, *others) for p in model.parameters()}
         flops = 2 * tokens * passes * sum(weights.values())
         seconds = args.batch_size * flops / (0.7 * matmul_flops_per_second())  # 70 % of the peak, as measured on GPT-2
         print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.1f} min")
@@ -1469,10 +1510,13 @@ class RolloutLog:
             print_table(f"update {update} of {self.num_updates}", ["prompt", "response", "score"], rows)
 
     def finish(self, policy: nn.Module, tokenizer: AutoTokenizer, ema: nn.Module | None) -> None:
-        """Closes the files and, unless not one update was made, saves the policy with its card and draws the curves."""
+        """Closes the files and, unless not one update was made, saves the policy with its card and draws the curves.
+
+        Not so when one of many processes has failed: the others cannot put the policy together without it.
+        """
         self.bar.close()
         self.file.close()
-        if self.metrics:
+        if self.metrics and can_gather():
             save_model(policy, tokenizer, self.args, self.metrics)
             save_variants(tokenizer, ema, self.args)
             draw_curves(
@@ -1486,9 +1530,11 @@ class RolloutLog:
 
 def save_variants(tokenizer: AutoTokenizer, ema: nn.Module | None, args: Args) -> None:
     """Beside the policy: its moving average in ema/; and where the policy is an adapter, the whole model in merged/."""
-    output = Path(args.output_dir)
+    output, weights = Path(args.output_dir), None if ema is None else whole_weights(ema)
+    if process_index():
+        return
     if ema is not None:
-        ema.save_pretrained(output / "ema"), tokenizer.save_pretrained(output / "ema")
+        ema.save_pretrained(output / "ema", state_dict=weights), tokenizer.save_pretrained(output / "ema")
     if args.lora_r:
         from peft import PeftModel
 
@@ -1514,7 +1560,8 @@ class Checkpoints:  # same in all scripts
 
     A part is a module, an optimiser or a schedule, a list, or an object that is its attributes. Beside the parts a
     checkpoint holds the random state and the length of metrics.jsonl, to which the file is cut when the run goes on.
-    A resumed run is, bit for bit on a CPU, the one that was never interrupted.
+    A resumed run is, bit for bit on a CPU, the one that was never interrupted. Of many processes the first writes what
+    all have put together; each reads it, from a folder that they share, and keeps its shards.
     """
 
     def __init__(self, args: Args, log, **parts):
@@ -1532,28 +1579,34 @@ class Checkpoints:  # same in all scripts
         try:
             for step in range(self.step + 1, num_steps + 1):
                 yield step
-                if step % self.args.save_steps == 0 or step == num_steps or self.signal:
+                is_asked = bool(add_up(torch.tensor(int(self.signal is not None))))  # in one process, so in all
+                if step % self.args.save_steps == 0 or step == num_steps or is_asked:
                     self.save(step)
-                if self.signal and step < num_steps:
-                    raise Interrupted(f"stopped by {self.signal.name} after step {step} of {num_steps}")
+                if is_asked and step < num_steps:
+                    name = self.signal.name if self.signal else "a signal to another process"
+                    raise Interrupted(f"stopped by {name} after step {step} of {num_steps}")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def stop(self, number: int, frame) -> None:
-        """The handler. A second signal does not wait for the end of the step."""
-        if self.signal:
+        """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
+        if self.signal and num_processes() == 1:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
-        print(f"\n{self.signal.name}: the run ends after this step; once more ends it at once", file=sys.stderr)
+        if not self.signal:
+            self.signal = signal.Signals(number)
+            print(f"\n{self.signal.name}: the run ends after this step; once more ends it at once", file=sys.stderr)
 
     def save(self, step: int) -> None:
         """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
-        self.log.file.flush(), os.fsync(self.log.file.fileno())
-        state = {"step": step, "metrics_bytes": self.log.file.tell(), "python_random": random.getstate(),
-                 "torch_random": torch.get_rng_state(), "cuda_random": torch.cuda.get_rng_state_all()}  # fmt: skip
+        state = {"step": step, "metrics_bytes": self.log.file.tell(), "python_random": random.getstate()}
+        for name, random_state in self.random_states().items():
+            state[name] = join_shares(random_state[None], num_processes())  # of every process
         for name, part in self.parts.items():
-            state[name] = part.state_dict() if hasattr(part, "state_dict") else getattr(part, "__dict__", part)
+            state[name] = whole(part.state_dict() if hasattr(part, "state_dict") else getattr(part, "__dict__", part))
+        if process_index():
+            return
+        self.log.file.flush(), os.fsync(self.log.file.fileno())
         temporary = self.folder / "unfinished"
         try:
             self.folder.mkdir(exist_ok=True)
@@ -1568,6 +1621,11 @@ class Checkpoints:  # same in all scripts
         for file in sorted(self.folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             file.unlink()
 
+    def random_states(self) -> dict[str, Tensor]:
+        """Those of torch in this process, as bytes."""
+        states = {"torch_random": torch.get_rng_state()}
+        return states | ({"cuda_random": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
     def restore(self) -> None:
         """Brings every part back to the newest checkpoint that can be read, or to the one that --resume names."""
         path, state = Path(self.args.resume), None
@@ -1581,16 +1639,21 @@ class Checkpoints:  # same in all scripts
         metrics = Path(self.args.output_dir) / "metrics.jsonl"
         is_whole = metrics.stat().st_size >= state["metrics_bytes"]
         require(is_whole, f"{metrics} is shorter than when {file.name} was written; the run cannot go on without it")
-        self.log.file.truncate(state["metrics_bytes"])
+        made_by = len(state["torch_random"])
+        same = f"--resume {path}: that run was made by {made_by} processes; go on with as many, not {num_processes()}"
+        require(made_by == num_processes(), same)
+        if process_index() == 0:
+            self.log.file.truncate(state["metrics_bytes"])
         for name, part in self.parts.items():
             if hasattr(part, "load_state_dict"):
-                part.load_state_dict(state[name])
+                part.load_state_dict(cut(state[name], part))
             elif isinstance(part, list):
                 part[:] = state[name]
             else:
                 vars(part).update(state[name])
-        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
-        torch.cuda.set_rng_state_all(state["cuda_random"])
+        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"][process_index()])
+        if "cuda_random" in state and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(state["cuda_random"][process_index()])
         self.step = state["step"]
         self.log.bar.n = self.log.bar.initial = self.step
         print(f"goes on after step {self.step}, from {file}")
@@ -1617,6 +1680,176 @@ def read_command_line() -> Args:  # same in all scripts
                 f"with, {value}; leave it out, or start a new run")  # fmt: skip
     args.output_dir = str(folder)
     return args
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing: many processes (torchrun). All read the same data; of every batch, each computes its share of the rows
+
+
+def process_index() -> int:  # same in all scripts
+    """Number of this process. The first, 0, which may be the only one, is the one that prints, logs and writes."""
+    return int(os.environ.get("RANK", 0))
+
+
+def num_processes() -> int:  # same in all scripts
+    """How many processes share the work."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def own_rows(n: int) -> Tensor:  # same in all scripts
+    """Numbers of those of n rows that this process computes, (m,): every num_processes()-th.
+
+    m is the same everywhere: passes over sharded weights must be equally many, or a process would wait for ever for
+    another. Where n does not divide, some numbers are beyond n; they stand for rows from the beginning, once more.
+    """
+    return torch.arange(process_index(), -(-n // num_processes()) * num_processes(), num_processes())
+
+
+def own_share(x: Tensor) -> Tensor:  # same in all scripts
+    """(m, ...) the rows of x (n, ...) that this process computes."""
+    return x[own_rows(len(x)).to(x.device) % len(x)]
+
+
+def join_shares(x: Tensor, n: int) -> Tensor:  # same in all scripts
+    """(n, ...) rows put together from the shares x (m, ...) of all processes: the inverse of own_share."""
+    if num_processes() == 1:
+        return x
+    x = x.contiguous()
+    shares = [torch.empty_like(x) for _ in range(num_processes())]
+    dist.all_gather(shares, x)
+    return torch.stack(shares, 1).flatten(0, 1)[:n]
+
+
+def add_up(x: Tensor) -> Tensor:  # same in all scripts
+    """The sum of x over all processes."""
+    if num_processes() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def from_first(x: Tensor) -> Tensor:  # same in all scripts
+    """x of the first process."""
+    if num_processes() > 1:
+        dist.broadcast(x, 0)
+    return x
+
+
+def place(args: Args, device: torch.device, *models: nn.Module | None) -> None:  # same in all scripts
+    """Moves models to the device; under torchrun as shards to many devices, as --zero-stage says.
+
+    Models without gradients are sharded by stage 3 alone.
+    """
+    for model in models:
+        if model is None or hasattr(model, "unshard"):  # a policy that is its own reference comes twice
+            continue
+        if dist.is_initialized() and (args.zero_stage == 3 or any(p.requires_grad for p in model.parameters())):
+            shard(model, args, device)
+        else:
+            model.to(device)
+
+
+def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same in all scripts
+    """Spreads a model over the processes with torch's FSDP2, a layer at a time, so that no device holds it whole.
+
+    Its weights are gathered layer by layer when they are needed; the gradient becomes the mean over processes. Stage 0
+    is a mesh in which each has its own "shard" of everything; 2 keeps gathered weights until the backward pass is over.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    size = 1 if args.zero_stage == 0 else args.shard_size or num_processes()
+    mesh = init_device_mesh(device.type, (num_processes() // size, size), mesh_dim_names=("replicate", "shard"))
+    options = {
+        "mesh": mesh["shard"] if size == num_processes() else mesh, "reshard_after_forward": args.zero_stage == 3,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.offload else OffloadPolicy(),
+    }  # fmt: skip
+    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or []}
+    for module in [module for module in model.modules() if type(module).__name__ in layers]:
+        fully_shard(module, **options)
+    for root in [model.base_model, model.score] if hasattr(model, "score") else [model]:  # what read_reward calls
+        fully_shard(root, **options)
+
+
+@contextmanager
+def gathered(model: nn.Module, args: Args) -> Iterator[None]:  # same in all scripts
+    """In here each process has the whole of a sharded model: its weights travel once, and not for each token."""
+    is_asked = getattr(args, "gather_for_rollout", True)
+    parts = [module for module in model.modules() if hasattr(module, "unshard") and is_asked]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False), part.unshard()
+    yield
+    for part in parts:
+        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False), part.reshard()
+
+
+def reshard(model: nn.Module) -> None:  # same in all scripts
+    """Lets go of what is gathered of a sharded model, so that its parameters are the shards again, and can be changed."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def unsharded(x: Tensor) -> Tensor:  # same in all scripts
+    """x, put together from the shards of all processes if it is one."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def sharded_like(x: Tensor, shard: Tensor) -> Tensor:  # same in all scripts
+    """x, of which all processes have the whole, sharded as that tensor is, if it is and has its shape."""
+    if not hasattr(shard, "full_tensor") or x.shape != shard.shape:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
+
+
+def clip_gradient(parameters: Iterable[Tensor], max_norm: float) -> Tensor:  # same in all scripts
+    """Scales gradients, sharded or not, down to a norm of max_norm; returns the norm that they had."""
+    return unsharded(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+def whole(state):  # same in all scripts
+    """A state whose shards are put together, in CPU memory of the first process; the others get None for them."""
+    if isinstance(state, dict):
+        return {name: whole(x) for name, x in state.items()}
+    if isinstance(state, list):
+        return [whole(x) for x in state]
+    if not hasattr(state, "full_tensor"):
+        return state
+    tensor = unsharded(state)  # all processes take part
+    return None if process_index() else tensor.cpu()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:  # same in all scripts
+    """The weights of a model in the first process, once each: not under a second name too, as those of a tied head."""
+    return whole({name: x for name, x in model.state_dict().items() if name not in model.all_tied_weights_keys})
+
+
+def can_gather() -> bool:  # same in all scripts
+    """Whether all processes are at the same place: there is but one, or no error is on its way out."""
+    return num_processes() == 1 or sys.exc_info()[0] in (None, Interrupted)
+
+
+def cut(state: dict, part) -> dict:  # same in all scripts
+    """The whole state of a module or an optimiser, cut into the shards that this process holds of it."""
+    if isinstance(part, nn.Module):
+        shards = part.state_dict()
+        return {name: sharded_like(x, shards[name]) for name, x in state.items()}
+    if isinstance(part, torch.optim.Optimizer):
+        shards = [p for group in part.param_groups for p in group["params"]]
+        moments = {i: {name: sharded_like(x, shards[i]) for name, x in m.items()} for i, m in state["state"].items()}
+        return state | {"state": moments}
+    return state
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:  # same in all scripts
+    """In here only the first process writes to the terminal."""
+    if process_index() == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1655,25 +1888,55 @@ def count_broken(steps: int, is_broken: bool) -> int:  # same in all scripts
 
 
 def start_run(args: Args) -> torch.device:  # same in all scripts
-    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is."""
+    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is.
+
+    Under torchrun (or accelerate launch, which sets the same variables) the processes find each other here.
+    """
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
+    check_processes(args)
     random.seed(args.seed)
     torch.manual_seed(args.seed)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    now = from_first(torch.tensor(time.time(), dtype=torch.float64)).item()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
     output = Path(args.output_dir)
     is_used = (output / "metrics.jsonl").exists()
     advice = f"name another, remove it, or go on with it: --resume {output}"
-    require(args.resume or not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); {advice}")
-    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    is_free = args.resume or process_index() or not is_used  # the first process is asked: it may be writing already
+    require(is_free, f"--output-dir {output} already holds a run (metrics.jsonl); {advice}")
+    best = (
+        f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        if torch.cuda.is_available()
+        else "mps"
+        if torch.backends.mps.is_available()
+        else "cpu"
+    )
     try:
-        return torch.empty(0, device=args.device or best).device
+        device = torch.empty(0, device=args.device or best).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {args.device} cannot be used on this machine; leave it out to use {best}") from error
 
 
+def check_processes(args: Args) -> None:  # same in all scripts
+    """Joins the processes that torchrun has started; raises UserError for settings that need them where there are none."""
+    script, W = Path(__file__).name, num_processes()
+    is_sharded = args.zero_stage or args.shard_size or args.offload
+    how = f"torchrun --nproc-per-node N {script} ... (N = 1 for one GPU)"
+    flags = "--zero-stage, --shard-size and --offload"
+    require("RANK" in os.environ or not is_sharded, f"{flags} are for runs that are started as {how}")
+    require(W % (args.shard_size or 1) == 0, f"--shard-size {args.shard_size} does not divide the {W} processes")
+    require(args.zero_stage or not args.shard_size, "--shard-size needs something to shard: --zero-stage 2 or 3")
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+
+
 def open_metrics(args: Args):  # same in all scripts
     """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
+    if process_index():
+        return open(os.devnull, "w")
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         (Path(args.output_dir) / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
@@ -1866,7 +2129,7 @@ def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):
 
 def start_wandb(args: Args):  # same in all scripts
     """The W&B run, or None without --track."""
-    if not args.track:
+    if not args.track or process_index():
         return None
     import wandb
 
@@ -1911,8 +2174,10 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None: 
 
 def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
     """Model (safetensors), tokenizer, arguments and a model card in args.output_dir."""
-    output = Path(args.output_dir)
-    model.save_pretrained(output)
+    output, weights = Path(args.output_dir), whole_weights(model)
+    if process_index():
+        return
+    model.save_pretrained(output, state_dict=weights)
     tokenizer.save_pretrained(output)
     (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     script, reward = Path(__file__).name, getattr(args, "reward_fn", None) or getattr(args, "reward_model", None)
@@ -1932,6 +2197,8 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
 
 def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts
     """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+    if process_index():
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -1956,8 +2223,12 @@ def main() -> None:  # same in all scripts
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args = None
     try:
-        train(args := read_command_line())
+        with first_speaks():
+            train(args := read_command_line())
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except UserError as error:
+        time.sleep(2 * (process_index() > 0))  # of what all find wrong, the first speaks; torchrun then ends the others
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as stop:

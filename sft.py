@@ -40,12 +40,14 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
@@ -88,6 +90,14 @@ class Args:
     """checkpoints that are kept, the newest"""
     resume: Annotated[str | None, arg(aliases=["--resume-from-checkpoint"])] = None
     """a run's folder, or one of its checkpoints: goes on from there, with the settings of that run"""
+
+    # --- Many processes: torchrun --nproc-per-node N
+    zero_stage: Literal[0, 2, 3] = 0
+    """0: all of a model on each GPU; 2: shards of gradients and optimiser state; 3: of weights too (ZeRO, by FSDP2)"""
+    shard_size: int | None = None
+    """GPUs that hold one set of shards, such as those of a node (ZeRO++); by default all"""
+    offload: bool = False
+    """keep the shards in CPU memory, and bring them to the GPU when they are needed: slow, for models that do not fit"""
 
     # --- Model: a folder, or a name on the hub
     model: Annotated[str | None, arg(aliases=["--model-name-or-path"])] = None
@@ -263,11 +273,11 @@ def length_grouped_batches(lengths: list[int], queue: list[list[int]], batch_siz
     while True:
         while queue:
             yield queue.pop(0)
-        order = torch.randperm(len(lengths)).tolist()
+        order = from_first(torch.randperm(len(lengths))).tolist()
         groups = [order[i : i + 50 * batch_size] for i in range(0, len(order), 50 * batch_size)]
         ordered = [row for group in groups for row in sorted(group, key=lengths.__getitem__)]
         batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-        queue += [batches[i] for i in torch.randperm(len(batches)).tolist()]
+        queue += [batches[i] for i in from_first(torch.randperm(len(batches))).tolist()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,7 +294,7 @@ def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
 def forward(
     model: nn.Module, rows: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args
 ) -> dict[str, Tensor]:
-    """Sums over the labels of a batch: their loss, number, hits of the likeliest token, and the loss of EOS labels."""
+    """Sums over the labels of each row (B,): loss, number, hits of the likeliest token, and loss and number of EOS."""
     ids, attention_mask = pad([ids for ids, _ in rows], tokenizer.pad_token_id, model.device)
     labels, _ = pad([labels for _, labels in rows], IGNORE, model.device)
     with autocast(args, model.device):
@@ -292,11 +302,11 @@ def forward(
     losses, targets = label_losses(logits, labels), labels[:, 1:]
     is_eos = targets == tokenizer.eos_token_id
     return {
-        "loss": losses.sum(),
-        "tokens": (targets != IGNORE).sum(),
-        "hits": (logits[:, :-1].detach().argmax(-1) == targets).sum(),
-        "eos_loss": losses.detach()[is_eos].sum(),
-        "eos_tokens": is_eos.sum(),
+        "loss": losses.sum(1),
+        "tokens": (targets != IGNORE).sum(1),
+        "hits": (logits[:, :-1].detach().argmax(-1) == targets).sum(1),
+        "eos_loss": losses.detach().masked_fill(~is_eos, 0.0).sum(1),
+        "eos_tokens": is_eos.sum(1),
     }
 
 
@@ -313,13 +323,15 @@ def train(args: Args) -> None:
         shares="warmup_ratio",
     )
     device = start_run(args)
-    model, tokenizer = load_language_model(args, device)
+    model, tokenizer = load_language_model(args)
+    place(args, device, model)
+    separate_dropout(args)
     rows = encode_completions(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
     if args.packing:
         rows = pack(rows, args.max_length)
         require(rows, f"the texts do not fill one block of --max-length {args.max_length}; lower it, or do not pack")
     test_rows = load_test_rows(args, tokenizer)
-    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_processes()
     steps_per_epoch = math.ceil(len(rows) / batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
     use_fast_kernels(args, max(len(ids) for ids, _ in rows), model)
@@ -332,31 +344,45 @@ def train(args: Args) -> None:
     checkpoints = Checkpoints(args, log, model=model, optimizer=optimizer, schedule=schedule, batches=queue)
     try:
         for step, batch in zip(checkpoints.steps(num_steps), batches):
-            num_labels = sum(label != IGNORE for i in batch for label in rows[i][1][1:])  # nothing predicts the first
-            sums = {"loss": 0.0, "hits": 0.0}
-            for i in range(0, len(batch), args.per_device_train_batch_size):
-                micro_batch = [rows[j] for j in batch[i : i + args.per_device_train_batch_size]]
-                output = forward(model, micro_batch, tokenizer, args)
-                (output["loss"] / num_labels).backward()  # of the whole step: accumulation changes nothing
-                sums = {name: x + float(output[name].detach()) for name, x in sums.items()}
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            sums = batch_gradient(model, [rows[i] for i in batch], tokenizer, args)
+            grad_norm = clip_gradient(model.parameters(), args.max_grad_norm)
             if grad_norm.isfinite():  # else the weights would be NaN for good
                 optimizer.step()
             optimizer.zero_grad()
             stats = {
                 "epoch": step / steps_per_epoch,
                 "lr": schedule.get_last_lr()[0],
-                "loss": sums["loss"] / num_labels,
-                "mean_token_accuracy": sums["hits"] / num_labels,
+                "loss": sums["loss"] / sums["tokens"],
+                "mean_token_accuracy": sums["hits"] / sums["tokens"],
                 "grad_norm": float(grad_norm),
             }
             schedule.step()
             if test_rows and (step % args.eval_steps == 0 or step == num_steps):
                 stats |= evaluate_policy(model, test_rows, tokenizer, args)
-            log.write(step, stats, num_labels)
+            log.write(step, stats, int(sums["tokens"]))
             log.show_samples(step, model, tokenizer, test_rows or rows)
     finally:  # also after an error or Ctrl-C: what was trained is on disk
         log.finish(model, tokenizer)
+
+
+def batch_gradient(
+    model: nn.Module, batch: list[tuple[list[int], list[int]]], tokenizer: AutoTokenizer, args: Args
+) -> dict[str, float]:
+    """Adds up the gradient of the mean loss over a batch's labels; returns sums over them of what is logged.
+
+    The gradient is a sum over labels divided by their number, so how the batch is cut, into micro-batches and among
+    processes, changes nothing. A row that is computed only so that all processes are equally busy does not count.
+    """
+    num_labels = sum(label != IGNORE for _, labels in batch for label in labels[1:])  # nothing predicts the first
+    sums = torch.zeros(2, device=model.device)
+    for index in own_rows(len(batch)).split(args.per_device_train_batch_size):
+        output = forward(model, [batch[i % len(batch)] for i in index], tokenizer, args)
+        counts = (index < len(batch)).to(model.device)
+        loss = (output["loss"] * counts).sum()
+        (num_processes() * loss / num_labels).backward()  # FSDP takes the mean over processes
+        sums += torch.stack([loss.detach(), (output["hits"] * counts).sum()])
+    loss, hits = add_up(sums).tolist()
+    return {"loss": loss, "hits": hits, "tokens": num_labels}
 
 
 @torch.no_grad()
@@ -365,12 +391,14 @@ def evaluate_policy(
 ) -> dict[str, float]:
     """Loss, perplexity and accuracy over all labels of the test split."""
     model.eval()
-    sums: dict[str, float] = {}
     by_length = sorted(rows, key=lambda row: len(row[0]))
-    for i in range(0, len(rows), args.per_device_train_batch_size):
-        output = forward(model, by_length[i : i + args.per_device_train_batch_size], tokenizer, args)
-        sums = {name: sums.get(name, 0.0) + float(x) for name, x in output.items()}
+    parts = [
+        forward(model, [by_length[i % len(rows)] for i in index], tokenizer, args)
+        for index in own_rows(len(rows)).split(args.per_device_train_batch_size)
+    ]
     model.train()
+    sums = {name: join_shares(torch.cat([part[name] for part in parts]), len(rows)).double().sum().item()
+            for name in parts[0]}  # fmt: skip
     loss = sums["loss"] / sums["tokens"]
     return {
         "eval/loss": loss,
@@ -384,7 +412,7 @@ def evaluate_policy(
 # Plumbing of this script
 
 
-def load_language_model(args: Args, device: torch.device) -> tuple[nn.Module, AutoTokenizer]:
+def load_language_model(args: Args) -> tuple[nn.Module, AutoTokenizer]:
     """The model to train, pretrained or with random weights, and its tokenizer; fills in the settings left to it."""
     both = args.model and args.from_scratch
     require(not both, f"--model {args.model} and --from-scratch {args.from_scratch} exclude each other; give one")
@@ -405,7 +433,7 @@ def load_language_model(args: Args, device: torch.device) -> tuple[nn.Module, Au
         args.max_length = context_length(model)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    return model.train().to(device), tokenizer
+    return model.train(), tokenizer
 
 
 def load_test_rows(args: Args, tokenizer: AutoTokenizer) -> list[tuple[list[int], list[int]]]:
@@ -478,7 +506,7 @@ class SFTLog:
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
         rows = []
-        with torch.random.fork_rng():  # training draws the same numbers, however often samples are shown
+        with torch.random.fork_rng(), gathered(model, self.args):  # training draws the same numbers however often
             for ids, labels in examples[:3]:
                 start = next(i for i, label in enumerate(labels) if label != IGNORE) or min(8, max(1, len(ids) // 2))
                 prompt = torch.tensor(
@@ -503,10 +531,13 @@ class SFTLog:
         vars(self).update(state)
 
     def finish(self, model: nn.Module, tokenizer: AutoTokenizer) -> None:
-        """Closes the files and, unless not one step was made, saves the model with its card and draws the curves."""
+        """Closes the files and, unless not one step was made, saves the model with its card and draws the curves.
+
+        Not so when one of many processes has failed: the others cannot put the model together without it.
+        """
         self.bar.close()
         self.file.close()
-        if self.metrics:
+        if self.metrics and can_gather():
             save_model(model, tokenizer, self.args, self.metrics)
             panels = [["loss", "eval/loss"], ["eval/perplexity"], ["eval/eos_loss"]]
             draw_curves(Path(self.args.output_dir), "step", panels)
@@ -532,7 +563,8 @@ class Checkpoints:  # same in all scripts
 
     A part is a module, an optimiser or a schedule, a list, or an object that is its attributes. Beside the parts a
     checkpoint holds the random state and the length of metrics.jsonl, to which the file is cut when the run goes on.
-    A resumed run is, bit for bit on a CPU, the one that was never interrupted.
+    A resumed run is, bit for bit on a CPU, the one that was never interrupted. Of many processes the first writes what
+    all have put together; each reads it, from a folder that they share, and keeps its shards.
     """
 
     def __init__(self, args: Args, log, **parts):
@@ -550,28 +582,34 @@ class Checkpoints:  # same in all scripts
         try:
             for step in range(self.step + 1, num_steps + 1):
                 yield step
-                if step % self.args.save_steps == 0 or step == num_steps or self.signal:
+                is_asked = bool(add_up(torch.tensor(int(self.signal is not None))))  # in one process, so in all
+                if step % self.args.save_steps == 0 or step == num_steps or is_asked:
                     self.save(step)
-                if self.signal and step < num_steps:
-                    raise Interrupted(f"stopped by {self.signal.name} after step {step} of {num_steps}")
+                if is_asked and step < num_steps:
+                    name = self.signal.name if self.signal else "a signal to another process"
+                    raise Interrupted(f"stopped by {name} after step {step} of {num_steps}")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def stop(self, number: int, frame) -> None:
-        """The handler. A second signal does not wait for the end of the step."""
-        if self.signal:
+        """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
+        if self.signal and num_processes() == 1:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
-        print(f"\n{self.signal.name}: the run ends after this step; once more ends it at once", file=sys.stderr)
+        if not self.signal:
+            self.signal = signal.Signals(number)
+            print(f"\n{self.signal.name}: the run ends after this step; once more ends it at once", file=sys.stderr)
 
     def save(self, step: int) -> None:
         """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
-        self.log.file.flush(), os.fsync(self.log.file.fileno())
-        state = {"step": step, "metrics_bytes": self.log.file.tell(), "python_random": random.getstate(),
-                 "torch_random": torch.get_rng_state(), "cuda_random": torch.cuda.get_rng_state_all()}  # fmt: skip
+        state = {"step": step, "metrics_bytes": self.log.file.tell(), "python_random": random.getstate()}
+        for name, random_state in self.random_states().items():
+            state[name] = join_shares(random_state[None], num_processes())  # of every process
         for name, part in self.parts.items():
-            state[name] = part.state_dict() if hasattr(part, "state_dict") else getattr(part, "__dict__", part)
+            state[name] = whole(part.state_dict() if hasattr(part, "state_dict") else getattr(part, "__dict__", part))
+        if process_index():
+            return
+        self.log.file.flush(), os.fsync(self.log.file.fileno())
         temporary = self.folder / "unfinished"
         try:
             self.folder.mkdir(exist_ok=True)
@@ -586,6 +624,11 @@ class Checkpoints:  # same in all scripts
         for file in sorted(self.folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             file.unlink()
 
+    def random_states(self) -> dict[str, Tensor]:
+        """Those of torch in this process, as bytes."""
+        states = {"torch_random": torch.get_rng_state()}
+        return states | ({"cuda_random": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
     def restore(self) -> None:
         """Brings every part back to the newest checkpoint that can be read, or to the one that --resume names."""
         path, state = Path(self.args.resume), None
@@ -599,16 +642,21 @@ class Checkpoints:  # same in all scripts
         metrics = Path(self.args.output_dir) / "metrics.jsonl"
         is_whole = metrics.stat().st_size >= state["metrics_bytes"]
         require(is_whole, f"{metrics} is shorter than when {file.name} was written; the run cannot go on without it")
-        self.log.file.truncate(state["metrics_bytes"])
+        made_by = len(state["torch_random"])
+        same = f"--resume {path}: that run was made by {made_by} processes; go on with as many, not {num_processes()}"
+        require(made_by == num_processes(), same)
+        if process_index() == 0:
+            self.log.file.truncate(state["metrics_bytes"])
         for name, part in self.parts.items():
             if hasattr(part, "load_state_dict"):
-                part.load_state_dict(state[name])
+                part.load_state_dict(cut(state[name], part))
             elif isinstance(part, list):
                 part[:] = state[name]
             else:
                 vars(part).update(state[name])
-        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
-        torch.cuda.set_rng_state_all(state["cuda_random"])
+        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"][process_index()])
+        if "cuda_random" in state and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(state["cuda_random"][process_index()])
         self.step = state["step"]
         self.log.bar.n = self.log.bar.initial = self.step
         print(f"goes on after step {self.step}, from {file}")
@@ -635,6 +683,182 @@ def read_command_line() -> Args:  # same in all scripts
                 f"with, {value}; leave it out, or start a new run")  # fmt: skip
     args.output_dir = str(folder)
     return args
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plumbing: many processes (torchrun). All read the same data; of every batch, each computes its share of the rows
+
+
+def process_index() -> int:  # same in all scripts
+    """Number of this process. The first, 0, which may be the only one, is the one that prints, logs and writes."""
+    return int(os.environ.get("RANK", 0))
+
+
+def num_processes() -> int:  # same in all scripts
+    """How many processes share the work."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def own_rows(n: int) -> Tensor:  # same in all scripts
+    """Numbers of those of n rows that this process computes, (m,): every num_processes()-th.
+
+    m is the same everywhere: passes over sharded weights must be equally many, or a process would wait for ever for
+    another. Where n does not divide, some numbers are beyond n; they stand for rows from the beginning, once more.
+    """
+    return torch.arange(process_index(), -(-n // num_processes()) * num_processes(), num_processes())
+
+
+def own_share(x: Tensor) -> Tensor:  # same in all scripts
+    """(m, ...) the rows of x (n, ...) that this process computes."""
+    return x[own_rows(len(x)).to(x.device) % len(x)]
+
+
+def join_shares(x: Tensor, n: int) -> Tensor:  # same in all scripts
+    """(n, ...) rows put together from the shares x (m, ...) of all processes: the inverse of own_share."""
+    if num_processes() == 1:
+        return x
+    x = x.contiguous()
+    shares = [torch.empty_like(x) for _ in range(num_processes())]
+    dist.all_gather(shares, x)
+    return torch.stack(shares, 1).flatten(0, 1)[:n]
+
+
+def separate_dropout(args: Args) -> None:  # same in all scripts
+    """From here on processes draw different random numbers; where they must be the same, those of the first are taken."""
+    if process_index():
+        torch.manual_seed(args.seed + process_index())
+
+
+def add_up(x: Tensor) -> Tensor:  # same in all scripts
+    """The sum of x over all processes."""
+    if num_processes() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def from_first(x: Tensor) -> Tensor:  # same in all scripts
+    """x of the first process."""
+    if num_processes() > 1:
+        dist.broadcast(x, 0)
+    return x
+
+
+def place(args: Args, device: torch.device, *models: nn.Module | None) -> None:  # same in all scripts
+    """Moves models to the device; under torchrun as shards to many devices, as --zero-stage says.
+
+    Models without gradients are sharded by stage 3 alone.
+    """
+    for model in models:
+        if model is None or hasattr(model, "unshard"):  # a policy that is its own reference comes twice
+            continue
+        if dist.is_initialized() and (args.zero_stage == 3 or any(p.requires_grad for p in model.parameters())):
+            shard(model, args, device)
+        else:
+            model.to(device)
+
+
+def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same in all scripts
+    """Spreads a model over the processes with torch's FSDP2, a layer at a time, so that no device holds it whole.
+
+    Its weights are gathered layer by layer when they are needed; the gradient becomes the mean over processes. Stage 0
+    is a mesh in which each has its own "shard" of everything; 2 keeps gathered weights until the backward pass is over.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    size = 1 if args.zero_stage == 0 else args.shard_size or num_processes()
+    mesh = init_device_mesh(device.type, (num_processes() // size, size), mesh_dim_names=("replicate", "shard"))
+    options = {
+        "mesh": mesh["shard"] if size == num_processes() else mesh, "reshard_after_forward": args.zero_stage == 3,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.offload else OffloadPolicy(),
+    }  # fmt: skip
+    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or []}
+    for module in [module for module in model.modules() if type(module).__name__ in layers]:
+        fully_shard(module, **options)
+    for root in [model.base_model, model.score] if hasattr(model, "score") else [model]:  # what read_reward calls
+        fully_shard(root, **options)
+
+
+@contextmanager
+def gathered(model: nn.Module, args: Args) -> Iterator[None]:  # same in all scripts
+    """In here each process has the whole of a sharded model: its weights travel once, and not for each token."""
+    is_asked = getattr(args, "gather_for_rollout", True)
+    parts = [module for module in model.modules() if hasattr(module, "unshard") and is_asked]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False), part.unshard()
+    yield
+    for part in parts:
+        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False), part.reshard()
+
+
+def reshard(model: nn.Module) -> None:  # same in all scripts
+    """Lets go of what is gathered of a sharded model, so that its parameters are the shards again, and can be changed."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def unsharded(x: Tensor) -> Tensor:  # same in all scripts
+    """x, put together from the shards of all processes if it is one."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def sharded_like(x: Tensor, shard: Tensor) -> Tensor:  # same in all scripts
+    """x, of which all processes have the whole, sharded as that tensor is, if it is and has its shape."""
+    if not hasattr(shard, "full_tensor") or x.shape != shard.shape:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
+
+
+def clip_gradient(parameters: Iterable[Tensor], max_norm: float) -> Tensor:  # same in all scripts
+    """Scales gradients, sharded or not, down to a norm of max_norm; returns the norm that they had."""
+    return unsharded(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+def whole(state):  # same in all scripts
+    """A state whose shards are put together, in CPU memory of the first process; the others get None for them."""
+    if isinstance(state, dict):
+        return {name: whole(x) for name, x in state.items()}
+    if isinstance(state, list):
+        return [whole(x) for x in state]
+    if not hasattr(state, "full_tensor"):
+        return state
+    tensor = unsharded(state)  # all processes take part
+    return None if process_index() else tensor.cpu()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:  # same in all scripts
+    """The weights of a model in the first process, once each: not under a second name too, as those of a tied head."""
+    return whole({name: x for name, x in model.state_dict().items() if name not in model.all_tied_weights_keys})
+
+
+def can_gather() -> bool:  # same in all scripts
+    """Whether all processes are at the same place: there is but one, or no error is on its way out."""
+    return num_processes() == 1 or sys.exc_info()[0] in (None, Interrupted)
+
+
+def cut(state: dict, part) -> dict:  # same in all scripts
+    """The whole state of a module or an optimiser, cut into the shards that this process holds of it."""
+    if isinstance(part, nn.Module):
+        shards = part.state_dict()
+        return {name: sharded_like(x, shards[name]) for name, x in state.items()}
+    if isinstance(part, torch.optim.Optimizer):
+        shards = [p for group in part.param_groups for p in group["params"]]
+        moments = {i: {name: sharded_like(x, shards[i]) for name, x in m.items()} for i, m in state["state"].items()}
+        return state | {"state": moments}
+    return state
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:  # same in all scripts
+    """In here only the first process writes to the terminal."""
+    if process_index() == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -673,25 +897,55 @@ def count_broken(steps: int, is_broken: bool) -> int:  # same in all scripts
 
 
 def start_run(args: Args) -> torch.device:  # same in all scripts
-    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is."""
+    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is.
+
+    Under torchrun (or accelerate launch, which sets the same variables) the processes find each other here.
+    """
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
+    check_processes(args)
     random.seed(args.seed)
     torch.manual_seed(args.seed)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    now = from_first(torch.tensor(time.time(), dtype=torch.float64)).item()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
     output = Path(args.output_dir)
     is_used = (output / "metrics.jsonl").exists()
     advice = f"name another, remove it, or go on with it: --resume {output}"
-    require(args.resume or not is_used, f"--output-dir {output} already holds a run (metrics.jsonl); {advice}")
-    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    is_free = args.resume or process_index() or not is_used  # the first process is asked: it may be writing already
+    require(is_free, f"--output-dir {output} already holds a run (metrics.jsonl); {advice}")
+    best = (
+        f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        if torch.cuda.is_available()
+        else "mps"
+        if torch.backends.mps.is_available()
+        else "cpu"
+    )
     try:
-        return torch.empty(0, device=args.device or best).device
+        device = torch.empty(0, device=args.device or best).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {args.device} cannot be used on this machine; leave it out to use {best}") from error
 
 
+def check_processes(args: Args) -> None:  # same in all scripts
+    """Joins the processes that torchrun has started; raises UserError for settings that need them where there are none."""
+    script, W = Path(__file__).name, num_processes()
+    is_sharded = args.zero_stage or args.shard_size or args.offload
+    how = f"torchrun --nproc-per-node N {script} ... (N = 1 for one GPU)"
+    flags = "--zero-stage, --shard-size and --offload"
+    require("RANK" in os.environ or not is_sharded, f"{flags} are for runs that are started as {how}")
+    require(W % (args.shard_size or 1) == 0, f"--shard-size {args.shard_size} does not divide the {W} processes")
+    require(args.zero_stage or not args.shard_size, "--shard-size needs something to shard: --zero-stage 2 or 3")
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+
+
 def open_metrics(args: Args):  # same in all scripts
     """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
+    if process_index():
+        return open(os.devnull, "w")
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         (Path(args.output_dir) / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
@@ -857,7 +1111,7 @@ def peak_memory_mb() -> float:  # same in all scripts
 
 def start_wandb(args: Args):  # same in all scripts
     """The W&B run, or None without --track."""
-    if not args.track:
+    if not args.track or process_index():
         return None
     import wandb
 
@@ -902,8 +1156,10 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None: 
 
 def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
     """Model (safetensors), tokenizer, arguments and a model card in args.output_dir."""
-    output = Path(args.output_dir)
-    model.save_pretrained(output)
+    output, weights = Path(args.output_dir), whole_weights(model)
+    if process_index():
+        return
+    model.save_pretrained(output, state_dict=weights)
     tokenizer.save_pretrained(output)
     (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     script, reward = Path(__file__).name, getattr(args, "reward_fn", None) or getattr(args, "reward_model", None)
@@ -923,6 +1179,8 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
 
 def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts
     """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+    if process_index():
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -947,8 +1205,12 @@ def main() -> None:  # same in all scripts
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args = None
     try:
-        train(args := read_command_line())
+        with first_speaks():
+            train(args := read_command_line())
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except UserError as error:
+        time.sleep(2 * (process_index() > 0))  # of what all find wrong, the first speaks; torchrun then ends the others
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as stop:

@@ -143,7 +143,7 @@ def test_a_shared_critic_has_only_its_head_to_itself():
     args, rollout = a_rollout(policy, critic="shared", vf_coef=1.0, learning_rate=1e-3)
     critic = a_critic(args, policy)
     optimizer = ppo.make_optimizer(args, policy, critic)
-    assert sum(p.numel() for p in optimizer.param_groups[1]["params"]) == 32 + 1 + 1  # weight, bias, shift
+    assert sum(p.numel() for p in optimizer.param_groups[1]["params"]) == 32 + 1  # weight and bias
     rollout.advantages = torch.zeros_like(rollout.logprobs)
     before = deepcopy(policy.state_dict())
     ppo.optimize(policy, critic, optimizer, rollout, args)
@@ -197,7 +197,8 @@ def test_moving_average(tmp_path, tiny):
     policy = nn.Linear(2, 1, bias=False).double()
     nn.init.zeros_(policy.weight)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    ema = ppo.moving_average(policy, optimizer, i["ema_beta"])
+    ema = deepcopy(policy)
+    ppo.follow(ema, policy, optimizer, i["ema_beta"])
     for step in o["ema_sequence"]:
         policy.weight.data = step["param"][None]
         optimizer.step()
@@ -412,10 +413,10 @@ def test_checkpointing_brings_no_dropout_back():
 def test_attention_implementation(module):
     for name in ("eager", "sdpa"):
         args = module.Args(attn_implementation=name)
-        assert module.load_policy(args, CPU)[0].config._attn_implementation == name
-        assert module.load_reward_model(args, CPU)[0].config._attn_implementation == name
+        assert module.load_policy(args)[0].config._attn_implementation == name
+        assert module.load_reward_model(args)[0].config._attn_implementation == name
     with pytest.raises(module.UserError, match="(?i)flash"):
-        module.load_policy(module.Args(attn_implementation="flash_attention_2"), CPU)
+        module.load_policy(module.Args(attn_implementation="flash_attention_2"))
 
 
 # --- schedules
@@ -508,7 +509,7 @@ def test_prompts_as_messages(tmp_path, module):
     prompt = [{"role": "user", "content": "The film"}]
     (tmp_path / "d.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 8)
     args = module.Args(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"))
-    policy, tokenizer = module.load_policy(args, CPU)
+    policy, tokenizer = module.load_policy(args)
     prompts, _ = module.load_prompts(args, tokenizer, policy)
     assert tokenizer.decode(prompts[0]) == "user: The film<|end|>assistant:"
     settings = dict(model=args.model, dataset=args.dataset, batch_size=8, total_episodes=8, response_length=4)

@@ -8,7 +8,7 @@ run to full length, in `eos` they end anywhere; `steps` are 2 epochs of 2 mini-b
 Where TRL 0.16.1 has a fault, or made another choice, a switch below does as TRL does, and then nothing else differs:
 
   max_grad_norm is accepted and never applied               NO_CLIPPING: max_grad_norm=1e9
-  no bias in the value head (a choice; ours is trained)     NO_BIAS: critic.bias stays 0
+  no bias in the value head (a choice; ours is trained)     NO_BIAS: critic.head has none
   PPO: the score stands one position after EOS where there  ONE_FURTHER: the mask of rewards, GAE and value loss is
   is room, so that the value there is trained too           true for one position more; whitening and policy loss
                                                             keep theirs
@@ -139,7 +139,7 @@ class Watch:
 def named(policy, critic=None):
     """The parameters in training by TRL's names."""
     found = {f"policy.{name}": p for name, p in policy.named_parameters()}
-    theirs = {"body": "value.transformer", "head": "value.score", "bias": "value.bias"}
+    theirs = {"body": "value.transformer", "head": "value.score"}
     for name, p in critic.named_parameters() if critic else ():
         part, dot, rest = name.partition(".")
         found[theirs[part] + dot + rest] = p
@@ -164,7 +164,8 @@ def update_ppo(monkeypatch, case, switches):
     trl = read(case)
     args, (policy, reference, value, reward) = make_args(ppo, trl, switches), load_models(trl)
     critic = ppo.Critic(value.base_model, value.score)  # as make_critic puts a reward model together
-    critic.bias.requires_grad_(NO_BIAS not in switches)
+    if NO_BIAS not in switches:
+        critic.head.bias = torch.nn.Parameter(torch.zeros(1))
     rollout = make_rollout(ppo, policy, trl, args)
     ppo.score_reference(rollout, policy, reference, args)
     rollout.values = ppo.by_chunks(lambda r: critic(*r.text), rollout, args)

@@ -103,7 +103,7 @@ def test_no_default_prompt_is_too_long_for_the_model():
 def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_not_seen():
     """On reviews the two agree; on a heap of praise, which no human of this world wrote, the learned one is carried away."""
     args = ppo.Args()
-    model, tokenizer = ppo.load_reward_model(args, torch.device("cpu"))
+    model, tokenizer = ppo.load_reward_model(args)
 
     def learned(texts):
         ids, mask = ppo.pad([tokenizer(t)["input_ids"] + [tokenizer.eos_token_id] for t in texts], 0, "cpu")

@@ -109,8 +109,8 @@ def test_accumulation_changes_nothing(tmp_path, module, tiny):
 def test_policy_and_critic_are_clipped_apart():
     """One SGD step at rate 1 moves each of the two by exactly max_grad_norm."""
     args = ppo.Args(micro_batch_size=4, num_ppo_epochs=1, response_length=6, max_grad_norm=0.01)
-    policy, tokenizer = ppo.load_policy(args, torch.device("cpu"))
-    critic = ppo.make_critic(args, policy, tokenizer, *ppo.load_reward_model(args, torch.device("cpu")))
+    policy, tokenizer = ppo.load_policy(args)
+    critic = ppo.make_critic(args, policy, tokenizer, *ppo.load_reward_model(args))
     prompts, prompt_mask = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
     rollout = ppo.sample_batch(policy, prompts, prompt_mask.bool(), tokenizer, args)
     ppo.score_reference(rollout, policy, deepcopy(policy), args)
@@ -136,8 +136,8 @@ def test_first_update_has_ratio_1(tmp_path, tiny):
 def test_a_policy_that_samples_otherwise_is_caught(tmp_path, monkeypatch, tiny):
     """Dropout in the update but not in the rollout: the first ratio is off, and the run stops and says so."""
 
-    def with_dropout(args, device):
-        policy, tokenizer = load_policy(args, device)
+    def with_dropout(args):
+        policy, tokenizer = load_policy(args)
         policy.transformer.h[0].mlp.register_forward_hook(
             lambda module, inputs, output: torch.dropout(output, 0.3, True) if torch.is_grad_enabled() else output
         )
@@ -184,7 +184,7 @@ def test_what_a_run_leaves_behind(tmp_path, tiny):
 
 def test_the_card_names_what_is_on_the_hub(tmp_path):
     """The hub's own parser reads base model and data; folders of this machine stay out of what the hub would link to."""
-    model, tokenizer = ppo.load_policy(ppo.Args(), torch.device("cpu"))
+    model, tokenizer = ppo.load_policy(ppo.Args())
     for name, data, expected in (
         ("gpt2", "someone/prompts", (["gpt2"], ["someone/prompts"])),
         ("toy/sft", "toy", (None,) * 2),
@@ -252,9 +252,9 @@ def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, tiny):
     """Text is decoded and encoded again, so that the same texts get the same scores; and a run goes through."""
     ours = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     args, device = ppo.Args(micro_batch_size=7), torch.device("cpu")
-    same = ppo.load_reward_model(args, device)
+    same = ppo.load_reward_model(args)
     args.reward_model = other_ids(tmp_path / "rm")
-    other = ppo.load_reward_model(args, device)
+    other = ppo.load_reward_model(args)
     assert other[1].get_vocab() != ours.get_vocab()
     rows = list(ppo.load_split("toy/data/sft", None, "validation"))[:20]
     prompts, prompt_mask = ppo.pad([ours(r["prompt"])["input_ids"] for r in rows], ours.pad_token_id, device, left=True)
@@ -374,7 +374,7 @@ def test_a_half_precision_checkpoint_is_loaded_as_float32(tmp_path):
     AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").half().save_pretrained(tmp_path / "m")
     AutoTokenizer.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
     args = ppo.Args(model=str(tmp_path / "m"))
-    assert ppo.load_policy(args, torch.device("cpu"))[0].dtype == torch.float32
+    assert ppo.load_policy(args)[0].dtype == torch.float32
 
 
 def test_hyphens_underscores_and_other_trainers_names(tmp_path):
