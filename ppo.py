@@ -516,7 +516,7 @@ class Critic(nn.Module):
 
     def read(self, hidden: Tensor, T: int) -> Tensor:
         """(B, T) values from the last layer's states (B, P+T, D)."""
-        return self.head(hidden[:, -T - 1 : -1]).squeeze(-1).float()
+        return self.head(hidden[:, -T - 1 : -1]).float().sum(-1)  # over one output: not a view, which FSDP warns of
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1434,6 +1434,13 @@ METRICS = {
     "perf/peak_memory_mb": "peak memory so far: of the GPU on CUDA, else of the process",
 }
 
+MEMORY_ADVICE = {
+    "rollout": "lower --local-rollout-forward-batch-size or --response-length",
+    "score": "lower --micro-batch-size",
+    "update": "lower --micro-batch-size, or add --gradient-checkpointing, --bf16 or --critic shared",
+    "run": "the models do not fit; take --critic shared, --lora-r 16, or more GPUs with --zero-stage 3",
+}
+
 
 class RolloutLog:
     """What a run shows and leaves behind: metrics.jsonl, progress bar, tables, warnings, W&B, curves, the model."""
@@ -1448,7 +1455,8 @@ class RolloutLog:
     def clock(self, phase: str) -> Iterator[None]:
         """Takes the seconds of a phase of this update."""
         start = time.perf_counter()
-        yield
+        with memory_for(phase):
+            yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = time.perf_counter() - start
@@ -1639,9 +1647,6 @@ class Checkpoints:  # same in all scripts
         metrics = Path(self.args.output_dir) / "metrics.jsonl"
         is_whole = metrics.stat().st_size >= state["metrics_bytes"]
         require(is_whole, f"{metrics} is shorter than when {file.name} was written; the run cannot go on without it")
-        made_by = len(state["torch_random"])
-        same = f"--resume {path}: that run was made by {made_by} processes; go on with as many, not {num_processes()}"
-        require(made_by == num_processes(), same)
         if process_index() == 0:
             self.log.file.truncate(state["metrics_bytes"])
         for name, part in self.parts.items():
@@ -1651,9 +1656,12 @@ class Checkpoints:  # same in all scripts
                 part[:] = state[name]
             else:
                 vars(part).update(state[name])
-        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"][process_index()])
+        random.setstate(state["python_random"])
+        torch.set_rng_state(
+            state["torch_random"][process_index()].clone()
+        )  # of a row that is a view torch 2.13 crashes
         if "cuda_random" in state and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(state["cuda_random"][process_index()])
+            torch.cuda.set_rng_state(state["cuda_random"][process_index()].clone())
         self.step = state["step"]
         self.log.bar.n = self.log.bar.initial = self.step
         print(f"goes on after step {self.step}, from {file}")
@@ -1669,6 +1677,11 @@ def read_command_line() -> Args:  # same in all scripts
     folder = path.parent.parent if path.is_file() else path
     require((folder / "args.json").exists(), f"--resume {resume}: that is no run's folder, nor a checkpoint in one")
     values = json.loads((folder / "args.json").read_text())
+    made_by = values.pop("num_processes", 1)
+    is_same = made_by == num_processes()
+    require(
+        is_same, f"--resume {resume}: that run has {made_by} process(es); go on with as many, not {num_processes()}"
+    )
     unknown = ", ".join(values.keys() ^ {f.name for f in fields(Args)})
     require(not unknown, f"--resume {resume}: that run was made by another version of this script, which differs in "
             f"the settings {unknown}")  # fmt: skip
@@ -1878,6 +1891,17 @@ def check_numbers(args: Args, positive: str, natural: str = "", shares: str = ""
             require(value is None or holds(value), f"--{name.replace('_', '-')} {value} must be {range_}")
 
 
+@contextmanager
+def memory_for(phase: str) -> Iterator[None]:  # same in all scripts
+    """Turns running out of memory into a sentence that names the phase and what to change."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        require(not is_full, f"out of memory in the {phase}: {MEMORY_ADVICE[phase]} (README: when memory runs out)")
+        raise
+
+
 def count_broken(steps: int, is_broken: bool) -> int:  # same in all scripts
     """How many steps in a row had no finite gradient and changed nothing; raises UserError at the fifth."""
     steps = steps + 1 if is_broken else 0
@@ -1931,15 +1955,17 @@ def check_processes(args: Args) -> None:  # same in all scripts
     require(args.zero_stage or not args.shard_size, "--shard-size needs something to shard: --zero-stage 2 or 3")
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
+        print(f"processes: {W}, --zero-stage {args.zero_stage}")
 
 
 def open_metrics(args: Args):  # same in all scripts
-    """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
+    """metrics.jsonl beside args.json in the output folder, made here: a run that failed before leaves nothing."""
     if process_index():
         return open(os.devnull, "w")
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        (Path(args.output_dir) / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+        settings = asdict(args) | {"num_processes": num_processes()}
+        (Path(args.output_dir) / "args.json").write_text(json.dumps(settings, indent=2) + "\n")
         return open(Path(args.output_dir) / "metrics.jsonl", "a")
     except OSError as error:
         raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
@@ -2173,13 +2199,12 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None: 
 
 
 def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
-    """Model (safetensors), tokenizer, arguments and a model card in args.output_dir."""
+    """Model (safetensors), tokenizer and a model card in args.output_dir."""
     output, weights = Path(args.output_dir), whole_weights(model)
     if process_index():
         return
     model.save_pretrained(output, state_dict=weights)
     tokenizer.save_pretrained(output)
-    (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     script, reward = Path(__file__).name, getattr(args, "reward_fn", None) or getattr(args, "reward_model", None)
     on_the_hub = {"base_model": args.model, "datasets": args.dataset}
     head = [f"{key}: [{name}]" for key, name in on_the_hub.items() if name and not local_path(name)]
@@ -2223,7 +2248,7 @@ def main() -> None:  # same in all scripts
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args = None
     try:
-        with first_speaks():
+        with first_speaks(), memory_for("run"):
             train(args := read_command_line())
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -2232,9 +2257,14 @@ def main() -> None:  # same in all scripts
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as stop:
-        command = f"python {Path(__file__).name} --resume {args.output_dir}"
+        launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        command = f"{launcher} {Path(__file__).name} --resume {args.output_dir}"
         print(f"{stop}; to go on from there: {command}", file=sys.stderr)
         sys.exit(130)
+    except RuntimeError as error:
+        if "by peer" not in str(error):
+            raise
+        sys.exit(f"process {process_index()} stops: another one, which shows its own error, has closed the connection")
     except KeyboardInterrupt:
         print(f"interrupted; what was trained is in {args.output_dir if args else 'no folder yet'}", file=sys.stderr)
         sys.exit(130)

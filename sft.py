@@ -344,7 +344,8 @@ def train(args: Args) -> None:
     checkpoints = Checkpoints(args, log, model=model, optimizer=optimizer, schedule=schedule, batches=queue)
     try:
         for step, batch in zip(checkpoints.steps(num_steps), batches):
-            sums = batch_gradient(model, [rows[i] for i in batch], tokenizer, args)
+            with memory_for("update"):
+                sums = batch_gradient(model, [rows[i] for i in batch], tokenizer, args)
             grad_norm = clip_gradient(model.parameters(), args.max_grad_norm)
             if grad_norm.isfinite():  # else the weights would be NaN for good
                 optimizer.step()
@@ -461,6 +462,13 @@ def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):
     is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
     require(is_plain, f"--lr-scheduler-type {name} wants to see a metric; take one that depends on the step alone")
     return schedule
+
+
+MEMORY_ADVICE = {
+    "update": "lower --per-device-train-batch-size and raise --gradient-accumulation-steps as much, or add "
+    "--gradient-checkpointing",
+    "run": "lower --per-device-train-batch-size, or take more GPUs with --zero-stage 3",
+}
 
 
 class SFTLog:
@@ -642,9 +650,6 @@ class Checkpoints:  # same in all scripts
         metrics = Path(self.args.output_dir) / "metrics.jsonl"
         is_whole = metrics.stat().st_size >= state["metrics_bytes"]
         require(is_whole, f"{metrics} is shorter than when {file.name} was written; the run cannot go on without it")
-        made_by = len(state["torch_random"])
-        same = f"--resume {path}: that run was made by {made_by} processes; go on with as many, not {num_processes()}"
-        require(made_by == num_processes(), same)
         if process_index() == 0:
             self.log.file.truncate(state["metrics_bytes"])
         for name, part in self.parts.items():
@@ -654,9 +659,12 @@ class Checkpoints:  # same in all scripts
                 part[:] = state[name]
             else:
                 vars(part).update(state[name])
-        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"][process_index()])
+        random.setstate(state["python_random"])
+        torch.set_rng_state(
+            state["torch_random"][process_index()].clone()
+        )  # of a row that is a view torch 2.13 crashes
         if "cuda_random" in state and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(state["cuda_random"][process_index()])
+            torch.cuda.set_rng_state(state["cuda_random"][process_index()].clone())
         self.step = state["step"]
         self.log.bar.n = self.log.bar.initial = self.step
         print(f"goes on after step {self.step}, from {file}")
@@ -672,6 +680,11 @@ def read_command_line() -> Args:  # same in all scripts
     folder = path.parent.parent if path.is_file() else path
     require((folder / "args.json").exists(), f"--resume {resume}: that is no run's folder, nor a checkpoint in one")
     values = json.loads((folder / "args.json").read_text())
+    made_by = values.pop("num_processes", 1)
+    is_same = made_by == num_processes()
+    require(
+        is_same, f"--resume {resume}: that run has {made_by} process(es); go on with as many, not {num_processes()}"
+    )
     unknown = ", ".join(values.keys() ^ {f.name for f in fields(Args)})
     require(not unknown, f"--resume {resume}: that run was made by another version of this script, which differs in "
             f"the settings {unknown}")  # fmt: skip
@@ -887,6 +900,17 @@ class UserError(Exception):
     """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
 
 
+@contextmanager
+def memory_for(phase: str) -> Iterator[None]:  # same in all scripts
+    """Turns running out of memory into a sentence that names the phase and what to change."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        require(not is_full, f"out of memory in the {phase}: {MEMORY_ADVICE[phase]} (README: when memory runs out)")
+        raise
+
+
 def count_broken(steps: int, is_broken: bool) -> int:  # same in all scripts
     """How many steps in a row had no finite gradient and changed nothing; raises UserError at the fifth."""
     steps = steps + 1 if is_broken else 0
@@ -940,15 +964,17 @@ def check_processes(args: Args) -> None:  # same in all scripts
     require(args.zero_stage or not args.shard_size, "--shard-size needs something to shard: --zero-stage 2 or 3")
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
+        print(f"processes: {W}, --zero-stage {args.zero_stage}")
 
 
 def open_metrics(args: Args):  # same in all scripts
-    """metrics.jsonl in args.output_dir, which is made here: a run that failed before this point leaves nothing."""
+    """metrics.jsonl beside args.json in the output folder, made here: a run that failed before leaves nothing."""
     if process_index():
         return open(os.devnull, "w")
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        (Path(args.output_dir) / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+        settings = asdict(args) | {"num_processes": num_processes()}
+        (Path(args.output_dir) / "args.json").write_text(json.dumps(settings, indent=2) + "\n")
         return open(Path(args.output_dir) / "metrics.jsonl", "a")
     except OSError as error:
         raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
@@ -1155,13 +1181,12 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None: 
 
 
 def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
-    """Model (safetensors), tokenizer, arguments and a model card in args.output_dir."""
+    """Model (safetensors), tokenizer and a model card in args.output_dir."""
     output, weights = Path(args.output_dir), whole_weights(model)
     if process_index():
         return
     model.save_pretrained(output, state_dict=weights)
     tokenizer.save_pretrained(output)
-    (output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
     script, reward = Path(__file__).name, getattr(args, "reward_fn", None) or getattr(args, "reward_model", None)
     on_the_hub = {"base_model": args.model, "datasets": args.dataset}
     head = [f"{key}: [{name}]" for key, name in on_the_hub.items() if name and not local_path(name)]
@@ -1205,7 +1230,7 @@ def main() -> None:  # same in all scripts
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args = None
     try:
-        with first_speaks():
+        with first_speaks(), memory_for("run"):
             train(args := read_command_line())
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -1214,9 +1239,14 @@ def main() -> None:  # same in all scripts
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as stop:
-        command = f"python {Path(__file__).name} --resume {args.output_dir}"
+        launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        command = f"{launcher} {Path(__file__).name} --resume {args.output_dir}"
         print(f"{stop}; to go on from there: {command}", file=sys.stderr)
         sys.exit(130)
+    except RuntimeError as error:
+        if "by peer" not in str(error):
+            raise
+        sys.exit(f"process {process_index()} stops: another one, which shows its own error, has closed the connection")
     except KeyboardInterrupt:
         print(f"interrupted; what was trained is in {args.output_dir if args else 'no folder yet'}", file=sys.stderr)
         sys.exit(130)
