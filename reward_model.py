@@ -365,7 +365,7 @@ def train(args: Args) -> None:
                 drop = (from_first(torch.rand(len(batch))) < args.eos_dropout).tolist()
                 batch = [without_eos(p, tokenizer.eos_token_id) if d else p for p, d in zip(batch, drop)]
             with memory_for("update"):
-                stats = batch_gradient(model, batch, tokenizer.pad_token_id, args)
+                stats = pair_gradient(model, batch, tokenizer.pad_token_id, args)
             stats["grad_norm"] = float(clip_gradient(model.parameters(), args.max_grad_norm))
             if math.isfinite(stats["grad_norm"]):  # else the weights would be NaN for good
                 optimizer.step()
@@ -382,7 +382,7 @@ def train(args: Args) -> None:
         log.finish(model, tokenizer)
 
 
-def batch_gradient(model: nn.Module, batch: list[Pair], pad_token_id: int, args: Args) -> dict[str, float]:
+def pair_gradient(model: nn.Module, batch: list[Pair], pad_token_id: int, args: Args) -> dict[str, float]:
     """Adds up the gradient of the mean loss over a batch of pairs; returns means over them of what is logged.
 
     How the batch is cut, into micro-batches and among processes, changes nothing. A pair that is computed only so that
@@ -763,14 +763,12 @@ def from_first(x: Tensor) -> Tensor:  # same in all scripts
 
 
 def place(args: Args, device: torch.device, *models: nn.Module | None) -> None:  # same in all scripts
-    """Moves models to the device; under torchrun as shards to many devices, as --zero-stage says.
-
-    Models without gradients are sharded by stage 3 alone.
-    """
+    """Moves models to the device, whole or as shards; models without gradients are sharded by stage 3 alone."""
     for model in models:
         if model is None or hasattr(model, "unshard"):  # a policy that is its own reference comes twice
             continue
-        if dist.is_initialized() and (args.zero_stage == 3 or any(p.requires_grad for p in model.parameters())):
+        is_trained = any(p.requires_grad for p in model.parameters())
+        if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
             shard(model, args, device)
         else:
             model.to(device)
@@ -779,13 +777,13 @@ def place(args: Args, device: torch.device, *models: nn.Module | None) -> None: 
 def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same in all scripts
     """Spreads a model over the processes with torch's FSDP2, a layer at a time, so that no device holds it whole.
 
-    Its weights are gathered layer by layer when they are needed; the gradient becomes the mean over processes. Stage 0
-    is a mesh in which each has its own "shard" of everything; 2 keeps gathered weights until the backward pass is over.
+    Its weights are gathered layer by layer when they are needed, and with stage 2 kept until the backward pass; the
+    gradient of a shard becomes the mean over processes.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    size = 1 if args.zero_stage == 0 else args.shard_size or num_processes()
+    size = args.shard_size or num_processes()
     mesh = init_device_mesh(device.type, (num_processes() // size, size), mesh_dim_names=("replicate", "shard"))
     options = {
         "mesh": mesh["shard"] if size == num_processes() else mesh, "reshard_after_forward": args.zero_stage == 3,
@@ -799,15 +797,14 @@ def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same i
 
 
 @contextmanager
-def gathered(model: nn.Module, args: Args) -> Iterator[None]:  # same in all scripts
+def gathered(model: nn.Module, stage: int, is_asked: bool = True) -> Iterator[None]:  # same in all scripts
     """In here each process has the whole of a sharded model: its weights travel once, and not for each token."""
-    is_asked = getattr(args, "gather_for_rollout", True)
     parts = [module for module in model.modules() if hasattr(module, "unshard") and is_asked]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False), part.unshard()
     yield
     for part in parts:
-        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False), part.reshard()
+        part.set_reshard_after_forward(stage == 3, recurse=False), part.reshard()
 
 
 def reshard(model: nn.Module) -> None:  # same in all scripts
@@ -832,7 +829,15 @@ def sharded_like(x: Tensor, shard: Tensor) -> Tensor:  # same in all scripts
 
 
 def clip_gradient(parameters: Iterable[Tensor], max_norm: float) -> Tensor:  # same in all scripts
-    """Scales gradients, sharded or not, down to a norm of max_norm; returns the norm that they had."""
+    """Scales the gradient, sharded or not, down to a norm of max_norm; returns the norm that it had.
+
+    Where each process has its own whole gradient, it becomes their mean before, as those of shards are already.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    if num_processes() > 1 and not hasattr(parameters[0], "full_tensor"):
+        for work in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
+            work.wait()
+        torch._foreach_div_([p.grad for p in parameters], num_processes())
     return unsharded(nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
@@ -967,7 +972,8 @@ def check_processes(args: Args) -> None:  # same in all scripts
     flags = "--zero-stage, --shard-size and --offload"
     require("RANK" in os.environ or not is_sharded, f"{flags} are for runs that are started as {how}")
     require(W % (args.shard_size or 1) == 0, f"--shard-size {args.shard_size} does not divide the {W} processes")
-    require(args.zero_stage or not args.shard_size, "--shard-size needs something to shard: --zero-stage 2 or 3")
+    whole = "--shard-size and --offload are about shards: they need --zero-stage 2 or 3"
+    require(args.zero_stage or not (args.shard_size or args.offload), whole)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
         print(f"processes: {W}, --zero-stage {args.zero_stage}")
@@ -1031,8 +1037,9 @@ def load_weights(auto_class: type, name: str, args: Args, **kwargs) -> nn.Module
     return load(auto_class, name, args.trust_remote_code, **kwargs)
 
 
-def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # same in all scripts
+def use_fast_kernels(args: Args, longest: int, *models: nn.Module | None) -> None:  # same in all scripts
     """The same functions, equal to rounding, in fewer or faster kernels; `longest` is that of the texts, in tokens."""
+    models = [model for model in models if model is not None]
     for model in models:
         for module in list(model.modules()):
             for name, child in module.named_children():
@@ -1247,7 +1254,8 @@ def main() -> None:  # same in all scripts
     except Interrupted as stop:
         launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
         command = f"{launcher} {Path(__file__).name} --resume {args.output_dir}"
-        print(f"{stop}; to go on from there: {command}", file=sys.stderr)
+        if process_index() == 0:
+            print(f"{stop}; to go on from there: {command}", file=sys.stderr)
         sys.exit(130)
     except RuntimeError as error:
         if "by peer" not in str(error):

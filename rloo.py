@@ -738,9 +738,8 @@ def train(args: Args) -> None:
     score = make_scorer(args.reward_fn, tokenizer, args, reward_model, reward_tokenizer)
     gold_score = make_scorer(args.gold_reward_fn, tokenizer, args) if args.gold_reward_fn else None
     prompts, eval_prompts = load_prompts(args, tokenizer, policy)
-    set_defaults(args, policy, len(prompts) * args.rloo_k)
-    networks = [model for model in (policy, reference, reward_model) if model is not None]
-    use_fast_kernels(args, max(map(len, prompts)) + args.response_length, *networks)
+    num_updates = set_defaults(args, policy, len(prompts) * args.rloo_k)
+    use_fast_kernels(args, max(map(len, prompts)) + args.response_length, policy, reference, reward_model)
     check_groups(args)
     queues = {"prompts": [], "pretrain": []}  # row numbers that the present pass over the data has yet to give
     prompts = batches(prompts, queues["prompts"], args.batch_size // args.rloo_k, tokenizer, device, left=True)
@@ -749,10 +748,8 @@ def train(args: Args) -> None:
         [p for p in policy.parameters() if p.requires_grad],
         args.learning_rate, args.adam_betas, args.adam_epsilon, args.weight_decay, fused=True,
     )  # fmt: skip
-    num_updates = args.total_episodes // args.batch_size
     schedule = make_schedule(args, optimizer, num_updates)
-    if ema is not None:
-        follow(ema, policy, optimizer, args.ema_decay)
+    follow(ema, policy, optimizer, args.ema_decay)
     kl_controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     describe_run(args, num_updates, policy)
     log = RolloutLog(args, num_updates)
@@ -802,7 +799,7 @@ def sample_batch(
         limits = (args.top_k, args.top_p, args.min_new_tokens, args.stop_token_id)
         restrict = lambda logits, t: allowed_tokens(logits, t, *limits)  # noqa: E731
     inputs = prompts, prompt_mask, torch.rand(len(prompts), T, device=prompts.device)
-    with autocast(args, prompts.device), gathered(policy, args):
+    with autocast(args, prompts.device), gathered(policy, args.zero_stage, args.gather_for_rollout):
         parts = [
             sample(policy, *rows, args.temperature, args.stop_token_id, tokenizer.pad_token_id, restrict)
             for rows in zip(*(own_share(x).split(args.local_rollout_forward_batch_size) for x in inputs))
@@ -957,8 +954,10 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
         reshard(policy), policy.enable_adapters()
 
 
-def follow(average: nn.Module, policy: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
+def follow(average: nn.Module | None, policy: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Makes a copy of the policy its moving average: each optimiser step, decay * itself + (1 - decay) * the policy."""
+    if average is None:
+        return
 
     @torch.no_grad()
     def step(*_) -> None:
@@ -1230,8 +1229,8 @@ def default_learning_rate(num_parameters: int) -> float:
     return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.6)
 
 
-def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
-    """Fills in what depends on the model and the machine, and checks that the batch sizes fit each other."""
+def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> int:
+    """Fills in what depends on model and machine, checks that the batch sizes fit; returns the number of updates."""
     size = policy.num_parameters()
     args.learning_rate = args.learning_rate or default_learning_rate(size) * (10 if args.lora_r else 1)
     parts = args.num_mini_batches * args.gradient_accumulation_steps * num_processes()
@@ -1261,6 +1260,7 @@ def set_defaults(args: Args, policy: nn.Module, num_prompts: int) -> None:
         f"--total-episodes {args.total_episodes} is less than one batch of {args.batch_size} episodes; raise it, or "
         "lower --batch-size or --per-device-train-batch-size",
     )
+    return args.total_episodes // args.batch_size
 
 
 def describe_run(args: Args, num_updates: int, policy: nn.Module, *others: nn.Module) -> None:
@@ -1274,7 +1274,7 @@ def describe_run(args: Args, num_updates: int, policy: nn.Module, *others: nn.Mo
     if policy.device.type == "cpu":
         tokens = args.response_length + 16
         passes = 3 + 3 * args.num_ppo_epochs  # sample, reference, reward or critic; forward and backward of each epoch
-        weights = {p: p.numel() for model in (policy, *others) for p in model.parameters()}  # a shared trunk once
+        weights = {p: p.numel() for model in (policy, *others) for p in model.parameters()}
         flops = 2 * tokens * passes * sum(weights.values())
         seconds = args.batch_size * flops / (0.7 * matmul_flops_per_second())  # 70 % of the peak, as measured on GPT-2
         print(f"on this CPU an update takes about {seconds:.0f} s, the run {seconds * num_updates / 60:.1f} min")
@@ -1645,14 +1645,12 @@ def from_first(x: Tensor) -> Tensor:  # same in all scripts
 
 
 def place(args: Args, device: torch.device, *models: nn.Module | None) -> None:  # same in all scripts
-    """Moves models to the device; under torchrun as shards to many devices, as --zero-stage says.
-
-    Models without gradients are sharded by stage 3 alone.
-    """
+    """Moves models to the device, whole or as shards; models without gradients are sharded by stage 3 alone."""
     for model in models:
         if model is None or hasattr(model, "unshard"):  # a policy that is its own reference comes twice
             continue
-        if dist.is_initialized() and (args.zero_stage == 3 or any(p.requires_grad for p in model.parameters())):
+        is_trained = any(p.requires_grad for p in model.parameters())
+        if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
             shard(model, args, device)
         else:
             model.to(device)
@@ -1661,13 +1659,13 @@ def place(args: Args, device: torch.device, *models: nn.Module | None) -> None: 
 def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same in all scripts
     """Spreads a model over the processes with torch's FSDP2, a layer at a time, so that no device holds it whole.
 
-    Its weights are gathered layer by layer when they are needed; the gradient becomes the mean over processes. Stage 0
-    is a mesh in which each has its own "shard" of everything; 2 keeps gathered weights until the backward pass is over.
+    Its weights are gathered layer by layer when they are needed, and with stage 2 kept until the backward pass; the
+    gradient of a shard becomes the mean over processes.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    size = 1 if args.zero_stage == 0 else args.shard_size or num_processes()
+    size = args.shard_size or num_processes()
     mesh = init_device_mesh(device.type, (num_processes() // size, size), mesh_dim_names=("replicate", "shard"))
     options = {
         "mesh": mesh["shard"] if size == num_processes() else mesh, "reshard_after_forward": args.zero_stage == 3,
@@ -1681,15 +1679,14 @@ def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same i
 
 
 @contextmanager
-def gathered(model: nn.Module, args: Args) -> Iterator[None]:  # same in all scripts
+def gathered(model: nn.Module, stage: int, is_asked: bool = True) -> Iterator[None]:  # same in all scripts
     """In here each process has the whole of a sharded model: its weights travel once, and not for each token."""
-    is_asked = getattr(args, "gather_for_rollout", True)
     parts = [module for module in model.modules() if hasattr(module, "unshard") and is_asked]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False), part.unshard()
     yield
     for part in parts:
-        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False), part.reshard()
+        part.set_reshard_after_forward(stage == 3, recurse=False), part.reshard()
 
 
 def reshard(model: nn.Module) -> None:  # same in all scripts
@@ -1714,7 +1711,15 @@ def sharded_like(x: Tensor, shard: Tensor) -> Tensor:  # same in all scripts
 
 
 def clip_gradient(parameters: Iterable[Tensor], max_norm: float) -> Tensor:  # same in all scripts
-    """Scales gradients, sharded or not, down to a norm of max_norm; returns the norm that they had."""
+    """Scales the gradient, sharded or not, down to a norm of max_norm; returns the norm that it had.
+
+    Where each process has its own whole gradient, it becomes their mean before, as those of shards are already.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    if num_processes() > 1 and not hasattr(parameters[0], "full_tensor"):
+        for work in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
+            work.wait()
+        torch._foreach_div_([p.grad for p in parameters], num_processes())
     return unsharded(nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
@@ -1849,7 +1854,8 @@ def check_processes(args: Args) -> None:  # same in all scripts
     flags = "--zero-stage, --shard-size and --offload"
     require("RANK" in os.environ or not is_sharded, f"{flags} are for runs that are started as {how}")
     require(W % (args.shard_size or 1) == 0, f"--shard-size {args.shard_size} does not divide the {W} processes")
-    require(args.zero_stage or not args.shard_size, "--shard-size needs something to shard: --zero-stage 2 or 3")
+    whole = "--shard-size and --offload are about shards: they need --zero-stage 2 or 3"
+    require(args.zero_stage or not (args.shard_size or args.offload), whole)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
         print(f"processes: {W}, --zero-stage {args.zero_stage}")
@@ -1913,8 +1919,9 @@ def load_weights(auto_class: type, name: str, args: Args, **kwargs) -> nn.Module
     return load(auto_class, name, args.trust_remote_code, **kwargs)
 
 
-def use_fast_kernels(args: Args, longest: int, *models: nn.Module) -> None:  # same in all scripts
+def use_fast_kernels(args: Args, longest: int, *models: nn.Module | None) -> None:  # same in all scripts
     """The same functions, equal to rounding, in fewer or faster kernels; `longest` is that of the texts, in tokens."""
+    models = [model for model in models if model is not None]
     for model in models:
         for module in list(model.modules()):
             for name, child in module.named_children():
@@ -2156,7 +2163,8 @@ def main() -> None:  # same in all scripts
     except Interrupted as stop:
         launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
         command = f"{launcher} {Path(__file__).name} --resume {args.output_dir}"
-        print(f"{stop}; to go on from there: {command}", file=sys.stderr)
+        if process_index() == 0:
+            print(f"{stop}; to go on from there: {command}", file=sys.stderr)
         sys.exit(130)
     except RuntimeError as error:
         if "by peer" not in str(error):

@@ -690,7 +690,8 @@ def make_text_scorer(args: Args, device: torch.device) -> Callable[[list[str], T
         function = load_function(args.reward_fn)
         call_reward_function(function, ["A first text.", "And a second one."])  # a wrong function fails now, not later
         return lambda texts, ended: call_reward_function(function, texts)
-    model, tokenizer = load_reward_model(args, device)
+    model, tokenizer = load_reward_model(args)
+    model.to(device)
     label = list(model.config.id2label.values()).index(args.reward_label) if args.reward_label else 0
 
     @torch.no_grad()
@@ -703,7 +704,7 @@ def make_text_scorer(args: Args, device: torch.device) -> Callable[[list[str], T
     return score
 
 
-def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | None, AutoTokenizer | None]:
+def load_reward_model(args: Args) -> tuple[nn.Module | None, AutoTokenizer | None]:
     """The reward model, frozen, and its tokenizer; (None, None) where a function gives the reward."""
     if args.reward_fn is not None:
         return None, None
@@ -714,7 +715,7 @@ def load_reward_model(args: Args, device: torch.device) -> tuple[nn.Module | Non
         f"the reward model {args.reward_model} has the labels {', '.join(map(str, labels))}; choose with "
         "--reward-label the one whose logit is the reward",
     )
-    return model.eval().requires_grad_(False).to(device), load_tokenizer(args.reward_model, args.trust_remote_code)
+    return model.eval().requires_grad_(False), load_tokenizer(args.reward_model, args.trust_remote_code)
 
 
 def encode_texts(texts: list[str], ended: Tensor, tokenizer: AutoTokenizer, model: nn.Module) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,254 @@
+"""Memory: what a GPU holds and sends in an update, by formula; and what processes here really take, beside it.
+
+    python benchmarks/memory.py             # on paper: 1B, 7B and 70B policies on 8 and 64 GPUs
+    python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
+
+The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; W processes, S of which share one set of
+shards; b rows of P + T tokens in a micro-batch, of which T are the response; B rows sampled at once:
+
+    trained network   4 N weights + 4 N gradients + 8 N Adam; each part / S where --zero-stage shards it
+    frozen network    4 N, / S with stage 3
+    gathered          what is whole for a moment: stage 2, 4 N of each trained network; stage 3, two layers and the
+                      embeddings, and 4 N of the policy in a rollout; stage 0, nothing
+    activations       bfloat16: 36 D b (P + T) L, and 2 N weights cast for the pass; float32: 64 D b (P + T) L; with
+                      checkpointing 4 D b (P + T) L and those of one layer. (GPT-2's layer: inputs of two norms and of
+                      four products, q, k, v, both sides of the GELU; attention that keeps no matrix of its weights)
+    logits            12 b T V: the logits, their log-softmax and its gradient
+    cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 12 B V
+
+Sent by each process and micro-batch: stage 2, 8 N a trained network (weights, gradients), stage 3, 12 N (weights twice);
+stage 0 sends 8 N once an optimiser step. N is in float32 throughout: weights and gradients travel as they are stored.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a transformer."""
+
+    layers: int
+    width: int
+    vocab: int
+    kv_width: int
+    weights: float  # in all
+    tied: bool = False  # whether the head is the embedding
+
+    @property
+    def layer(self) -> float:
+        """Weights in a layer."""
+        return (self.weights - self.embeddings) / self.layers
+
+    @property
+    def embeddings(self) -> float:
+        """Weights of the embeddings and of the head."""
+        return self.vocab * self.width * (1 if self.tied else 2)
+
+
+SHAPES = {
+    "1B (Pythia's)": Shape(16, 2048, 50304, 2048, 1.01e9),
+    "7B (Llama 2's)": Shape(32, 4096, 32000, 4096, 6.74e9),
+    "70B (Llama 2's)": Shape(80, 8192, 32000, 1024, 69.0e9),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is laid out."""
+
+    trained: int = 2  # PPO: policy and critic
+    frozen: int = 2  # reference and reward model
+    stage: int = 0
+    shards: int = 1
+    rows: int = 4  # in a micro-batch
+    rollout_rows: int = 32
+    prompt: int = 512
+    response: int = 512
+    bf16: bool = True
+    checkpointing: bool = False
+
+
+def memory(m: Shape, p: Plan) -> dict[str, float]:
+    """Bytes on a GPU, by what they are for."""
+    N, tokens, S = m.weights, p.prompt + p.response, p.shards
+    per_token = (36 if p.bf16 else 64) * m.width
+    activations = per_token * p.rows * tokens * m.layers
+    if p.checkpointing:
+        activations = (4 * m.width * m.layers + per_token) * p.rows * tokens
+    casts = 2 * (N if not p.checkpointing else m.layer + m.embeddings) if p.bf16 else 0
+    gathered = {0: 0, 2: 4 * N * p.trained, 3: 4 * (2 * m.layer + m.embeddings)}[p.stage]
+    held = {
+        "weights": 4 * N * (p.trained / (S if p.stage >= 2 else 1) + p.frozen / (S if p.stage == 3 else 1)),
+        "gradients": 4 * N * p.trained / (S if p.stage >= 2 else 1),
+        "Adam": 8 * N * p.trained / (S if p.stage >= 2 else 1),
+    }
+    update = {"gathered": gathered, "activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
+    cache = (2 if p.bf16 else 4) * 2 * m.layers * m.kv_width * p.rollout_rows * tokens + 12 * p.rollout_rows * m.vocab
+    rollout = (4 * N if p.stage else 0) + cache + (2 * N if p.bf16 else 0)
+    return held | update | {
+        "in the update": sum(held.values()) + sum(update.values()), "in the rollout": sum(held.values()) + rollout,
+    }  # fmt: skip
+
+
+def sent(m: Shape, p: Plan) -> float:
+    """Bytes that a process sends in a micro-batch of the update; with stage 0, in an optimiser step."""
+    return {0: 8, 2: 8, 3: 12}[p.stage] * m.weights * p.trained
+
+
+def print_rows(head: list[str], rows: list[list[str]]) -> None:
+    """A table in Markdown."""
+    print("| " + " | ".join(head) + " |\n|" + "---|" * 2 + "---:|" * (len(head) - 2))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def on_paper() -> None:
+    """The tables of three models."""
+    head = ["policy", "GPUs, stage", "weights", "gradients", "Adam", "gathered", "activations", "logits",
+            "**in the update**", "**in the rollout**", "sent"]  # fmt: skip
+    for title, options in (
+        ("PPO, separate critic", {}),
+        ("PPO, separate critic, --gradient-checkpointing", {"checkpointing": True}),
+        ("PPO with --critic shared, or RLOO; --gradient-checkpointing", {"trained": 1, "checkpointing": True}),
+    ):
+        print(
+            f"{title}: GB on each GPU; bfloat16, micro-batches of 4 rows, 32 rows sampled at once, 512 + 512 tokens\n"
+        )
+        rows = []
+        for name, shape in SHAPES.items():
+            for gpus, stage in ((8, 0), (8, 2), (8, 3), (64, 3)):
+                plan = Plan(stage=stage, shards=gpus, **options)
+                parts = memory(shape, plan)
+                cells = [
+                    f"{x / GB:.1f}" if x < 20 * GB else f"{x / GB:.0f}" for x in (*parts.values(), sent(shape, plan))
+                ]
+                for i in (6, 7):
+                    cells[i] = f"**{cells[i]}**"
+                rows.append([name, f"{gpus}, {stage}", *cells])
+        print_rows(head, rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measured
+
+SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 256 * 512, tied=True)
+RESPONSE, PROMPT = 16, 8
+
+
+def make_models(folder: Path) -> None:
+    """A GPT-2 of SMALL's shape and a reward model of the same, with random weights; a tokenizer and prompts."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(SMALL.vocab - 2)} | {"<eos>": SMALL.vocab - 2, "<pad>": SMALL.vocab - 1}
+    tokenizer = Tokenizer(WordLevel(words, "<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    config = GPT2Config(
+        vocab_size=SMALL.vocab, n_embd=SMALL.width, n_layer=SMALL.layers, n_head=8, n_positions=256, num_labels=1,
+        bos_token_id=None, eos_token_id=words["<eos>"], pad_token_id=words["<pad>"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for name, kind in (("policy", GPT2LMHeadModel), ("reward", GPT2ForSequenceClassification)):
+        kind(config).save_pretrained(folder / name), fast.save_pretrained(folder / name)
+    lines = [json.dumps({"prompt": " ".join(f"w{(i * 7 + j) % 9000}" for j in range(PROMPT))}) for i in range(64)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def train(script: str, flags: list[str]) -> None:
+    """In a process: trains, and prints by how many bytes its peak has grown since the imports."""
+    import importlib
+    import resource
+
+    import datasets  # noqa: F401 - the script imports it later
+    import torch
+    import torch.distributed.fsdp  # noqa: F401
+    import tyro
+
+    sys.path.insert(0, str(ROOT))
+    module = importlib.import_module(script)
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    rank, printed = os.environ.get("RANK", "0"), sys.stdout
+    with module.first_speaks():
+        module.train(tyro.cli(module.Args, args=flags))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"\npeak of process {rank}: {peak - before}", file=printed, flush=True)
+
+
+def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> float:
+    """The mean peak of the processes in bytes."""
+    batch = rows * processes
+    output = tempfile.mkdtemp(dir=work)
+    given = (
+        f"--model {work}/policy --reward-model {work}/reward --dataset {work}/prompts.jsonl --output-dir {output}/run "
+        f"--batch-size {batch} --micro-batch-size {rows} --local-rollout-forward-batch-size {rows} "
+        f"--total-episodes {3 * batch} --response-length {RESPONSE} --stop-token none --num-sample-generations 0 "
+        f"--save-steps 1000 --num-ppo-epochs 2 --learning-rate 1e-5 {flags}"
+    ).split()
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    run = subprocess.run(
+        [*launcher, __file__, "--train", script, *given], capture_output=True, text=True,
+        env=dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"), cwd=ROOT,
+    )  # fmt: skip
+    peaks = [float(line.split(": ")[1]) for line in run.stdout.splitlines() if line.startswith("peak of process")]
+    if run.returncode or len(peaks) != processes:
+        raise SystemExit(f"{script} {flags} failed:\n{run.stderr[-3000:]}")
+    return sum(peaks) / len(peaks)
+
+
+def measure() -> None:
+    """The states of four layouts, and how peaks grow with the rows of a micro-batch, beside the formulas."""
+    head, cases = ["run", "processes, stage", "by formula, GB", "measured, GB", "measured / formula"], []
+    cases += [("ppo", W, stage, 2, 2, "", {}) for W, stage in ((1, 0), (2, 0), (2, 2), (2, 3))]
+    cases += [("ppo", 1, 0, 2, 1, "--critic shared", {}), ("rloo", 1, 0, 2, 1, "--rloo-k 2", {})]
+    cases += [("rloo", 2, 3, 2, 1, "--rloo-k 2", {})]
+    cases += [("ppo", 1, 0, 64, 2, "", {}), ("ppo", 1, 0, 64, 2, "--gradient-checkpointing", {"checkpointing": True})]
+    rows = []
+    with tempfile.TemporaryDirectory() as work:
+        make_models(Path(work))
+        for script, W, stage, b, trained, flags, options in cases:
+            plan = Plan(trained=trained, stage=stage, shards=W, rows=b, rollout_rows=b, prompt=PROMPT, response=RESPONSE,
+                        bf16=False, **options)  # fmt: skip
+            parts = memory(SMALL, plan)
+            formula = max(parts["in the update"], parts["in the rollout"])
+            more = f"--zero-stage {stage}" if W > 1 else ""
+            peak = measured(Path(work), script, W, b, f"{flags} {more}")
+            name = f"`{script}.py {flags}`".replace(" `", "`") + f", {b} rows"
+            rows.append([name, f"{W}, {stage}", f"{formula / GB:.2f}", f"{peak / GB:.2f}", f"{peak / formula:.2f}"])
+            print(" ".join(rows[-1]), file=sys.stderr)
+    print_rows(head, rows)
+
+
+def main() -> None:
+    """The command line."""
+    if sys.argv[1:2] == ["--train"]:
+        train(sys.argv[2], sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", action="store_true", help="small models on this machine, beside the formulas")
+    if parser.parse_args().measure:
+        measure()
+    else:
+        on_paper()
+
+
+if __name__ == "__main__":
+    main()

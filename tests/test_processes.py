@@ -1,0 +1,251 @@
+"""A global batch means the same on any number of processes: losses, gradients, metrics and weights of two are those of one.
+
+The processes run on the CPU and speak through gloo. Adam's epsilon is large in these runs: it divides by the root of a
+squared gradient, so that where a gradient is 0 but for rounding, its sign would decide over a whole step.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ppo
+import reward_model
+import rloo
+import sft
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "sft": sft, "reward_model": reward_model}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+TIMED = ("time/", "perf/", "eps")
+
+ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, num_sample_generations=0, learning_rate=1e-3,
+                adam_epsilon=1e-3)  # fmt: skip
+TEXTS = dict(num_train_epochs=2, eval_steps=2, learning_rate=1e-4)
+SAVED = dict(total_episodes=64, save_steps=1)
+HALF = dict(per_device_train_batch_size=4)  # on each of two processes, beside 8 on one
+
+# name: script, settings of both runs, settings of the run on two processes alone
+RUNS = {
+    "ppo, stage 0": ("ppo", dict(num_mini_batches=2, whiten_rewards=True, adaptive_kl=True, ema_decay=0.5), {}),
+    "ppo, stage 2": ("ppo", dict(pretrain_data="texts.jsonl", ptx_coef=1.0, gold_reward_fn="reward.py:length"),
+                     dict(zero_stage=2, offload=True)),
+    "ppo, stage 3": ("ppo", dict(top_k=50, reward_fn="reward.py:length", local_rollout_forward_batch_size=3),
+                     dict(zero_stage=3, gather_for_rollout=False)),
+    "ppo, shared critic, stage 2": ("ppo", dict(critic="shared", kl_estimator="full", gradient_checkpointing=True),
+                                    dict(zero_stage=2)),
+    "ppo, shared critic, stage 3": ("ppo", dict(critic="shared", use_score_scaling=True), dict(zero_stage=3)),
+    "rloo, stage 0": ("rloo", dict(num_mini_batches=2, token_level_kl=True), {}),
+    "rloo, stage 2": ("rloo", dict(normalize_reward=True), dict(zero_stage=2)),
+    "rloo, stage 3": ("rloo", dict(normalize_advantage=True), dict(zero_stage=3)),
+    "rloo, adapter, stage 2": ("rloo", dict(lora_r=4), dict(zero_stage=2)),
+    "rloo, adapter, stage 3": ("rloo", dict(lora_r=4, ema_decay=0.5), dict(zero_stage=3)),
+    "sft, stage 0": ("sft", {}, HALF),
+    "sft, stage 2": ("sft", dict(model="toy/sft"), HALF | dict(zero_stage=2)),
+    "sft, stage 3": ("sft", {}, HALF | dict(zero_stage=3)),
+    "reward_model, stage 0": ("reward_model", dict(eos_dropout=0.5), HALF),
+    "reward_model, stage 2": ("reward_model", {}, HALF | dict(zero_stage=2)),
+    "reward_model, stage 3": ("reward_model", dict(center_rewards_coefficient=0.1), HALF | dict(zero_stage=3)),
+}  # fmt: skip
+
+
+def environment(**more):
+    """One thread a process, so that two do not fight for the cores."""
+    return dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_CPP_LOG_LEVEL="ERROR") | more
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with data whose last batch is smaller, and of an uneven number of rows, and reward functions."""
+    folder = tmp_path_factory.mktemp("processes")
+    for name, rows in (("prompts", 64), ("sft", 37), ("preferences", 27)):
+        (folder / name).mkdir()
+        for split, n in (("train", rows), ("validation", 7)):
+            with open(ROOT / "toy/data" / name / f"{split}.jsonl") as file:
+                (folder / name / f"{split}.jsonl").write_text("".join(islice(file, n)))
+    texts = [json.loads(line) for line in (folder / "sft/train.jsonl").read_text().splitlines()]
+    lines = [json.dumps({"text": row["prompt"] + row["completion"]}) + "\n" for row in texts]
+    (folder / "texts.jsonl").write_text("".join(lines))
+    (folder / "reward.py").write_text(
+        "import os\n\n\ndef length(texts):\n    return [len(text) / 50 for text in texts]\n\n\n"
+        "calls = []\n\n\ndef second_fails(texts):\n    calls.append(1)\n"
+        "    return [float('nan') if len(calls) > 2 and os.environ['RANK'] == '1' else 1.0 for _ in texts]\n"
+    )
+    return folder
+
+
+def settings_of(script, world, output, **settings):
+    """Settings of a run, with paths in the folder of the fixture."""
+    data = {"sft": "sft", "reward_model": "preferences"}.get(script, "prompts")
+    here = dict(dataset=str(world / data), output_dir=str(output))
+    for name in ("reward_fn", "gold_reward_fn", "pretrain_data"):
+        if name in settings:
+            settings[name] = str(world / settings[name])
+    defaults = ROLLOUTS if script in ("ppo", "rloo") else TEXTS | dict(per_device_train_batch_size=8)
+    return defaults | here | settings
+
+
+def folder_of(world, processes, run):
+    """Where a run leaves its files."""
+    return world / processes / run.replace(",", "").replace(" ", "-")
+
+
+def metrics(folder):
+    """The lines of metrics.jsonl, less what depends on the clock."""
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in line.items() if not name.startswith(TIMED)} for line in lines]
+
+
+def torchrun(*command, processes=2):
+    """Starts the command on so many processes."""
+    return subprocess.Popen(
+        [*TORCHRUN, str(processes), *map(str, command)], cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(world):
+    """All RUNS on one process, and on two."""
+    jobs = {}
+    for processes in ("one", "two"):
+        jobs[processes] = []
+        for run, (script, both, extra) in RUNS.items():
+            settings = both | (extra if processes == "two" else {})
+            jobs[processes].append([script, settings_of(script, world, folder_of(world, processes, run), **settings)])
+    jobs["two"].append(["rloo", settings_of("rloo", world, world / "whole", **SAVED)])
+    (world / "jobs.json").write_text(json.dumps(jobs["two"]))
+    process = torchrun(ROOT / "tests/on_many_processes.py", world / "jobs.json")
+    for script, settings in jobs["one"]:
+        SCRIPTS[script].train(SCRIPTS[script].Args(**settings))
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, output[-5000:]
+    return world
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_two_processes_are_one(runs, run):
+    """Every metric of every update, and in the end the weights."""
+    one, two = (folder_of(runs, processes, run) for processes in ("one", "two"))
+    lines = list(zip(metrics(one), metrics(two), strict=True))
+    assert len(lines) >= 2
+    for a, b in lines:
+        assert a.keys() == b.keys()
+        wrong = {name: (a[name], b[name]) for name in a if a[name] != pytest.approx(b[name], rel=2e-4, abs=2e-6)}
+        assert not wrong
+    files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
+    assert files == sorted(path.relative_to(two) for path in two.rglob("*.safetensors")) and files
+    is_rollout = RUNS[run][0] in ("ppo", "rloo")
+    for file in files:
+        a, b = load_file(one / file), load_file(two / file)
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-6 if is_rollout else 2e-4)
+
+
+def test_interrupted_and_resumed(runs):
+    """SIGTERM ends the run after its step, with the command that goes on from there, to the same bits."""
+    out = runs / "interrupted"
+    given = settings_of("rloo", runs, out, **SAVED)
+    flags = [x for name, value in given.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    process = torchrun("rloo.py", *flags)
+    wait_for_lines(out / "metrics.jsonl", 2)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode and 2 <= len(metrics(out)) < SAVED["total_episodes"] // 8, text[-3000:]
+    command = f"torchrun --nproc-per-node 2 rloo.py --resume {out}"
+    assert text.count(f"to go on from there: {command}") == 1
+    assert text.count("saved in ") == 1  # by the first process alone
+    with pytest.raises(rloo.UserError, match="has 2 process"):
+        resume_alone(out)
+    process = torchrun("rloo.py", "--resume", out)
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, text[-3000:]
+    assert metrics(out) == metrics(runs / "whole")
+    a, b = load_file(out / "model.safetensors"), load_file(runs / "whole/model.safetensors")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def wait_for_lines(file, number):
+    """Until the file has so many lines."""
+    deadline = time.monotonic() + 120
+    while not file.exists() or len(file.read_text().splitlines()) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def resume_alone(folder):
+    """What rloo.py makes of --resume in one process."""
+    before, sys.argv = sys.argv, ["rloo.py", "--resume", str(folder)]
+    try:
+        return rloo.read_command_line()
+    finally:
+        sys.argv = before
+
+
+def test_a_process_that_fails_takes_the_run_down(world):
+    """Its sentence is shown once, no other process prints a traceback, and what was logged is whole."""
+    out = world / "failed"
+    given = settings_of("rloo", world, out, **SAVED)
+    flags = [x for name, value in given.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    start = time.monotonic()
+    process = torchrun("rloo.py", *flags, "--reward-fn", f"{world}/reward.py:second_fails")
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode and time.monotonic() - start < 60
+    assert text.count("rloo.py: error: the reward function gave nan for the text") == 1
+    assert "rank0]: Traceback" not in text
+    assert len(metrics(out)) >= 1
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+@pytest.mark.parametrize("processes", range(1, 6))
+def test_shares(monkeypatch, n, processes):
+    """All shares are equally long, and together they are all rows, each first in the share that it counts in."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    x, shares = torch.arange(n) * 10, []
+    for rank in range(processes):
+        monkeypatch.setenv("RANK", str(rank))
+        rows = rloo.own_rows(n)
+        shares.append(rloo.own_share(x))
+        assert torch.equal(shares[-1], x[rows % n]) and len(rows) == -(-n // processes)
+        assert [i % processes for i in rows.tolist()] == [rank] * len(rows)
+    assert torch.equal(torch.stack(shares, 1).flatten()[:n], x)
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        (dict(zero_stage=3), "started as torchrun --nproc-per-node N"),
+        (dict(offload=True), "started as torchrun --nproc-per-node N"),
+        (dict(zero_stage=2, shard_size=2), "started as torchrun --nproc-per-node N"),
+    ],
+)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_settings_of_many_processes_need_them(script, settings, sentence, tmp_path):
+    """One sentence, before anything is loaded."""
+    module = SCRIPTS[script]
+    with pytest.raises(module.UserError, match=sentence):
+        module.train(module.Args(output_dir=str(tmp_path / "out"), **settings))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        (dict(zero_stage=3, shard_size=2), "--shard-size 2 does not divide the 3 processes"),
+        (dict(shard_size=3), "they need --zero-stage 2 or 3"),
+    ],
+)
+def test_shard_size(monkeypatch, settings, sentence):
+    """It divides the processes, and there is something to shard."""
+    monkeypatch.setenv("WORLD_SIZE", "3"), monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ppo.UserError, match=sentence):
+        ppo.check_processes(ppo.Args(**settings))
