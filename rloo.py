@@ -47,6 +47,7 @@ V vocabulary.
 """
 
 import ctypes
+import html
 import importlib.util
 import json
 import math
@@ -1826,7 +1827,8 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
     output = Path(args.output_dir)
-    is_used = (output / "metrics.jsonl").exists()
+    metrics = output / "metrics.jsonl"
+    is_used = metrics.exists() and metrics.stat().st_size > 0
     advice = f"name another, remove it, or go on with it: --resume {output}"
     is_free = args.resume or process_index() or not is_used  # the first process is asked: it may be writing already
     require(is_free, f"--output-dir {output} already holds a run (metrics.jsonl); {advice}")
@@ -2074,7 +2076,7 @@ def start_wandb(args: Args):  # same in all scripts
         )  # fmt: skip
     except wandb.Error as error:
         raise UserError(
-            f"W&B did not start ({error}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
+            f"W&B did not start ({' '.join(str(error).split())}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
         ) from error
 
 
@@ -2111,12 +2113,13 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
     tokenizer.save_pretrained(output)
     script, reward = Path(__file__).name, getattr(args, "reward_fn", None) or getattr(args, "reward_model", None)
     on_the_hub = {"base_model": args.model, "datasets": args.dataset}
-    head = [f"{key}: [{name}]" for key, name in on_the_hub.items() if name and not local_path(name)]
+    head = [f"{key}: [{json.dumps(name)}]" for key, name in on_the_hub.items() if name and not local_path(name)]
+    shown = lambda text: f"`{html.escape(printable(str(text))).replace('`', chr(39))}`"  # noqa: E731 - never as markup
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
     card = [
         "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", *head, "---",
-        f"# {output.name}", "", f"Made by `{script}` from `{args.model}` with the data `{args.dataset}`"
-        + (f" and the reward `{reward}`." if reward else "."), "",
+        f"# {shown(output.name)}", "", f"Made by `{script}` from {shown(args.model)} with the data {shown(args.dataset)}"
+        + (f" and the reward {shown(reward)}." if reward else "."), "",
         "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
         "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
     ]  # fmt: skip
@@ -2158,7 +2161,7 @@ def main() -> None:  # same in all scripts
             dist.destroy_process_group()
     except UserError as error:
         time.sleep(2 * (process_index() > 0))  # of what all find wrong, the first speaks; torchrun then ends the others
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        print(printable(f"{Path(__file__).name}: error: {error}"), file=sys.stderr)
         sys.exit(2)
     except Interrupted as stop:
         launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"

@@ -3,9 +3,10 @@
     python benchmarks/kernels.py                                         # two minutes
     python benchmarks/kernels.py --settings tiny --algorithms ppo,rloo
 
-A script trains on the models of `throughput.py`; three updates are watched by `torch.profiler` after three that are not.
-The table gives milliseconds of an update by kind of kernel, on all threads' behalf as the main thread waits for them,
-and the rate of the matrix products from their shapes. The profiler itself takes time: shares tell more than levels.
+A script trains on the models of `throughput.py`. In one update each operator is noted with its shapes; the updates after
+it are timed as they are. Then every operator is run alone on the same shapes. The table gives milliseconds of an update
+by kind of operator, the sum of what they take alone, and what is left of the update's time. (`torch.profiler` would keep
+events between the tensors, so that memory is not used again: it showed 25 ms where an operator takes 1.)
 """
 
 import argparse
@@ -14,15 +15,18 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 
 import throughput
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-WARMUP, WATCHED = 3, 3
+WARMUP, WATCHED = 2, 5
 KINDS = {  # kind -> parts of the names of torch's operators; the first that fits
     "matrix products": ("mm", "matmul", "linear", "convolution"),
     "attention": ("scaled_dot_product", "flash"),
@@ -31,15 +35,78 @@ KINDS = {  # kind -> parts of the names of torch's operators; the first that fit
     "layer norm": ("layer_norm",),
     "copies and casts": ("copy", "contiguous", "clone", "aten::to"),
     "concatenation, indexing": ("cat", "index", "gather", "scatter", "slice", "select", "embedding", "split"),
-    "sums": ("sum", "mean"),
+    "sums": ("aten.sum", "aten.mean", "any", "all."),
     "optimiser": ("adam",),
-    "elementwise": ("add", "mul", "div", "sub", "exp", "fill", "where", "clamp", "neg", "pow", "max", "zero_"),
+    "elementwise": (
+        "rsub",
+        "lt",
+        "bitwise",
+        "logical",
+        "add",
+        "mul",
+        "div",
+        "sub",
+        "exp",
+        "fill",
+        "where",
+        "clamp",
+        "neg",
+        "pow",
+        "max",
+        "zero_",
+    ),
 }
 
 
 def kind_of(operator: str) -> str:
     """Of one of torch's operators."""
     return next((kind for kind, parts in KINDS.items() if any(part in operator for part in parts)), "other")
+
+
+def note_operators(calls: Counter):
+    """A mode in which torch notes each operator with the shapes of what it is given, those of the backward pass too."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_flatten
+
+    class Notes(TorchDispatchMode):
+        """Of one update."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            leaves, structure = tree_flatten((args, kwargs or {}))
+            given = tuple(
+                (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else ("value", x) for x in leaves
+            )
+            calls[func, structure, given] += 1
+            return func(*args, **(kwargs or {}))
+
+    return Notes()
+
+
+def replay(call: tuple) -> tuple[float, float]:
+    """Seconds and arithmetic of one operator alone, on numbers of the same shapes."""
+    import torch
+    from torch.utils._pytree import tree_unflatten
+    from torch.utils.flop_counter import flop_registry
+
+    func, structure, given = call
+    tensors = []
+    for first, *rest in given:
+        if first == "value":
+            tensors.append(rest[0])
+            continue
+        stride, dtype = rest
+        size = 1 + sum((n - 1) * s for n, s in zip(first, stride) if n)
+        data = torch.randn(size).to(dtype) if dtype.is_floating_point else torch.zeros(size, dtype=dtype)
+        tensors.append(data.as_strided(first, stride))
+    args, kwargs = tree_unflatten(tensors, structure)
+    times, result = [], func(*args, **kwargs)
+    while len(times) < 3 or (sum(times) < 0.01 and len(times) < 20):
+        start = time.perf_counter()
+        func(*args, **kwargs)
+        times.append(time.perf_counter() - start)
+    count = flop_registry.get(func.overloadpacket)
+    return median(times), count(*args, **kwargs, out_val=result) if count else 0
 
 
 def watch(algorithm: str, flags: list[str]) -> dict:
@@ -50,30 +117,38 @@ def watch(algorithm: str, flags: list[str]) -> dict:
     spec = importlib.util.spec_from_file_location(algorithm, ROOT / f"{algorithm}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    profiler = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], with_flops=True,
-        schedule=torch.profiler.schedule(wait=WARMUP - 1, warmup=1, active=WATCHED),
-    )  # fmt: skip
-    steps, write = [], module.RolloutLog.write
+    calls, updates, start = Counter(), [], [time.perf_counter()]
+    notes, write = note_operators(calls), module.RolloutLog.write
 
-    def write_and_step(self, *inputs) -> None:
-        """The end of an update."""
+    def write_and_note(self, *inputs) -> None:
+        """The end of an update: operators are noted in the one after WARMUP."""
         write(self, *inputs)
-        profiler.step()
-        steps.append(self.metrics)
+        updates.append(time.perf_counter() - start[0])
+        if len(updates) == WARMUP:
+            notes.__enter__()
+        elif len(updates) == WARMUP + 1:
+            notes.__exit__(None, None, None)
+        start[0] = time.perf_counter()
 
-    module.RolloutLog.write = write_and_step
-    with profiler:
-        module.train(tyro.cli(module.Args, args=flags))
-    watched = steps[WARMUP : WARMUP + WATCHED]
-    kinds, product_flops = dict.fromkeys([*KINDS, "other"], 0.0), 0
-    for event in profiler.key_averages():
-        if event.key.startswith("ProfilerStep"):
-            continue
-        kinds[kind_of(event.key)] += event.self_cpu_time_total / 1000 / WATCHED
-        product_flops += event.flops / WATCHED
-    seconds = sum(m[f"time/{phase}"] for m in watched for phase in ("rollout", "score", "update")) / WATCHED
-    return {"ms": kinds, "seconds": seconds, "gflops": product_flops / 1e6 / max(1e-9, kinds["matrix products"])}
+    module.RolloutLog.write = write_and_note
+    module.train(tyro.cli(module.Args, args=flags))
+    total = median(updates[WARMUP + 1 :])
+    kinds, flops, failed = dict.fromkeys([*KINDS, "other"], 0.0), 0, Counter()
+    with torch.no_grad():
+        for call, times in calls.items():
+            try:
+                seconds, arithmetic = replay(call)
+            except (RuntimeError, IndexError, TypeError) as error:  # of operators that need particular numbers
+                failed[f"{call[0]}: {str(error).splitlines()[0]}"] += times
+                continue
+            kinds[kind_of(str(call[0]))] += times * seconds
+            flops += times * arithmetic
+    for reason, times in failed.most_common(5):
+        print(f"not replayed, {times} times: {reason}", file=sys.stderr)
+    rate = flops / kinds["matrix products"] / 1e9
+    kinds["the rest: Python, dispatch, cold caches"] = total - sum(kinds.values())
+    return {"ms": {kind: 1000 * x for kind, x in kinds.items()}, "gflops": rate, "gflop": flops / 1e9,
+            "operators": sum(calls.values())}  # fmt: skip
 
 
 def measure(setting_name: str, algorithm: str, bf16: bool, work: Path) -> dict:
@@ -85,7 +160,7 @@ def measure(setting_name: str, algorithm: str, bf16: bool, work: Path) -> dict:
         throughput.make_models({"folder": str(models), "setting": asdict(setting)})
     args = argparse.Namespace(warmup=0, seconds=0, quick=True, bf16=False)
     output = work / f"{setting_name}-{algorithm}-{bf16}"
-    side = throughput.Side("ours", "ours", scripts=ROOT)
+    side = throughput.Side("ours", "ours", sys.executable, ROOT)
     spec = throughput.make_spec(side, setting, algorithm, models, output, args)
     flags = throughput.ours_flags(spec | {"total_updates": WARMUP + WATCHED})
     command = [sys.executable, __file__, "--watch", json.dumps([algorithm, [*flags, "--save-steps", "1000"]])]
@@ -109,6 +184,7 @@ def show(name: str, plain: dict, half: dict) -> None:
     table.add_row("all", f"{totals[0]:.0f}", "", f"{totals[1]:.0f}", "", f"{totals[0] / totals[1]:.1f}")
     table.add_row("GFLOP/s of the products", f"{plain['gflops']:.0f}", "", f"{half['gflops']:.0f}", "",
                   f"{plain['gflops'] / half['gflops']:.1f}")  # fmt: skip
+    table.add_row("GFLOP", f"{plain['gflop']:.0f}", "", f"{half['gflop']:.0f}", "", "")
     Console(width=110).print(table)
 
 

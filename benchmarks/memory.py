@@ -9,7 +9,8 @@ shards; b rows of P + T tokens in a micro-batch, of which T are the response; B 
     trained network   4 N weights + 4 N gradients + 8 N Adam; each part / S where --zero-stage shards it
     frozen network    4 N, / S with stage 3
     gathered          what is whole for a moment: stage 2, 4 N of each trained network; stage 3, two layers and the
-                      embeddings, and 4 N of the policy in a rollout; stage 0, nothing
+                      embeddings, and 4 N of the policy in a rollout (or, with --no-gather-for-rollout, layer by layer,
+                      no more than in the update); stage 0, nothing
     activations       bfloat16: 36 D b (P + T) L, and 2 N weights cast for the pass; float32: 64 D b (P + T) L; with
                       checkpointing 4 D b (P + T) L and those of one layer. (GPT-2's layer: inputs of two norms and of
                       four products, q, k, v, both sides of the GELU; attention that keeps no matrix of its weights)
@@ -28,6 +29,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 1e9
@@ -94,9 +96,10 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
     }
     update = {"gathered": gathered, "activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
     cache = (2 if p.bf16 else 4) * 2 * m.layers * m.kv_width * p.rollout_rows * tokens + 12 * p.rollout_rows * m.vocab
-    rollout = (4 * N if p.stage else 0) + cache + (2 * N if p.bf16 else 0)
+    rollout = held["weights"] + held["Adam"] + cache + (2 * N if p.bf16 else 0) + (4 * N if p.stage else 0)
     return held | update | {
-        "in the update": sum(held.values()) + sum(update.values()), "in the rollout": sum(held.values()) + rollout,
+        "in the update": sum(held.values()) + sum(update.values()), "in the rollout": rollout,
+        "layer by layer": rollout - (6 * N - gathered if p.stage == 3 else 0),
     }  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def print_rows(head: list[str], rows: list[list[str]]) -> None:
 def on_paper() -> None:
     """The tables of three models."""
     head = ["policy", "GPUs, stage", "weights", "gradients", "Adam", "gathered", "activations", "logits",
-            "**in the update**", "**in the rollout**", "sent"]  # fmt: skip
+            "**in the update**", "**in the rollout**", "layer by layer", "sent"]  # fmt: skip
     for title, options in (
         ("PPO, separate critic", {}),
         ("PPO, separate critic, --gradient-checkpointing", {"checkpointing": True}),
@@ -170,7 +173,10 @@ def make_models(folder: Path) -> None:
 
 
 def train(script: str, flags: list[str]) -> None:
-    """In a process: trains, and prints by how many bytes its peak has grown since the imports."""
+    """In a process: trains, and prints by how many bytes the first one's peak grew from the imports to the last update.
+
+    What comes after it does not count: a checkpoint is put together in the first process.
+    """
     import importlib
     import resource
 
@@ -181,18 +187,20 @@ def train(script: str, flags: list[str]) -> None:
 
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(script)
+    module.ctypes = SimpleNamespace(CDLL=lambda _: None)  # freed memory is not to be kept, as the scripts have glibc do
     if "RANK" in os.environ:
         torch.distributed.init_process_group()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    rank, printed = os.environ.get("RANK", "0"), sys.stdout
+    args = tyro.cli(module.Args, args=flags)
     with module.first_speaks():
-        module.train(tyro.cli(module.Args, args=flags))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"\npeak of process {rank}: {peak - before}", file=printed, flush=True)
+        module.train(args)
+    if os.environ.get("RANK", "0") == "0":
+        last = json.loads((Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()[-1])
+        print(f"\npeak: {last['perf/peak_memory_mb'] * 2**20 - before}", flush=True)
 
 
 def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> float:
-    """The mean peak of the processes in bytes."""
+    """The peak of the first process in bytes."""
     batch = rows * processes
     output = tempfile.mkdtemp(dir=work)
     given = (
@@ -206,12 +214,13 @@ def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> 
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     run = subprocess.run(
         [*launcher, __file__, "--train", script, *given], capture_output=True, text=True,
-        env=dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"), cwd=ROOT,
+        env=dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1",
+                 MALLOC_MMAP_THRESHOLD_="65536"), cwd=ROOT,  # what is freed goes back to the system at once
     )  # fmt: skip
-    peaks = [float(line.split(": ")[1]) for line in run.stdout.splitlines() if line.startswith("peak of process")]
-    if run.returncode or len(peaks) != processes:
+    peaks = [float(line.split(": ")[1]) for line in run.stdout.splitlines() if line.startswith("peak: ")]
+    if run.returncode or not peaks:
         raise SystemExit(f"{script} {flags} failed:\n{run.stderr[-3000:]}")
-    return sum(peaks) / len(peaks)
+    return peaks[0]
 
 
 def measure() -> None:

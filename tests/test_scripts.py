@@ -85,7 +85,9 @@ def test_inline_metadata_agrees_with_requirements(script):
     header = re.search(r"^# dependencies = \[\n(.*?)^# \]", (ROOT / script).read_text(), re.M | re.S)[1]
     inline = set(re.findall(r'"([^"]+)"', header))
     pinned = {line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()} - {""}
-    beside = {p for p in pinned if p.split("==")[0] in ("pytest", "hypothesis", "peft")}  # tests, and --lora-r
+    beside = {
+        p for p in pinned if p.split("==")[0] in ("pytest", "pytest-xdist", "hypothesis", "peft")
+    }  # tests, and --lora-r
     assert inline == pinned - beside
 
 
