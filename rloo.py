@@ -1801,7 +1801,7 @@ def memory_for(phase: str) -> Iterator[None]:  # same in all scripts
         yield
     except (MemoryError, RuntimeError) as error:
         is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        require(not is_full, f"out of memory in the {phase}: {MEMORY_ADVICE[phase]} (README: when memory runs out)")
+        require(not is_full, f"out of memory in phase {phase!r}: {MEMORY_ADVICE[phase]} (README: when memory runs out)")
         raise
 
 

@@ -43,6 +43,13 @@ def score(texts):
         raise ValueError("out of order")
     return [float(len(text)) for text in texts]
 """,
+    "second.py": """import os
+calls = []
+def score(texts):
+    calls.append(1)
+    return [float("nan") if len(calls) > 2 and os.environ["RANK"] == "1" else 0.0 for _ in texts]
+""",
+    "escapes.jsonl": '{"prompt": "The film\\u001b]0;owned\\u0007 [red]x[/red]"}\n' * 8,
     "cut.jsonl": '{"prompt": "The film"}\n{"prompt": "The bo',
 }
 RUN = "ppo.py --batch-size 8 --total-episodes 32 --response-length 8 --output-dir {tmp}/run"
@@ -55,7 +62,14 @@ FAULTS = {  # name -> shell command; `python` is this one
     "&& python ppo.py --resume {tmp}/run",
     "truncated data file": f"python {RUN} --dataset {{tmp}}/cut.jsonl",
     "learning rate too high": f"python {RUN} --learning-rate 1e30",
-    "SIGTERM": f"python {RUN} --total-episodes 4096 & sleep 25; kill -TERM $!; wait $!",
+    "SIGTERM": f"python {RUN} --total-episodes 4096 & sleep 12; kill -TERM $!; wait $!",
+    "out of memory": "(ulimit -v 6000000; python ppo.py --batch-size 2048 --micro-batch-size 2048 --response-length 120 "
+    "--total-episodes 2048 --output-dir {tmp}/run)",
+    "one of two processes fails": f"python -m torch.distributed.run --nproc-per-node 2 {RUN} "
+    "--reward-fn {tmp}/second.py:score",
+    "damaged model": "cp -r toy/sft {tmp}/sft && truncate -s 5000 {tmp}/sft/model.safetensors && "
+    f"python {RUN} --model {{tmp}}/sft",
+    "control characters in the data": f"python {RUN} --dataset {{tmp}}/escapes.jsonl | grep -c $'\\e'",
     "settings that differ": f"python {RUN} --save-steps 1 && python ppo.py --resume {{tmp}}/run --kl-coef 1",
 }
 
@@ -136,7 +150,7 @@ def provoke(name: str, tmp: Path) -> dict:
             or "go on" in line]  # fmt: skip
     there = [x for x in ("model.safetensors", "metrics.jsonl") if (folder / "run" / x).exists()]
     there += [f.name for f in sorted(folder.glob("run/checkpoints/*.pt"))[-1:]]
-    last = said[-1] if said else ""
+    last = said[-1] if said else (done.stdout.splitlines() or [""])[-1]
     last = last.replace(str(folder), "{tmp}")
     return {
         "fault": name, "command": FAULTS[name], "exit code": done.returncode, "said": last,

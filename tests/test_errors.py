@@ -172,7 +172,7 @@ def test_reward_model_with_several_labels(run, tmp_path):
 
 
 def test_output_folder_that_holds_a_run(run, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     for module in (ppo, sft, reward_model):
         assert "already holds a run" in run(module, "--output-dir", tmp_path)
 
