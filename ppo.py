@@ -121,7 +121,7 @@ class Args:
     shard_size: int | None = None
     """GPUs that hold one set of shards, such as those of a node (ZeRO++); by default all"""
     offload: bool = False
-    """keep the shards in CPU memory, and bring them to the GPU when they are needed: slow, for models that do not fit"""
+    """keep the shards in CPU memory, from where they come to the GPU when needed: slow, for models that do not fit"""
     gather_for_rollout: bool = True
     """with --zero-stage 3 sample from whole weights, gathered once a batch, or slowly, layer by layer for each token"""
 
@@ -187,7 +187,8 @@ class Args:
     missing_eos_penalty: float | None = None
     """subtracted from the score of a response without stop token (TRL). Higher: shorter responses, sooner"""
 
-    # --- Batch geometry: batch = per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches * processes
+    # --- Batch geometry: batch = per_device_train_batch_size * gradient_accumulation_steps * num_mini_batches, times the
+    # number of processes
     per_device_train_batch_size: int | None = None
     """responses in one forward/backward of the update; by default 64, or 8 for a model over 30M on a CPU"""
     gradient_accumulation_steps: int = 1
@@ -1794,7 +1795,7 @@ def gathered(model: nn.Module, stage: int, is_asked: bool = True) -> Iterator[No
 
 
 def reshard(model: nn.Module) -> None:  # same in all scripts
-    """Lets go of what is gathered of a sharded model, so that its parameters are the shards again, and can be changed."""
+    """Lets go of what is gathered of a sharded model: its parameters are the shards again, and can be changed."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -1952,7 +1953,7 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
 
 
 def check_processes(args: Args) -> None:  # same in all scripts
-    """Joins the processes that torchrun has started; raises UserError for settings that need them where there are none."""
+    """Joins the processes that torchrun has started; raises UserError where there are none for settings of many."""
     script, W = Path(__file__).name, num_processes()
     is_sharded = args.zero_stage or args.shard_size or args.offload
     how = f"torchrun --nproc-per-node N {script} ... (N = 1 for one GPU)"
@@ -2178,8 +2179,9 @@ def start_wandb(args: Args):  # same in all scripts
             dir=folder, id=run_id, resume="allow",
         )  # fmt: skip
     except wandb.Error as error:
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"W&B did not start ({' '.join(str(error).split())}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
+            f"W&B did not start ({reason}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
         ) from error
 
 
@@ -2221,7 +2223,8 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
     card = [
         "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", *head, "---",
-        f"# {shown(output.name)}", "", f"Made by `{script}` from {shown(args.model)} with the data {shown(args.dataset)}"
+        f"# {shown(output.name)}", "",
+        f"Made by `{script}` from {shown(args.model)} with the data {shown(args.dataset)}"
         + (f" and the reward {shown(reward)}." if reward else "."), "",
         "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
         "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",

@@ -102,7 +102,7 @@ class Args:
     shard_size: int | None = None
     """GPUs that hold one set of shards, such as those of a node (ZeRO++); by default all"""
     offload: bool = False
-    """keep the shards in CPU memory, and bring them to the GPU when they are needed: slow, for models that do not fit"""
+    """keep the shards in CPU memory, from where they come to the GPU when needed: slow, for models that do not fit"""
 
     # --- Model: a folder, or a name on the hub
     model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
@@ -744,7 +744,7 @@ def join_shares(x: Tensor, n: int) -> Tensor:  # same in all scripts
 
 
 def separate_dropout(args: Args) -> None:  # same in all scripts
-    """From here on processes draw different random numbers; where they must be the same, those of the first are taken."""
+    """From here on processes draw different random numbers; where they must be equal, the first one's are taken."""
     if process_index():
         torch.manual_seed(args.seed + process_index())
 
@@ -809,7 +809,7 @@ def gathered(model: nn.Module, stage: int, is_asked: bool = True) -> Iterator[No
 
 
 def reshard(model: nn.Module) -> None:  # same in all scripts
-    """Lets go of what is gathered of a sharded model, so that its parameters are the shards again, and can be changed."""
+    """Lets go of what is gathered of a sharded model: its parameters are the shards again, and can be changed."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -967,7 +967,7 @@ def start_run(args: Args) -> torch.device:  # same in all scripts
 
 
 def check_processes(args: Args) -> None:  # same in all scripts
-    """Joins the processes that torchrun has started; raises UserError for settings that need them where there are none."""
+    """Joins the processes that torchrun has started; raises UserError where there are none for settings of many."""
     script, W = Path(__file__).name, num_processes()
     is_sharded = args.zero_stage or args.shard_size or args.offload
     how = f"torchrun --nproc-per-node N {script} ... (N = 1 for one GPU)"
@@ -1166,8 +1166,9 @@ def start_wandb(args: Args):  # same in all scripts
             dir=folder, id=run_id, resume="allow",
         )  # fmt: skip
     except wandb.Error as error:
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"W&B did not start ({' '.join(str(error).split())}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
+            f"W&B did not start ({reason}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
         ) from error
 
 
@@ -1209,7 +1210,8 @@ def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: 
     rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
     card = [
         "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", *head, "---",
-        f"# {shown(output.name)}", "", f"Made by `{script}` from {shown(args.model)} with the data {shown(args.dataset)}"
+        f"# {shown(output.name)}", "",
+        f"Made by `{script}` from {shown(args.model)} with the data {shown(args.dataset)}"
         + (f" and the reward {shown(reward)}." if reward else "."), "",
         "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
         "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",

@@ -1,6 +1,7 @@
 """Memory: what a GPU holds and sends in an update, by formula; and what processes here really take, beside it.
 
     python benchmarks/memory.py             # on paper: 1B, 7B and 70B policies on 8 and 64 GPUs
+    python benchmarks/memory.py --ladder    # what each step saves when memory runs out
     python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
 
 The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; W processes, S of which share one set of
@@ -27,7 +28,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,29 +79,44 @@ class Plan:
     response: int = 512
     bf16: bool = True
     checkpointing: bool = False
+    lora: bool = False  # adapters, of no size: the policy has neither gradients nor moments, and is its own reference
+    gather: bool = True  # the whole policy for a rollout with stage 3
+    offload: bool = False
 
 
 def memory(m: Shape, p: Plan) -> dict[str, float]:
     """Bytes on a GPU, by what they are for."""
     N, tokens, S = m.weights, p.prompt + p.response, p.shards
+    trained, frozen = (p.trained - 1, p.frozen) if p.lora else (p.trained, p.frozen)
     per_token = (36 if p.bf16 else 64) * m.width
     activations = per_token * p.rows * tokens * m.layers
     if p.checkpointing:
         activations = (4 * m.width * m.layers + per_token) * p.rows * tokens
     casts = 2 * (N if not p.checkpointing else m.layer + m.embeddings) if p.bf16 else 0
-    gathered = {0: 0, 2: 4 * N * p.trained, 3: 4 * (2 * m.layer + m.embeddings)}[p.stage]
+    gathered = {0: 0, 2: 4 * N * trained, 3: 4 * (2 * m.layer + m.embeddings)}[p.stage]
+    sharded = S if p.stage >= 2 else 1
     held = {
-        "weights": 4 * N * (p.trained / (S if p.stage >= 2 else 1) + p.frozen / (S if p.stage == 3 else 1)),
-        "gradients": 4 * N * p.trained / (S if p.stage >= 2 else 1),
-        "Adam": 8 * N * p.trained / (S if p.stage >= 2 else 1),
+        "weights": 4 * N * (trained / sharded + frozen / (S if p.stage == 3 else 1)),
+        "gradients": 4 * N * trained / sharded,
+        "Adam": 8 * N * trained / sharded,
     }
+    if p.offload:  # all shards are in CPU memory
+        held = {"weights": 4 * N * frozen * (p.stage < 3), "gradients": 0, "Adam": 0}
     update = {"gathered": gathered, "activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
     cache = (2 if p.bf16 else 4) * 2 * m.layers * m.kv_width * p.rollout_rows * tokens + 12 * p.rollout_rows * m.vocab
-    rollout = held["weights"] + held["Adam"] + cache + (2 * N if p.bf16 else 0) + (4 * N if p.stage else 0)
+    whole = 4 * N + (2 * N if p.bf16 else 0)  # the policy in a rollout, and its weights in bfloat16
+    layers = 4 * (2 * m.layer + m.embeddings)
+    rollout = {0: whole - 4 * N, 2: whole, 3: whole if p.gather else layers}[p.stage]
     return held | update | {
-        "in the update": sum(held.values()) + sum(update.values()), "in the rollout": rollout,
-        "layer by layer": rollout - (6 * N - gathered if p.stage == 3 else 0),
+        "in the update": sum(held.values()) + sum(update.values()),
+        "in the rollout": held["weights"] + held["Adam"] + cache + rollout,
     }  # fmt: skip
+
+
+def peak(m: Shape, p: Plan) -> float:
+    """Bytes on a GPU at the fullest moment."""
+    parts = memory(m, p)
+    return max(parts["in the update"], parts["in the rollout"])
 
 
 def sent(m: Shape, p: Plan) -> float:
@@ -132,14 +148,43 @@ def on_paper() -> None:
         for name, shape in SHAPES.items():
             for gpus, stage in ((8, 0), (8, 2), (8, 3), (64, 3)):
                 plan = Plan(stage=stage, shards=gpus, **options)
-                parts = memory(shape, plan)
-                cells = [
-                    f"{x / GB:.1f}" if x < 20 * GB else f"{x / GB:.0f}" for x in (*parts.values(), sent(shape, plan))
-                ]
+                alone = memory(shape, replace(plan, gather=False))["in the rollout"]
+                parts = [*memory(shape, plan).values(), alone, sent(shape, plan)]
+                cells = [f"{x / GB:.1f}" if x < 20 * GB else f"{x / GB:.0f}" for x in parts]
+                cells[-2] = cells[-2] if stage == 3 else ""
                 for i in (6, 7):
                     cells[i] = f"**{cells[i]}**"
                 rows.append([name, f"{gpus}, {stage}", *cells])
         print_rows(head, rows)
+
+
+LADDER = [  # what is changed -> its effect on the plan; from the top, each beside those before it
+    ("as it comes: 16 rows at a time, 64 sampled at once", {}),
+    ("`--micro-batch-size 4`", {"rows": 4}),
+    ("`--local-rollout-forward-batch-size 16`", {"rollout_rows": 16}),
+    ("`--gradient-checkpointing`", {"checkpointing": True}),
+    ("`--bf16`", {"bf16": True}),
+    ("`--critic shared`", {"trained": 1}),
+    ("`--lora-r 16`, on one GPU", {"lora": True}),
+    ("`--zero-stage 2`, 8 GPUs, without the adapter", {"lora": False, "stage": 2, "shards": 8}),
+    ("`--zero-stage 3`", {"stage": 3}),
+    ("`--no-gather-for-rollout`", {"gather": False}),
+    ("`--offload`", {"offload": True}),
+]
+
+
+def climb() -> None:
+    """The memory ladder for a 7B policy."""
+    shape, plan = SHAPES["7B (Llama 2's)"], Plan(rows=16, rollout_rows=64, bf16=False)
+    print("PPO of a 7B policy in float32, 512 + 512 tokens: GB on a GPU at the fullest moment\n")
+    rows, before = [], None
+    for name, change in LADDER:
+        plan = replace(plan, **change)
+        now = peak(shape, plan)
+        rows.append([name, f"{now / GB:.0f}", "" if before is None else f"{(before - now) / GB:.0f}"])
+        before = now
+    print("| | GB | saved |\n|---|---:|---:|")
+    print("\n".join("| " + " | ".join(row) + " |" for row in rows))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,12 +281,11 @@ def measure() -> None:
         for script, W, stage, b, trained, flags, options in cases:
             plan = Plan(trained=trained, stage=stage, shards=W, rows=b, rollout_rows=b, prompt=PROMPT, response=RESPONSE,
                         bf16=False, **options)  # fmt: skip
-            parts = memory(SMALL, plan)
-            formula = max(parts["in the update"], parts["in the rollout"])
+            formula = peak(SMALL, plan)
             more = f"--zero-stage {stage}" if W > 1 else ""
-            peak = measured(Path(work), script, W, b, f"{flags} {more}")
+            found = measured(Path(work), script, W, b, f"{flags} {more}")
             name = f"`{script}.py {flags}`".replace(" `", "`") + f", {b} rows"
-            rows.append([name, f"{W}, {stage}", f"{formula / GB:.2f}", f"{peak / GB:.2f}", f"{peak / formula:.2f}"])
+            rows.append([name, f"{W}, {stage}", f"{formula / GB:.2f}", f"{found / GB:.2f}", f"{found / formula:.2f}"])
             print(" ".join(rows[-1]), file=sys.stderr)
     print_rows(head, rows)
 
@@ -253,8 +297,12 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="small models on this machine, beside the formulas")
-    if parser.parse_args().measure:
+    parser.add_argument("--ladder", action="store_true", help="what to try when memory runs out, for a 7B policy")
+    args = parser.parse_args()
+    if args.measure:
         measure()
+    elif args.ladder:
+        climb()
     else:
         on_paper()
 

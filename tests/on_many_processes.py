@@ -1,4 +1,4 @@
-"""What test_processes.py starts with torchrun: python on_many_processes.py JOBS.json, where each job is [script, settings].
+"""What test_processes.py starts with torchrun: on_many_processes.py JOBS.json, where each job is [script, settings].
 
 All jobs run in one group of processes, one after the other, as a group takes seconds to start.
 """

@@ -11,7 +11,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "docs", "toy", "benchmarks", "tests", "tests/golden")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 MAIN = ["ppo.py", "rloo.py", "sft.py", "reward_model.py"]
-OTHER_TOOLS = {"--index-url": "pip", "--exclude": "hf", "--private": "hf", "--help": "all"}
+OTHER_TOOLS = {
+    "--dist": "pytest",
+    "--nproc-per-node": "torchrun",
+    "--nnodes": "torchrun",
+    "--rdzv-endpoint": "torchrun",
+    "--index-url": "pip",
+    "--exclude": "hf",
+    "--private": "hf",
+    "--help": "all",
+}
 OPTIONS = json.loads((ROOT / "tests/golden/option_names.json").read_text())
 SECTIONS = [name for name in OPTIONS if name != "source"]
 ANSWERS = ("`--", "always", "computed", "function `", "library: ", "not yet", "left out")

@@ -1,4 +1,4 @@
-"""A global batch means the same on any number of processes: losses, gradients, metrics and weights of two are those of one.
+"""A global batch means the same on any number of processes: losses, gradients, metrics and weights of two are one's.
 
 The processes run on the CPU and speak through gloo. Adam's epsilon is large in these runs: it divides by the root of a
 squared gradient, so that where a gradient is 0 but for rounding, its sign would decide over a whole step.
