@@ -588,8 +588,9 @@ class Checkpoints:  # same in all scripts
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """The numbers of the steps that are left. Ctrl-C and SIGTERM end the run after the step that it is in."""
-        done = f"the run in {self.args.output_dir} has made all its {num_steps} steps; ask for more of them to go on"
-        require(self.step < num_steps, done)
+        if self.step >= num_steps:  # it may have been killed while it saved its model, which happens now
+            print(f"the run in {self.args.output_dir} has made all its {num_steps} steps; ask for more of them to go on")
+            return
         before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for step in range(self.step + 1, num_steps + 1):

@@ -123,11 +123,19 @@ def test_settings_come_from_the_run(whole, monkeypatch, tmp_path):
 def test_more_episodes_go_on_where_the_run_ended(whole, tiny, tmp_path):
     copy = tmp_path / "more"
     shutil.copytree(whole("rloo"), copy)
-    with pytest.raises(rloo.UserError, match="made all its 3 steps"):
-        rloo.train(arguments("rloo", tiny, copy, resume=str(copy)))
     rloo.train(arguments("rloo", tiny, copy, resume=str(copy), total_episodes=40))
     assert [line["episode"] for line in metrics(copy)] == [8, 16, 24, 32, 40]
     assert metrics(copy)[:3] == metrics(whole("rloo"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_killed_while_the_model_was_saved(script, whole, tiny, tmp_path, capsys):
+    """All steps are made, and there is no model yet: resuming saves it, and changes nothing else."""
+    copy = cut(whole(script), tmp_path, 99)
+    lines = (whole(script) / "metrics.jsonl").read_text().splitlines()
+    SCRIPTS[script].train(arguments(script, tiny, copy, resume=str(copy)))
+    assert f"made all its {len(lines)} steps" in capsys.readouterr().out
+    assert_same_run(copy, whole(script))
 
 
 def test_a_damaged_checkpoint_is_passed_over(whole, tiny, tmp_path, capsys):
@@ -273,3 +281,80 @@ def test_refusals_name_both_values(whole, monkeypatch, capsys, tmp_path):
         sft.main()
     error = capsys.readouterr().err
     assert end.value.code == 2 and "--seed 7" in error and " 1;" in error and "Traceback" not in error
+
+
+PHASES = {  # script, phase -> the function that is made to run out of memory
+    ("ppo", "rollout"): "sample_batch", ("ppo", "score"): "score_reference", ("ppo", "update"): "mini_batch_gradient",
+    ("rloo", "rollout"): "sample_batch", ("rloo", "score"): "score_reference", ("rloo", "update"): "response_gradient",
+    ("sft", "update"): "forward", ("reward_model", "update"): "pair_rewards",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA"), MemoryError(), RuntimeError("can't allocate memory")]
+)
+@pytest.mark.parametrize("script, phase", PHASES)
+def test_out_of_memory_names_phase_and_flag(script, phase, error, tiny, tmp_path, monkeypatch):
+    """Whatever torch raises for it, on a GPU or a CPU; another error stays what it is."""
+    module = SCRIPTS[script]
+
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(module, PHASES[script, phase], full)
+    with pytest.raises(module.UserError, match=f"out of memory in phase '{phase}': lower --"):
+        module.train(arguments(script, tiny, tmp_path / "out"))
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        module.train(arguments(script, tiny, tmp_path / "other"))
+
+
+def test_secrets_are_in_no_file_and_no_output(tiny, tmp_path):
+    """Keys that the environment holds do not leave it, with W&B offline too."""
+    out = tmp_path / "out"
+    flags = [x for name, value in tiny["rloo"].items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    secrets = {"WANDB_API_KEY": "5ec2e7" * 6 + "abcd", "HF_TOKEN": "hf_5ec2e75ec2e75ec2e75ec2e75ec2e7"}
+    run = subprocess.run(
+        [sys.executable, "rloo.py", *flags, "--output-dir", str(out), "--track", "--save-steps", "1"],
+        cwd=ROOT, env=os.environ | secrets | {"WANDB_MODE": "offline"}, capture_output=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert {"args.json", "metrics.jsonl", "README.md", "step-00000003.pt"} <= {path.name for path in files}
+    assert any(path.suffix == ".wandb" for path in files)
+    for secret in secrets.values():
+        assert secret.encode() not in run.stdout + run.stderr
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+def test_wandb_that_does_not_start(tiny, tmp_path, monkeypatch):
+    """One sentence, before the first step; and the folder is as free as before."""
+    import wandb
+
+    def refuse(**_):
+        raise wandb.errors.CommError("connection\nrefused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb, "init", refuse)
+        with pytest.raises(rloo.UserError, match="W&B did not start .connection refused.; log in"):
+            rloo.train(arguments("rloo", tiny, tmp_path / "out", track=True))
+    rloo.train(arguments("rloo", tiny, tmp_path / "out"))
+    assert len(metrics(tmp_path / "out")) == 3
+
+
+def test_names_draw_nothing(tmp_path, monkeypatch, capsys):
+    """Control characters in an error do not reach the terminal, nor markup in names the page of a model card."""
+    monkeypatch.setattr(sys, "argv", ["rloo.py", "--model", "no\x1b]0;owned\x07such"])
+    with pytest.raises(SystemExit):
+        rloo.main()
+    assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
+    model, tokenizer = rloo.load_policy(rloo.Args())
+    out = tmp_path / "<script>alert(1)<"
+    out.mkdir()
+    name = "a`<img src=x onerror=alert(1)>`\x1b[31m]: [b]"
+    rloo.save_model(model, tokenizer, rloo.Args(output_dir=str(out), model=name), {})
+    card = (out / "README.md").read_text()
+    text, arguments = card.split("```json")
+    assert "<" not in text.split("---")[2] and "\x1b" not in card
+    assert name.encode("unicode_escape").decode().replace("\\x1b", "\\u001b") in arguments
+    assert f"base_model: [{json.dumps(name)}]" in text
