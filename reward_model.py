@@ -566,6 +566,7 @@ class RewardModelLog:
 HARMLESS = {  # settings that a resumed run may change: how much is shown and saved, and how long it goes on
     "output_dir", "exp_name", "resume", "device", "track", "wandb_project_name", "wandb_entity", "trust_remote_code",
     "num_sample_generations", "save_steps", "save_total_limit", "eval_steps", "total_episodes", "num_train_epochs",
+    "zero_stage", "shard_size", "offload", "gather_for_rollout",
 }  # fmt: skip
 
 
@@ -592,7 +593,9 @@ class Checkpoints:  # same in all scripts
     def steps(self, num_steps: int) -> Iterator[int]:
         """The numbers of the steps that are left. Ctrl-C and SIGTERM end the run after the step that it is in."""
         if self.step >= num_steps:  # it may have been killed while it saved its model, which happens now
-            print(f"the run in {self.args.output_dir} has made all its {num_steps} steps; ask for more of them to go on")
+            print(
+                f"the run in {self.args.output_dir} has made all its {num_steps} steps; ask for more of them to go on"
+            )
             return
         before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -635,7 +638,7 @@ class Checkpoints:  # same in all scripts
             temporary.replace(self.folder / f"step-{step:08d}.pt")
         except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
             temporary.unlink(missing_ok=True)
-            reason = str(error).strip().splitlines()[0]
+            reason = getattr(error, "strerror", None) or f"is the disk full? {str(error).strip().splitlines()[0]}"
             print(f"warning: the checkpoint after step {step} was not written: {reason}", file=sys.stderr)
         for file in sorted(self.folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
             file.unlink()

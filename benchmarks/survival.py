@@ -150,6 +150,7 @@ def provoke(name: str, tmp: Path) -> dict:
             or "go on" in line]  # fmt: skip
     there = [x for x in ("model.safetensors", "metrics.jsonl") if (folder / "run" / x).exists()]
     there += [f.name for f in sorted(folder.glob("run/checkpoints/*.pt"))[-1:]]
+    said = [line for line in said if ".py: error" in line] or said  # not those of torchrun
     last = said[-1] if said else (done.stdout.splitlines() or [""])[-1]
     last = last.replace(str(folder), "{tmp}")
     return {

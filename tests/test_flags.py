@@ -12,13 +12,14 @@ from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, MixtralConfig, MixtralForCausalLM,
 )  # fmt: skip
 
+import dpo
 import ppo
 import reward_model
 import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = {"ppo": ppo, "rloo": rloo, "sft": sft, "reward_model": reward_model}
+MODULES = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
 
 # flag -> the value to give it, or (value, settings that both runs have). A value with {tmp} stands for what the
 # fixture `world` has made. Each such pair of runs must log different numbers.
@@ -75,6 +76,21 @@ CHANGES = {
         "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}), "weight_decay": 1.0, "max_grad_norm": 1e-3,
         "center_rewards_coefficient": 1.0, "eval_steps": 1,
     },
+}  # fmt: skip
+CHANGES["dpo"] = {
+    "seed": 2, "bf16": True, "model": "{tmp}/policy", "dataset": "{tmp}/preferences.csv",
+    "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
+    "dataset_train_split": "validation", "dataset_test_split": "none",
+    "chosen_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
+    "rejected_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
+    "prompt_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
+    "max_length": (12, {"max_prompt_length": 3}), "max_prompt_length": (3, {"max_length": 12, "max_prompt_length": 2}),
+    "truncation_mode": ("keep_start", {"max_length": 12, "max_prompt_length": 3}),
+    "beta": 0.5, "loss_type": "hinge", "label_smoothing": 0.1, "reference_free": True, "precompute_ref": True,
+    "num_train_epochs": 2.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4,
+    "lr_scheduler_type": "constant", "warmup_ratio": 0.9, "weight_decay": 1.0, "max_grad_norm": 1e-3, "lora_r": 2,
+    "lora_alpha": (1.0, {"lora_r": 2}), "lora_target_modules": (".*c_proj", {"lora_r": 2}), "eval_steps": 1,
+    "num_eval_prompts": 2, "response_length": 3, "temperature": 1.5, "gold_reward_fn": "toy/make.py:gold_score",
 }  # fmt: skip
 CHANGES["rloo"] = {  # all but the critic's flags, and its own
     flag: change for flag, change in CHANGES["ppo"].items()

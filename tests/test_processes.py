@@ -17,13 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import dpo
 import ppo
 import reward_model
 import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "sft": sft, "reward_model": reward_model}
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 TIMED = ("time/", "perf/", "eps")
 
@@ -48,6 +49,10 @@ RUNS = {
     "rloo, stage 3": ("rloo", dict(normalize_advantage=True), dict(zero_stage=3)),
     "rloo, adapter, stage 2": ("rloo", dict(lora_r=4), dict(zero_stage=2)),
     "rloo, adapter, stage 3": ("rloo", dict(lora_r=4, ema_decay=0.5), dict(zero_stage=3)),
+    "dpo, stage 0": ("dpo", dict(num_eval_prompts=5), HALF),
+    "dpo, stage 2": ("dpo", dict(precompute_ref=True, loss_type="ipo"), HALF | dict(zero_stage=2)),
+    "dpo, stage 3": ("dpo", dict(label_smoothing=0.1), HALF | dict(zero_stage=3, gather_for_rollout=False)),
+    "dpo, adapter, stage 3": ("dpo", dict(lora_r=2), HALF | dict(zero_stage=3)),
     "sft, stage 0": ("sft", {}, HALF),
     "sft, stage 2": ("sft", dict(model="toy/sft"), HALF | dict(zero_stage=2)),
     "sft, stage 3": ("sft", {}, HALF | dict(zero_stage=3)),
@@ -84,7 +89,7 @@ def world(tmp_path_factory):
 
 def settings_of(script, world, output, **settings):
     """Settings of a run, with paths in the folder of the fixture."""
-    data = {"sft": "sft", "reward_model": "preferences"}.get(script, "prompts")
+    data = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}.get(script, "prompts")
     here = dict(dataset=str(world / data), output_dir=str(output))
     for name in ("reward_fn", "gold_reward_fn", "pretrain_data"):
         if name in settings:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import dpo
 import ppo
 import reward_model
 import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo.py": ppo, "rloo.py": rloo, "reward_model.py": reward_model, "sft.py": sft}
+SCRIPTS = {"ppo.py": ppo, "rloo.py": rloo, "dpo.py": dpo, "reward_model.py": reward_model, "sft.py": sft}
 OWN = {"Args", "check_args", "train"}  # in several scripts, each with its own text
 
 
@@ -45,7 +46,8 @@ def test_shared_arguments_have_the_same_help():
     """An argument of the same name means the same in every script; its default may differ where the comment says so."""
     own_words = {"cliprange", "exp_name", "seed", "dataset", "model", "num_sample_generations", "learning_rate", "prompt_column",
                  "dataset_train_split", "max_length", "per_device_train_batch_size", "num_train_epochs",
-                 "gradient_accumulation_steps", "max_grad_norm", "lr_scheduler_type", "eval_steps", "ratio_threshold"}  # fmt: skip
+                 "gradient_accumulation_steps", "max_grad_norm", "lr_scheduler_type", "eval_steps", "ratio_threshold", "temperature", "response_length",
+                 "max_prompt_length"}  # fmt: skip
     helps = {}
     for script in SCRIPTS:
         body = next(n for n in ast.parse((ROOT / script).read_text()).body if getattr(n, "name", "") == "Args").body
@@ -102,7 +104,7 @@ def test_importing_a_script_does_nothing():
     """No network, no device, no random number drawn."""
     code = (
         "import random, torch; random.seed(1); torch.manual_seed(1); a = random.getstate(), torch.get_rng_state()\n"
-        "import ppo, rloo, sft, reward_model\n"
+        "import ppo, rloo, dpo, sft, reward_model\n"
         "assert a[0] == random.getstate() and torch.equal(a[1], torch.get_rng_state())\n"
         "assert not torch.cuda.is_initialized()"
     )
@@ -118,7 +120,8 @@ def test_a_script_alone_in_a_folder_starts(script, tmp_path):
 
 
 def test_random_is_seeded_in_one_place():
-    """start_run seeds; nothing else does, so that a fork can find it, but for the dropout of further processes."""
+    """start_run seeds; nothing else does, so that a fork can find it, but for the dropout of further processes (and
+    dpo.py's answers, which are drawn with the same numbers each time)."""
     for script in SCRIPTS:
-        has_dropout = script in ("sft.py", "reward_model.py")
+        has_dropout = script in ("sft.py", "reward_model.py", "dpo.py")
         assert len(re.findall(r"manual_seed\(|random\.seed\(", (ROOT / script).read_text())) == 2 + has_dropout

@@ -16,13 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import dpo
 import ppo
 import reward_model
 import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "sft": sft, "reward_model": reward_model}
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
 TIMED = ("time/", "perf/", "eps")  # metrics that no two runs share
 
 
@@ -286,7 +287,7 @@ def test_refusals_name_both_values(whole, monkeypatch, capsys, tmp_path):
 PHASES = {  # script, phase -> the function that is made to run out of memory
     ("ppo", "rollout"): "sample_batch", ("ppo", "score"): "score_reference", ("ppo", "update"): "mini_batch_gradient",
     ("rloo", "rollout"): "sample_batch", ("rloo", "score"): "score_reference", ("rloo", "update"): "response_gradient",
-    ("sft", "update"): "forward", ("reward_model", "update"): "pair_rewards",
+    ("sft", "update"): "forward", ("reward_model", "update"): "pair_rewards", ("dpo", "update"): "completion_logps",
 }  # fmt: skip
 
 
