@@ -17,7 +17,8 @@ For each batch of pairs, a prompt x with a chosen completion y_w and a rejected 
   1. encode   prompt and completion apart, EOS at the end of each completion
   2. read     log pi(y|x), the sum over the completion's tokens, of both; and log pi_ref(y|x) of a frozen copy of the
               first policy, once for each pair
-  3. loss     Delta = [log pi(y_w|x) - log pi_ref(y_w|x)] - [log pi(y_l|x) - log pi_ref(y_l|x)];  -log sigmoid(beta Delta)
+  3. loss     Delta = [log pi(y_w|x) - log pi_ref(y_w|x)] - [log pi(y_l|x) - log pi_ref(y_l|x)]
+              -log sigmoid(beta Delta)
   4. update   AdamW, with the learning rate warmed up and annealed
 
 Where things stand, for a prompt of 3 tokens (left-padded to 4) and completions of 4 and 2 tokens:
@@ -28,14 +29,14 @@ Where things stand, for a prompt of 3 tokens (left-padded to 4) and completions 
                                 |  1   1   0   0
   logprobs                      |  *   *   *   *          of y_t, read from the logits one position to the left
 
-Why there is no reward model: the policy that maximises E[r] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta) /
-Z(x). Solved for r, it says which reward a policy is best for: beta log pi(y|x) / pi_ref(y|x), up to a term of x alone that
-falls out of a difference. Put into the Bradley-Terry likelihood of the pairs (reward_model.py's loss), that is the loss
-above: fitting a reward and maximising it have become one step of supervised learning. What falls away beside ppo.py: the
-sampling, the reward, the critic, advantages, ratio and clipping. What is lost: the policy's own texts are never looked at.
-Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao et
-al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO, 2402.01306:
-kto_pair, as in TRL 0.7). The README has a glossary of the metrics.
+Why there is no reward model: the policy that maximises E[r] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta)
+/ Z(x). Solved for r, that says which reward a policy is best for: beta log pi(y|x) / pi_ref(y|x), up to a term of x alone
+that falls out of a difference. Put into the Bradley-Terry likelihood of the pairs (reward_model.py's loss), it is the loss
+above: to fit a reward and to maximise it have become one step of supervised learning. What falls away beside ppo.py: the
+rollouts, the reward, the critic, advantages, ratio and clipping. What is lost: the policy's own texts are never judged.
+Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao
+et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
+2402.01306: kto_pair, as in TRL 0.7). The README has a glossary of the metrics.
 
   python dpo.py                                       # the toy world: offline, about a minute on two CPU cores
   python dpo.py --model ./sft --dataset pairs.jsonl   # with chosen and rejected, with or without prompt
@@ -386,8 +387,8 @@ class ReferenceLogps:
 
     @torch.no_grad()
     def read(
-        self, rows: list[int], pairs: list[Preference], policy: nn.Module, reference: nn.Module, tokenizer: AutoTokenizer,
-        args: Args,
+        self, rows: list[int], pairs: list[Preference], policy: nn.Module, reference: nn.Module,
+        tokenizer: AutoTokenizer, args: Args,
     ) -> Tensor:  # fmt: skip
         """(n, 2) of the pairs with these row numbers: chosen and rejected. Without a reference, 0."""
         if args.reference_free:
@@ -411,9 +412,9 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses (b,), and the rewards beta * (log pi - log pi_ref) of chosen and rejected completions, (b,) each.
 
-    All four are log-probabilities of completions (b,). Delta is how much more the policy prefers the chosen one than the
-    reference does; the gradient of the sigmoid loss is beta * sigmoid(-beta * Delta) * grad(log pi(y_w) - log pi(y_l)),
-    large where the policy has the pair wrong.
+    All four are log-probabilities of completions (b,). Delta is how much more the policy prefers the chosen one than
+    the reference does. The sigmoid loss goes down along beta * sigmoid(-beta * Delta) * grad(log pi(y_w) - log pi(y_l)):
+    far where the policy has the pair wrong.
     """
     chosen_ratio, rejected_ratio, beta = chosen - ref_chosen, rejected - ref_rejected, args.beta
     delta, s = chosen_ratio - rejected_ratio, args.label_smoothing
@@ -484,9 +485,9 @@ def preference_gradient(
 ) -> dict[str, float]:
     """Adds up the gradient of the mean loss over a batch of pairs; returns means over them of what is logged.
 
-    `ref_logps` (n, 2) are the reference's. How the batch is cut, into micro-batches and among processes, changes nothing
-    (but for kto_pair, whose KL is a mean over a micro-batch, as in TRL). A pair that is computed only so that all
-    processes are equally busy does not count.
+    `ref_logps` (n, 2) are the reference's. How the batch is cut, into micro-batches and among processes, changes
+    nothing (but for kto_pair, whose KL is a mean over a micro-batch, as in TRL). A pair that is computed only so that
+    all processes are equally busy does not count.
     """
     n, sums = len(batch), 0.0
     policy.train(args.gradient_checkpointing)  # dropout is off in both modes
@@ -503,7 +504,7 @@ def preference_gradient(
 def sum_stats(
     losses: Tensor, chosen: Tensor, rejected: Tensor, logps_chosen: Tensor, logps_rejected: Tensor, counts: Tensor
 ) -> Tensor:
-    """(6,) sums over the pairs that count, in the order of name_stats, of losses, rewards and log-probabilities (b,)."""
+    """(6,) sums, in the order of name_stats, of losses, rewards and log-probabilities (b,) of the pairs that count."""
     stats = losses, chosen, rejected, (chosen > rejected).float(), logps_chosen, logps_rejected
     return torch.stack([(x.detach() * counts).sum() for x in stats])
 
@@ -644,7 +645,7 @@ def respond(
 def evaluate_responses(
     policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], tokenizer: AutoTokenizer, args: Args
 ) -> dict[str, float]:
-    """Responses to the prompts of the test split: their KL to the reference, as ppo.py measures it, and their gold score."""
+    """Answers to prompts of the test split: their KL to the reference, as ppo.py measures it, and their gold score."""
     pairs = pairs[: args.num_eval_prompts]
     text, logprobs, ended = respond(policy, pairs, tokenizer, args)
     mask = text[3]
@@ -746,8 +747,8 @@ def check_args(args: Args) -> None:
     """Numbers that no run can have, and settings that do not go together."""
     check_numbers(
         args,
-        positive="beta max_length max_prompt_length num_train_epochs per_device_train_batch_size max_grad_norm eval_steps "
-        "gradient_accumulation_steps learning_rate num_eval_prompts response_length temperature lora_alpha save_steps "
+        positive="beta max_length max_prompt_length num_train_epochs per_device_train_batch_size max_grad_norm "
+        "eval_steps gradient_accumulation_steps learning_rate num_eval_prompts response_length temperature lora_alpha save_steps "
         "save_total_limit",
         natural="lora_r weight_decay num_sample_generations",
         shares="warmup_ratio",

@@ -3,6 +3,8 @@
     python benchmarks/learning.py                  # five seeds; half an hour on two CPU cores
     python benchmarks/learning.py --seeds 1,2 --sides ours
     python benchmarks/learning.py --redraw         # the charts and the table again, from the JSON file
+    python benchmarks/learning.py --algorithms dpo --output benchmarks/results/learning-dpo.json \
+        --beside benchmarks/results/learning.json  # DPO in one chart with runs that were made before
 
 Ours run as a reader runs them, `python ppo.py --seed S --gold-reward-fn toy/make.py:gold_score`, with evaluation and
 sample tables off, and are read from their metrics.jsonl. TRL's PPOTrainer and RLOOTrainer run in the virtual environment
@@ -10,6 +12,9 @@ of throughput.py, on the same policy, reward model and prompts, each with the se
 What stays unequal is what the libraries differ in: TRL 0.16.1 never clips the gradient, its RLOO does not end a
 generation at EOS, and the random numbers are others. The gold score, the truth of the toy world, is no part of training
 on either side. TRL's is taken where it calls its reward model, score and EOS share too; its KL is the one it logs.
+
+dpo.py sees the pairs that the reward model of the others was trained on, and is judged by 200 responses every 20 steps;
+an episode of it is a pair, and it has no score.
 
 Seconds run from the start of the training loop, by each side's clock; loading is left out.
 
@@ -35,7 +40,7 @@ from unittest import mock
 import throughput
 from throughput import ROOT, BenchmarkError, require
 
-ALGORITHMS = ("ppo", "rloo")
+ALGORITHMS = ("ppo", "rloo", "dpo")
 METRICS = {"score": "score", "gold": "gold score", "kl": "KL, nats a response", "eos_share": "share that end with EOS"}
 LAST = 5  # updates at the end of a run whose mean is its result
 GOAL = 3.0  # gold score, for "seconds until"
@@ -47,6 +52,7 @@ OWN = {
     "rloo": ("rloo_k", "normalize_reward", "reward_clip_range", "normalize_advantage"),
 }
 COLOURS = {"ours": "#2a6fbb", "TRL 0.16.1": "#c46a2b"}
+STYLES = {"ppo": "-", "rloo": "--", "dpo": ":"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inside TRL's virtual environment
@@ -143,6 +149,24 @@ def run_ours(algorithm: str, seed: int, work: Path) -> tuple[list[dict], dict]:
     return updates, json.loads((output / "args.json").read_text())
 
 
+def run_dpo(seed: int, work: Path) -> list[dict]:
+    """One training by dpo.py: what its evaluations saw."""
+    output = work / f"ours-dpo-{seed}"
+    command = [sys.executable, str(ROOT / "dpo.py"), "--seed", str(seed), "--output-dir", str(output),
+               "--gold-reward-fn", f"{ROOT / 'toy/make.py'}:gold_score", "--num-sample-generations", "0",
+               "--eval-steps", "20", "--num-eval-prompts", "200"]  # fmt: skip
+    run_process(command, work / f"{output.name}.log")
+    batch, seconds, seen = json.loads((output / "args.json").read_text())["per_device_train_batch_size"], 0.0, []
+    for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()):
+        seconds += line["time/step"]
+        if "objective/kl" in line:
+            seen.append({
+                "episode": line["step"] * batch, "seconds": seconds, "gold": line["objective/gold_scores"],
+                "kl": line["objective/kl"], "eos_share": line["val/eos_share"],
+            })  # fmt: skip
+    return seen
+
+
 def run_theirs(algorithm: str, seed: int, settings: dict, python: str, work: Path) -> list[dict]:
     """One training by TRL with the settings of ours: its updates."""
     models, output = work / "models", work / f"trl-{algorithm}-{seed}"
@@ -177,6 +201,9 @@ def run_all(args: argparse.Namespace, work: Path) -> dict:
 
     for seed in args.seeds:
         for algorithm in args.algorithms:
+            if algorithm == "dpo":
+                keep(algorithm, "ours", seed, run_dpo(seed, work))
+                continue
             updates, settings = run_ours(algorithm, seed, work)
             keep(algorithm, "ours", seed, updates)
             if "trl" in args.sides:
@@ -237,7 +264,10 @@ def make_table(results: dict) -> str:
 
     for (algorithm, side), runs in groups_of(results).items():
         row = [f"{algorithm}", f"{side}, {len(runs)} seeds"]
-        row += [cell([ending(run, name) for run in runs], digits) for name, digits in zip(METRICS, (2, 2, 1, 2))]
+        row += [
+            cell([ending(run, name) for run in runs], digits) if name in runs[0][0] else "–"
+            for name, digits in zip(METRICS, (2, 2, 1, 2))
+        ]
         row.append(cell([run[-1]["seconds"] for run in runs], 0))
         row += [cell([until_goal(run, axis) for run in runs], 0) for axis in ("episode", "seconds")]
         lines.append(row)
@@ -261,13 +291,16 @@ def draw_curves(results: dict, axis: str, label: str, file: Path) -> None:
     plt, figure, axes = throughput.figure_of(len(algorithms), len(METRICS), 15, 3.1 * len(algorithms))
     for (algorithm, side), runs in groups.items():
         for panel, name in zip(axes[algorithms.index(algorithm)], METRICS):
+            if name not in runs[0][0]:
+                panel.axis("off")
+                continue
             x, y = band(runs, axis, name)
             panel.plot(x, y.mean(0), color=COLOURS[side], label=f"{algorithm}, {side}")
             panel.fill_between(x, y.min(0), y.max(0), color=COLOURS[side], alpha=0.2, linewidth=0)
             panel.set_title(METRICS[name], fontsize=10)
             panel.set_xlabel(label, fontsize=9)
     for row in axes:
-        row[0].legend(frameon=False, fontsize=9)
+        row[1].legend(frameon=False, fontsize=9)
     machine = results["machine"]
     figure.suptitle(f"toy world, mean and range over seeds; {machine['cpu']}, {machine['cores']} cores", fontsize=9)
     figure.savefig(file, dpi=110)
@@ -279,16 +312,17 @@ def draw_frontier(results: dict, file: Path) -> None:
     plt, figure, axes = throughput.figure_of(1, 1, 6, 4)
     for (algorithm, side), runs in groups_of(results).items():
         kl, gold = (band(runs, "episode", name)[1].mean(0) for name in ("kl", "gold"))
-        style = {"ppo": "-", "rloo": "--"}[algorithm]
-        axes[0, 0].plot(kl, gold, style, color=COLOURS[side], label=f"{algorithm}, {side}")
+        axes[0, 0].plot(kl, gold, STYLES[algorithm], color=COLOURS[side], label=f"{algorithm}, {side}")
     axes[0, 0].set_xlabel("KL to the reference, nats a response"), axes[0, 0].set_ylabel("gold score")
     axes[0, 0].legend(frameon=False)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
 
-def show(results: dict, output: Path) -> None:
-    """Charts beside the JSON file, and the table."""
+def show(results: dict, output: Path, beside: Path | None = None) -> None:
+    """Charts beside the JSON file, and the table; with the runs of another such file, if there is one."""
+    if beside:
+        results = results | {"runs": json.loads(beside.read_text())["runs"] + results["runs"]}
     for axis, label in (("episode", "episodes"), ("seconds", "seconds")):
         name = {"episode": "episodes", "seconds": "seconds"}[axis]
         draw_curves(results, axis, label, output.with_name(f"{output.stem}-{name}.png"))
@@ -304,11 +338,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     seeds.__name__ = "list of seeds"  # for argparse's message
     parser.add_argument("--seeds", type=seeds, default=[1, 2, 3, 4, 5], help="with commas between them")
     parser.add_argument(
-        "--algorithms", type=throughput.a_list(ALGORITHMS), default=list(ALGORITHMS), help="of ppo,rloo"
+        "--algorithms", type=throughput.a_list(ALGORITHMS), default=["ppo", "rloo"], help="of ppo,rloo,dpo"
     )
     parser.add_argument("--sides", type=throughput.a_list(("ours", "trl")), default=["ours", "trl"],
                         help="ours, or ours,trl: TRL takes its settings from ours")  # fmt: skip
     parser.add_argument("--redraw", action="store_true", help="run nothing, draw what the JSON file holds")
+    parser.add_argument("--beside", type=Path, help="another JSON file, whose runs are drawn and listed too")
     parser.add_argument("--output", type=Path, default=throughput.RESULTS / "learning.json", help="JSON file")
     parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="where TRL's environment is, or is made")
     parser.add_argument("--work", type=Path, help="folder for the runs, which then stay there")
@@ -324,12 +359,12 @@ def main(argv: list[str]) -> None:
         return
     if args.redraw:
         require(args.output.exists(), f"--redraw reads {args.output}, and there is none; run without it first")
-        show(json.loads(args.output.read_text()), args.output)
+        show(json.loads(args.output.read_text()), args.output, args.beside)
         return
     with tempfile.TemporaryDirectory(prefix="learning-") as folder:
         work = (args.work or Path(folder)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        show(run_all(args, work), args.output)
+        show(run_all(args, work), args.output, args.beside)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "docs", "toy", "benchmarks", "tests", "tests/golden")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
-MAIN = ["ppo.py", "rloo.py", "sft.py", "reward_model.py"]
+MAIN = ["ppo.py", "rloo.py", "dpo.py", "sft.py", "reward_model.py"]
 OTHER_TOOLS = {
     "--dist": "pytest",
     "--nproc-per-node": "torchrun",
@@ -143,7 +143,7 @@ def test_aliases_are_aliases(section):
 
 
 def test_functions_that_stand_in_for_theirs_exist():
-    scripts = {"RewardTrainer": "reward_model.py", "SFTTrainer": "sft.py"}
+    scripts = {"RewardTrainer": "reward_model.py", "SFTTrainer": "sft.py", "DPOTrainer": "dpo.py"}
     for section in SECTIONS:
         tree = ast.parse((ROOT / scripts.get(section, "ppo.py")).read_text())
         defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
