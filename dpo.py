@@ -30,9 +30,9 @@ Where things stand, for a prompt of 3 tokens (left-padded to 4) and completions 
   logprobs                      |  *   *   *   *          of y_t, read from the logits one position to the left
 
 Why there is no reward model: the policy that maximises E[r] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta)
-/ Z(x). Solved for r, that says which reward a policy is best for: beta log pi(y|x) / pi_ref(y|x), up to a term of x alone
-that falls out of a difference. Put into the Bradley-Terry likelihood of the pairs (reward_model.py's loss), it is the loss
-above: to fit a reward and to maximise it have become one step of supervised learning. What falls away beside ppo.py: the
+/ Z(x). Solved for r, that says which reward a policy is best for: beta log pi(y|x) / pi_ref(y|x), up to a term of x
+alone that falls out of a difference. Put into the Bradley-Terry likelihood of the pairs (reward_model.py's loss), it is
+the loss above: to fit a reward and to maximise it are now one step of supervised learning. What falls away: the
 rollouts, the reward, the critic, advantages, ratio and clipping. What is lost: the policy's own texts are never judged.
 Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao
 et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
@@ -413,8 +413,8 @@ def dpo_loss(
     """Losses (b,), and the rewards beta * (log pi - log pi_ref) of chosen and rejected completions, (b,) each.
 
     All four are log-probabilities of completions (b,). Delta is how much more the policy prefers the chosen one than
-    the reference does. The sigmoid loss goes down along beta * sigmoid(-beta * Delta) * grad(log pi(y_w) - log pi(y_l)):
-    far where the policy has the pair wrong.
+    the reference does. The sigmoid loss falls along beta * sigmoid(-beta * Delta) * grad(log pi(y_w) - log pi(y_l)),
+    most where the policy has the pair wrong.
     """
     chosen_ratio, rejected_ratio, beta = chosen - ref_chosen, rejected - ref_rejected, args.beta
     delta, s = chosen_ratio - rejected_ratio, args.label_smoothing
@@ -748,8 +748,8 @@ def check_args(args: Args) -> None:
     check_numbers(
         args,
         positive="beta max_length max_prompt_length num_train_epochs per_device_train_batch_size max_grad_norm "
-        "eval_steps gradient_accumulation_steps learning_rate num_eval_prompts response_length temperature lora_alpha save_steps "
-        "save_total_limit",
+        "eval_steps gradient_accumulation_steps learning_rate num_eval_prompts response_length temperature "
+        "lora_alpha save_steps save_total_limit",
         natural="lora_r weight_decay num_sample_generations",
         shares="warmup_ratio",
     )
