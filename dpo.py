@@ -38,7 +38,7 @@ Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (labe
 et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
 2402.01306: kto_pair, as in TRL 0.7). The README has a glossary of the metrics.
 
-  python dpo.py                                       # the toy world: offline, about a minute on two CPU cores
+  python dpo.py                                       # the toy world: offline, 1 1/2 minutes on two CPU cores
   python dpo.py --model ./sft --dataset pairs.jsonl   # with chosen and rejected, with or without prompt
 
 Shapes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), V vocabulary.
@@ -1587,7 +1587,8 @@ def main() -> None:  # same in all scripts
         print(printable(f"{Path(__file__).name}: error: {error}"), file=sys.stderr)
         sys.exit(2)
     except Interrupted as stop:
-        launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        here = os.environ.get("LOCAL_WORLD_SIZE", num_processes())
+        launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {here}"
         command = f"{launcher} {Path(__file__).name} --resume {args.output_dir}"
         if process_index() == 0:
             print(f"{stop}; to go on from there: {command}", file=sys.stderr)

@@ -2171,7 +2171,8 @@ def main() -> None:  # same in all scripts
         print(printable(f"{Path(__file__).name}: error: {error}"), file=sys.stderr)
         sys.exit(2)
     except Interrupted as stop:
-        launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        here = os.environ.get("LOCAL_WORLD_SIZE", num_processes())
+        launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {here}"
         command = f"{launcher} {Path(__file__).name} --resume {args.output_dir}"
         if process_index() == 0:
             print(f"{stop}; to go on from there: {command}", file=sys.stderr)
