@@ -256,7 +256,7 @@ def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> 
     ).split()
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run = subprocess.run(
         [*launcher, __file__, "--train", script, *given], capture_output=True, text=True,
         env=dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1",

@@ -25,8 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = {  # flags of a run of 12 steps
     "ppo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl --ema-decay 0.9",
     "rloo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl",
-    "dpo": "--dataset {tmp}/preferences --dataset-test-split none --per-device-train-batch-size 8 "
-    "--num-train-epochs 2",
+    "dpo": "--dataset {tmp}/preferences --dataset-test-split none --per-device-train-batch-size 8 --num-train-epochs 2",
     "sft": "--dataset {tmp}/sft --dataset-test-split none --per-device-train-batch-size 8",
     "reward_model": "--dataset {tmp}/preferences --dataset-test-split none --per-device-train-batch-size 8",
 }
@@ -67,7 +66,7 @@ FAULTS = {  # name -> shell command; `python` is this one
     "SIGTERM": f"python {RUN} --total-episodes 4096 & sleep 12; kill -TERM $!; wait $!",
     "out of memory": "(ulimit -v 6000000; python ppo.py --batch-size 2048 --micro-batch-size 2048 --response-length 120 "
     "--total-episodes 2048 --output-dir {tmp}/run)",
-    "one of two processes fails": f"python -m torch.distributed.run --nproc-per-node 2 {RUN} "
+    "one of two processes fails": f"python -m torch.distributed.run --standalone --nproc-per-node 2 {RUN} "
     "--reward-fn {tmp}/second.py:score",
     "damaged model": "cp -r toy/sft {tmp}/sft && truncate -s 5000 {tmp}/sft/model.safetensors && "
     f"python {RUN} --model {{tmp}}/sft",

@@ -25,7 +25,7 @@ import sft
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TIMED = ("time/", "perf/", "eps")
 
 ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, num_sample_generations=0, learning_rate=1e-3,
@@ -144,7 +144,7 @@ def test_two_processes_are_one(runs, run):
     assert len(lines) >= 2
     for a, b in lines:
         assert a.keys() == b.keys()
-        wrong = {name: (a[name], b[name]) for name in a if a[name] != pytest.approx(b[name], rel=2e-4, abs=2e-6)}
+        wrong = {name: (a[name], b[name]) for name in a if a[name] != pytest.approx(b[name], rel=2e-4, abs=1e-5)}
         assert not wrong
     files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
     assert files == sorted(path.relative_to(two) for path in two.rglob("*.safetensors")) and files
