@@ -437,7 +437,7 @@ def dpo_loss(
 
 def train(args: Args) -> None:
     """Trains the policy and leaves it, its metrics and its model card in args.output_dir."""
-    check_args(args)
+    check_settings(args)
     device = start_run(args)
     policy, tokenizer = load_trained_policy(args)
     reference = make_reference(policy, args)
@@ -743,7 +743,7 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
 # Plumbing of this script
 
 
-def check_args(args: Args) -> None:
+def check_settings(args: Args) -> None:
     """Numbers that no run can have, and settings that do not go together."""
     check_numbers(
         args,
@@ -1091,7 +1091,7 @@ def place(args: Args, device: torch.device, *models: nn.Module | None) -> None: 
 
 
 def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same in all scripts
-    """Spreads a model over the processes with torch's FSDP2, a layer at a time, so that no device holds it whole.
+    """Spreads a model over the processes with torch's FSDP2, moving it there a layer at a time.
 
     Its weights are gathered layer by layer when they are needed, and with stage 2 kept until the backward pass; the
     gradient of a shard becomes the mean over processes.

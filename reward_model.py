@@ -780,7 +780,7 @@ def place(args: Args, device: torch.device, *models: nn.Module | None) -> None: 
 
 
 def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same in all scripts
-    """Spreads a model over the processes with torch's FSDP2, a layer at a time, so that no device holds it whole.
+    """Spreads a model over the processes with torch's FSDP2, moving it there a layer at a time.
 
     Its weights are gathered layer by layer when they are needed, and with stage 2 kept until the backward pass; the
     gradient of a shard becomes the mean over processes.
