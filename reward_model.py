@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0",
 #     "transformers==5.23.0",
@@ -14,21 +14,21 @@
 """Reward modelling: pairs of a preferred and a rejected text -> a model that gives any text a number.
 
 For each batch of pairs (chosen, rejected) with the same prompt:
-  1. encode   both texts, each with its EOS
+  1. encode   both texts, each with its EOS (end of sequence)
   2. read     r = w . h, with h the last layer at the last real token and w a new head
   3. loss     -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
   4. update   AdamW, with the learning rate warmed up and annealed
 At the end the rewards are shifted to mean 0 over the training texts, since the loss leaves their zero open.
 
   text          The  film  |  is   a    joy   .   EOS   -   -
-  reward                                           *             one a text, on its last real token
+  reward                                           *             one per text, on its last real token
 
 The loss is the likelihood of the Bradley-Terry model, in which a text is preferred with the odds exp(r_chosen) to
-exp(r_rejected): so differences of rewards mean something, and sigmoid of a difference is a probability that can be held
-against what people chose ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al. 2020
-(2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031: the
-head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288, eq. 2),
-the centring term Eisenstein et al. 2023's (2312.09244).
+exp(r_rejected). So differences of rewards mean something: the sigmoid of a difference is a probability that can be
+compared with what people chose ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al.
+2020 (2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031:
+the head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288,
+eq. 2), the centring term Eisenstein et al. 2023's (2312.09244). The README has a glossary of the metrics.
 
   python reward_model.py                             # the toy world: offline, a minute on a CPU
   python reward_model.py --model gpt2 --dataset D    # D has `chosen` and `rejected`, with or without `prompt`
@@ -37,148 +37,164 @@ Shapes: B pairs, S tokens (right-padded), D hidden size.
 """
 
 import ctypes
-import html
 import json
 import math
 import os
 import random
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
+import datasets
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from filelock import FileLock
+from huggingface_hub import ModelCard, ModelCardData
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import get_scheduler
 from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
-from tyro.conf import arg
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
+# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+
+Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
+NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
+Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
+Count = Annotated[int, "1 or more", lambda x: x >= 1]
+Natural = Annotated[int, "0 or more", lambda x: x >= 0]
 
 
 @dataclass
 class Args:
-    # --- Run
-    exp_name: str = "reward_model"
-    """name of this run, in its folder and on W&B"""
-    output_dir: str | None = None
-    """where everything goes; by default a new folder runs/NAME__SEED__TIME"""
-    seed: int = 1
-    """seed of the order of pairs and of the new head"""
-    device: str | None = None
-    """cpu, cuda, mps; by default the best there is"""
-    bf16: bool = False
-    """run the models under bfloat16 autocast; weights and optimiser stay float32"""
-    track: bool = False
-    """also log to Weights & Biases (WANDB_MODE=offline works without an account)"""
-    wandb_project_name: str = "rlhf"
-    """W&B project, with --track"""
-    wandb_entity: str | None = None
-    """W&B team, with --track"""
-    num_sample_generations: int = 2
-    """how often in the run a table of pairs with their rewards is printed; 0 for never"""
-
-    # --- Survival
-    save_steps: int = 100
-    """steps (of PPO and RLOO: updates) between checkpoints, each of which holds all that a run consists of"""
-    save_total_limit: int = 2
-    """checkpoints that are kept, the newest"""
-    resume: Annotated[str | None, arg(aliases=["--resume-from-checkpoint"])] = None
-    """a run's folder, or one of its checkpoints: goes on from there, with the settings of that run"""
-
-    # --- Many processes: torchrun --nproc-per-node N
-    zero_stage: Literal[0, 2, 3] = 0
-    """0: all of a model on each GPU; 2: shards of gradients and optimiser state; 3: of weights too (ZeRO, by FSDP2)"""
-    shard_size: int | None = None
-    """GPUs that hold one set of shards, such as those of a node (ZeRO++); by default all"""
-    offload: bool = False
-    """keep the shards in CPU memory, from where they come to the GPU when needed: slow, for models that do not fit"""
-
-    # --- Model: a folder, or a name on the hub
-    model: Annotated[str, arg(aliases=["--model-name-or-path", "--sft-model-path"])] = "toy/sft"
-    """the model to start from, best the policy that sft.py made; any causal architecture"""
-    trust_remote_code: bool = False
-    """run Python code that comes with a model; leave it off unless you have read that code"""
-    attn_implementation: str | None = None
-    """eager, sdpa, flash_attention_2, ...; by default what transformers takes for the model"""
-    gradient_checkpointing: bool = False
-    """compute activations again in the backward pass: far less memory, a third more time, the same numbers"""
-
-    # --- Data
-    dataset: Annotated[str, arg(aliases=["--dataset-name"])] = "toy/data/preferences"
-    """folder, file (jsonl, csv, parquet) or hub name of the pairs: texts, or lists of {role, content} messages"""
-    dataset_config: Annotated[str | None, arg(aliases=["--dataset-config-name"])] = None
-    """configuration of a hub dataset that has several"""
-    dataset_train_split: str = "train"
-    """split to train on"""
-    dataset_test_split: str | None = None
-    """split to evaluate on; by default validation where the data have one; none for no evaluation"""
-    chosen_column: str = "chosen"
-    """column of preferred texts"""
-    rejected_column: str = "rejected"
-    """column of the other texts"""
-    prompt_column: str = "prompt"
-    """column that both texts go on from, where there is one"""
-    margin_column: str = "margin"
-    """column of how much better the chosen text is (Llama 2, eq. 2), where there is one"""
-    max_length: int = 512
-    """longer texts lose their end, and are counted (TRL drops them)"""
-    eos_dropout: float = 0.0
-    """share of training pairs shown without EOS, so that the reward can also be read where a response was cut off"""
+    # --- Reward model
+    center_rewards_coefficient: NonNegative = 0.0  # c of the loss: pulls each pair's rewards towards a sum of 0 (TRL)
+    eos_dropout: Share = 0.0  # share of training pairs shown without EOS: then responses that were cut off can be read
+    max_length: Count = 512  # longer texts lose their end, and are counted (TRL drops them)
 
     # --- Optimisation
-    num_train_epochs: float = 1.0
-    """passes over the pairs (N+ details: 1; more overfits at once)"""
-    per_device_train_batch_size: int = 64
-    """pairs in one forward/backward"""
-    gradient_accumulation_steps: int = 1
-    """micro-batches in an optimiser step; changes memory, not the result"""
-    learning_rate: float | None = None
-    """AdamW's; by default from the size of the model (see reward_learning_rate)"""
-    lr_scheduler_type: str = "cosine"
-    """any name that transformers.get_scheduler knows (N+ details: cosine)"""
-    warmup_ratio: float = 0.03
-    """share of the run in which the learning rate rises to its value"""
-    weight_decay: float = 0.0
-    """AdamW's"""
-    max_grad_norm: float = 1.0
-    """the gradient is clipped to this norm"""
-    center_rewards_coefficient: float = 0.0
-    """c of the loss: pulls the rewards of each pair towards a sum of 0 (TRL; 0.01 is usual)"""
-    eval_steps: int = 100
-    """optimiser steps between evaluations; there is one at the end too"""
+    learning_rate: Positive | None = None  # AdamW's; by default from the size of the model
+    lr_scheduler_type: str = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
+    warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises to its value
+    weight_decay: NonNegative = 0.0  # AdamW's
+    max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
+
+    # --- Batch sizes
+    batch_size: Count | None = None  # pairs per optimiser step, on all GPUs together; by default 64
+    micro_batch_size: Count | None = None  # pairs per forward/backward pass; no effect on the result
+    # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
+    per_device_train_batch_size: Count | None = None
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+
+    # --- Model: a folder, or a name on the hub
+    model: str = "toy/sft"  # the model to start from, ideally the policy that sft.py made; any causal architecture
+    bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
+    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
+    trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
+
+    # --- Data
+    dataset: str = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: str | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: str = "train"  # split to train on
+    dataset_test_split: str | None = None  # split to evaluate on, or none; by default validation, if there is one
+    chosen_column: str = "chosen"  # preferred texts, or lists of {role, content} messages
+    rejected_column: str = "rejected"  # the other texts
+    prompt_column: str = "prompt"  # what both texts continue, if there is such a column
+    margin_column: str = "margin"  # how much better the chosen text is (Llama 2, eq. 2), if there is such a column
+    seed: int = 1  # seed of the order of pairs, of dropout, and of the new head
+
+    # --- Run. From here on, a resumed run may differ from what it was
+    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    num_train_epochs: Positive = 1.0  # passes over the pairs (N+ details: 1; more overfits at once)
+    exp_name: str = "reward_model"  # name of this run, in its folder and on W&B
+    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    save_steps: Count = 100  # steps between checkpoints, each of which holds everything that a run consists of
+    save_total_limit: Count = 2  # number of checkpoints to keep, the newest
+    eval_steps: Count = 100  # steps between evaluations; there is one at the end, too
+    num_sample_generations: Natural = 2  # how often a table of pairs with their rewards is printed
+    track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
+    wandb_project_name: str = "rlhf"  # W&B project, with --track
+    wandb_entity: str | None = None  # W&B team, with --track
+
+    # --- Many GPUs: torchrun --nproc-per-node N
+    zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
 
 
-METRICS = {
-    "step": "optimiser steps so far",
-    "epoch": "passes over the pairs so far",
-    "lr": "learning rate",
-    "loss": "Bradley-Terry loss of the step, with its margin and centring term; log 2 = .693 is guessing",
-    "accuracy": "share of the step's pairs whose chosen text has the higher reward (a tie is wrong)",
-    "margin": "mean of r_chosen - r_rejected in the step",
-    "grad_norm": "norm of the gradient before clipping",
-    "eval/loss": "Bradley-Terry loss on the test split, without margin and centring",
-    "eval/accuracy": "share of test pairs whose chosen text has the higher reward",
-    "eval/margin": "mean of r_chosen - r_rejected on the test split",
-    "eval/calibration_error": "mean distance of sigmoid(reward difference) from the share that was chosen, in ten bins",
-    "eval/mean_reward": "mean reward of the test texts, chosen and rejected",
-    "eval/std_reward": "standard deviation of the same",
-    "time/step": "seconds of this step",
-    "perf/peak_memory_mb": "peak memory so far: of the GPU on CUDA, else of the process",
-}
+# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. Encode
+
+def train(args: Args) -> None:
+    """Trains the reward model; leaves it, its metrics, curves and model card in args.output_dir."""
+    device = start_run(args)
+    model, tokenizer = load_classifier(args)
+    models = place(args, device, model)
+    train_split = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
+    pairs, test_split = encode_pairs(train_split, tokenizer, args), load_test_split(args)  # 1
+    test_pairs = encode_pairs(test_split, tokenizer, args) if test_split else []
+    lengths = [max(len(p.chosen), len(p.rejected)) for p in pairs]
+    num_steps, steps_per_epoch = plan_steps(args, model, len(pairs), fits_cpu=8192 // max(lengths))
+    use_fast_kernels(args, models, 2 * args.micro_batch_size, max(lengths))
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    schedule = make_schedule(args, optimizer, num_steps)
+    check_padding(model, args)
+    queue, bias = [], {}  # batches that the current pass over the data has yet to give; what centring sets in config
+    batches = length_grouped_batches(lengths, queue, args.batch_size)
+    run = Run(args, {"model": model}, optimizer, schedule, {"queue": queue, "bias": bias})
+    model.config.update(bias)
+    separate_dropout(args)
+    try:
+        for step, rows in zip(run.steps(num_steps), batches):
+            with run.clock("step"):
+                batch = drop_eos([pairs[i] for i in rows], tokenizer.eos_token_id, args)
+                stats = pair_gradient(model, batch, tokenizer.pad_token_id, args)  # 2 and 3
+                grad_norm = clip_gradient(list(model.parameters()), args.max_grad_norm)  # 4
+                if grad_norm.isfinite():  # else the weights would be NaN for good
+                    optimizer.step()
+                optimizer.zero_grad()
+            stats |= {"step": step, "epoch": step / steps_per_epoch, "lr": schedule.get_last_lr()[0]}
+            stats |= {"grad_norm": float(grad_norm)}
+            schedule.step()
+            if step == num_steps:
+                chosen, rejected = all_rewards(model, pairs[:2000], tokenizer, args)
+                bias |= shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
+            if test_pairs and (step % args.eval_steps == 0 or step == num_steps):
+                test_stats, bins = evaluate_rewards(model, test_pairs, tokenizer, args)
+                stats |= test_stats
+            run.write(step, stats, "loss", "eval/accuracy")
+            if run.is_turn(step, args.num_sample_generations):
+                show_pairs(run, step, model, test_pairs or pairs, tokenizer, args)
+                if test_pairs and step == num_steps:
+                    run.table("calibration on the test split", ["predicted", "observed", "pairs"],
+                              [[f"{p:.2f}", f"{share:.2f}", str(n)] for p, share, n in bins])  # fmt: skip
+    finally:  # after an error or Ctrl-C, too: what was trained is on disk
+        run.finish(model, tokenizer, CURVES)
+
+
+# --- 1. Encode --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -206,17 +222,8 @@ def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokeni
     return apply_template(turns + turn, tokenizer)
 
 
-def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:  # same in all scripts
-    """Token ids of a conversation through the tokenizer's chat template."""
-    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
-    try:
-        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
-    except Exception as error:  # a template is a program of somebody else's
-        raise UserError(f"the tokenizer's chat template refuses {messages!r}: {error}") from error
-
-
 def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
-    """All pairs of a dataset, cut to max_length; pairs that are then equal teach nothing: dropped and counted."""
+    """All pairs of a split, cut to max_length; pairs whose texts are then equal teach nothing: dropped and counted."""
     chosen = read_column(data, args.chosen_column, args.dataset, "--chosen-column", (str, list))
     rejected = read_column(data, args.rejected_column, args.dataset, "--rejected-column", (str, list))
     prompts, margins = [""] * len(chosen), [0.0] * len(chosen)
@@ -224,53 +231,59 @@ def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
         prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
     if args.margin_column in data.column_names:
         margins = read_column(data, args.margin_column, args.dataset, "--margin-column", (int, float))
-    pairs, too_long = [], 0
+    require(all(map(math.isfinite, margins)), f"--dataset {args.dataset}: NaN or infinity in {args.margin_column!r}")
+    pairs, cut, limit = [], [], args.max_length
     for prompt, margin, *texts in tqdm(zip(prompts, margins, chosen, rejected), desc="encoding", leave=False):
         encode = encode_conversation if list in map(type, (prompt, *texts)) else encode_text
-        encoded = [encode(prompt, text, tokenizer) for text in texts]
-        too_long += sum(len(ids) > args.max_length for ids in encoded)
-        pairs.append(Pair(*(ids[: args.max_length] for ids in encoded), float(margin)))
-    kept = [p for p in pairs if p.chosen != p.rejected]
+        pairs.append(Pair(*(encode(prompt, text, tokenizer) for text in texts), float(margin)))
+        cut.append(Pair(pairs[-1].chosen[:limit], pairs[-1].rejected[:limit], float(margin)))
+    kept = [p for p in cut if p.chosen != p.rejected]
+    same, too_long = (sum(x) for x in zip(*(
+        (p.chosen == p.rejected, (len(p.chosen) > limit) + (len(p.rejected) > limit)) for p in pairs
+    )))  # fmt: skip
     if too_long:
-        print(f"cut {too_long} of {2 * len(pairs)} texts to --max-length {args.max_length} tokens")
+        print(f"cut {too_long} of {2 * len(pairs)} texts to --max-length {limit} tokens")
+    dropped = (f"{len(pairs) - len(kept)} of {len(pairs)} pairs: in {same} both texts are the same, in "
+               f"{len(pairs) - len(kept) - same} after they were cut to --max-length {limit} tokens")  # fmt: skip
+    require(kept, f"--dataset {args.dataset}: dropped {dropped}")
     if len(kept) < len(pairs):
-        print(f"dropped {len(pairs) - len(kept)} of {len(pairs)} pairs: both texts are the same")
-    same = f"in all {len(pairs)} pairs the two texts are the same up to --max-length {args.max_length}"
-    require(kept, f"--dataset {args.dataset}: {same}")
+        print(f"dropped {dropped}")
     return kept
 
 
-def without_eos(pair: Pair, eos_token_id: int | None) -> Pair:
-    """The pair as it would look cut off just before its EOS."""
-    cut = [ids[:-1] if len(ids) > 1 and ids[-1] == eos_token_id else ids for ids in (pair.chosen, pair.rejected)]
-    return Pair(*cut, pair.margin)
+def drop_eos(batch: list[Pair], eos_token_id: int | None, args: Args) -> list[Pair]:
+    """The batch with a random share `eos_dropout` of its pairs as they would look cut off just before their EOS."""
+    if not args.eos_dropout:
+        return batch
+    dropped = (broadcast(torch.rand(len(batch))) < args.eos_dropout).tolist()
+    cut = lambda ids: ids[:-1] if len(ids) > 1 and ids[-1] == eos_token_id else ids  # noqa: E731
+    return [Pair(cut(p.chosen), cut(p.rejected), p.margin) if d else p for p, d in zip(batch, dropped)]
 
 
 def length_grouped_batches(lengths: list[int], queue: list[list[int]], batch_size: int) -> Iterator[list[int]]:
-    """Endless passes over all rows in batches of like length, in random order: little padding, yet random enough.
+    """Endless passes over all rows in batches of similar length, in random order: little padding, yet random enough.
 
-    Rows are shuffled, cut into groups of 50 batches, sorted by length inside a group, and the batches shuffled again.
+    Rows are shuffled, cut into groups of 50 batches, sorted by length within a group, and the batches shuffled again.
     `queue` holds the batches that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
     """
     while True:
         while queue:
             yield queue.pop(0)
-        order = from_first(torch.randperm(len(lengths))).tolist()
+        order = broadcast(torch.randperm(len(lengths))).tolist()
         groups = [order[i : i + 50 * batch_size] for i in range(0, len(order), 50 * batch_size)]
         ordered = [row for group in groups for row in sorted(group, key=lengths.__getitem__)]
         batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-        queue += [batches[i] for i in from_first(torch.randperm(len(batches))).tolist()]
+        queue += [batches[i] for i in broadcast(torch.randperm(len(batches))).tolist()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Read
+# --- 2. Read ----------------------------------------------------------------------------------------------------------
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """(B, labels) output of a sequence classifier's head at the last real token, found from the attention mask (B, S).
 
-    The library's own pooling looks for the last token that is not the pad token: where padding and EOS are one token,
-    it reads the token before EOS. A classifier that pools elsewhere (BERT's first token, say) has no `score` head over
+    The library's own pooling looks for the last token that is not the pad token: if padding and EOS are one token, it
+    reads the token before EOS. A classifier that pools elsewhere (at BERT's first token, say) has no `score` head over
     a causal body; its own logits are taken.
     """
     if not hasattr(model, "score"):
@@ -288,7 +301,7 @@ def pair_rewards(model: nn.Module, pairs: list[Pair], pad_token_id: int, args: A
     """(B,) rewards of the chosen and of the rejected texts, in one forward pass over all of them."""
     ids, mask = pad([p.chosen for p in pairs] + [p.rejected for p in pairs], pad_token_id, model.device)
     with autocast(args, model.device):
-        rewards = read_reward(model, ids, mask).squeeze(1)  # (2B,)
+        rewards = read_reward(model, ids, mask.long()).squeeze(1)  # (2B,)
     return rewards[: len(pairs)], rewards[len(pairs) :]
 
 
@@ -297,24 +310,25 @@ def init_reward_head(head: nn.Linear) -> None:
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
 
-def shift_rewards(model: nn.Module, shift: float) -> None:
-    """Adds a constant to every reward, in a way that is saved with the model.
+def shift_rewards(model: nn.Module, shift: float) -> dict[str, float]:
+    """Adds a constant to every reward, in a way that is saved with the model; returns what it sets in the config.
 
-    The head of transformers' classifiers has no bias. But where the last layer is h = norm(x) g + c, moving c by
-    shift w / |w|^2 moves every w . h by the shift: a plain weight that any program which loads the model sees. Where
-    that norm has no c (RMSNorm), the shift stands in the config as `reward_bias`, which read_reward adds.
+    The head of transformers' classifiers has no bias. But if the last layer is h = norm(x) g + c, moving c by
+    shift w / |w|^2 moves every w . h by the shift: a plain weight that any program which loads the model sees. If that
+    norm has no c (RMSNorm), the shift stands in the config as `reward_bias`, which read_reward adds.
     """
     norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
-    reshard(model)
-    w = unsharded(model.score.weight.detach())[0]
-    if len(norms) == 1:
-        norms[0].bias.data += sharded_like(shift * w / w.square().sum(), norms[0].bias)
-    else:
+    if len(norms) != 1:
         model.config.reward_bias = getattr(model.config, "reward_bias", 0.0) + shift
+        return {"reward_bias": model.config.reward_bias}
+    everywhere = dcp.StateDictOptions(full_state_dict=True)  # put together from shards, in every process
+    w, norm = (dcp.get_model_state_dict(part, options=everywhere) for part in (model.score, norms[0]))
+    norm["bias"] = norm["bias"] + shift * w["weight"][0] / w["weight"][0].square().sum()
+    dcp.set_model_state_dict(norms[0], norm, options=everywhere)
+    return {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Loss
+# --- 3. Loss ----------------------------------------------------------------------------------------------------------
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, center_rewards_coefficient: float) -> Tensor:
@@ -330,734 +344,308 @@ def calibration(differences: Tensor, num_bins: int = 10) -> list[tuple[float, fl
     return [(b.abs().sigmoid().mean().item(), (b > 0).float().mean().item(), len(b)) for b in bins]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. Update
-
-
-def train(args: Args) -> None:
-    """Trains the reward model and leaves it, its metrics and its model card in args.output_dir."""
-    check_numbers(
-        args,
-        positive="max_length num_train_epochs per_device_train_batch_size gradient_accumulation_steps learning_rate "
-        "max_grad_norm eval_steps save_steps save_total_limit",
-        shares="warmup_ratio eos_dropout",
-    )
-    device = start_run(args)
-    model, tokenizer = load_classifier(args)
-    place(args, device, model)
-    separate_dropout(args)
-    pairs = encode_pairs(load_split(args.dataset, args.dataset_config, args.dataset_train_split), tokenizer, args)
-    test_pairs = load_test_pairs(args, tokenizer)
-    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_processes()
-    steps_per_epoch = math.ceil(len(pairs) / batch_size)
-    num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-    use_fast_kernels(args, max(max(len(p.chosen), len(p.rejected)) for p in pairs), model)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    schedule = make_schedule(args, optimizer, num_steps)
-    print(f"data: {len(pairs)} pairs, {len(test_pairs)} for evaluation")
-    describe_training(args.model, model, num_steps, args)
-    batches = length_grouped_batches([max(len(p.chosen), len(p.rejected)) for p in pairs], queue := [], batch_size)
-    log = RewardModelLog(args, num_steps)
-    checkpoints = Checkpoints(args, log, model=model, optimizer=optimizer, schedule=schedule, batches=queue)
-    try:
-        for step, rows in zip(checkpoints.steps(num_steps), batches):
-            batch = [pairs[i] for i in rows]
-            if args.eos_dropout:
-                drop = (from_first(torch.rand(len(batch))) < args.eos_dropout).tolist()
-                batch = [without_eos(p, tokenizer.eos_token_id) if d else p for p, d in zip(batch, drop)]
-            with memory_for("update"):
-                stats = pair_gradient(model, batch, tokenizer.pad_token_id, args)
-            stats["grad_norm"] = float(clip_gradient(model.parameters(), args.max_grad_norm))
-            if math.isfinite(stats["grad_norm"]):  # else the weights would be NaN for good
-                optimizer.step()
-            optimizer.zero_grad()
-            stats |= {"epoch": step / steps_per_epoch, "lr": schedule.get_last_lr()[0]}
-            schedule.step()
-            if step == num_steps:
-                center_rewards(model, pairs, tokenizer, args)
-            if test_pairs and (step % args.eval_steps == 0 or step == num_steps):
-                stats |= evaluate_rewards(model, test_pairs, tokenizer, args, log)
-            log.write(step, stats)
-            log.show_pairs(step, model, tokenizer, test_pairs or pairs)
-    finally:  # also after an error or Ctrl-C: what was trained is on disk
-        log.finish(model, tokenizer)
+# --- 4. Update --------------------------------------------------------------------------------------------------------
 
 
 def pair_gradient(model: nn.Module, batch: list[Pair], pad_token_id: int, args: Args) -> dict[str, float]:
     """Adds up the gradient of the mean loss over a batch of pairs; returns means over them of what is logged.
 
-    How the batch is cut, into micro-batches and among processes, changes nothing. A pair that is computed only so that
-    all processes are equally busy does not count.
+    How the batch is cut, into micro-batches and among processes, changes nothing.
     """
     sums = torch.zeros(3, device=model.device)
-    for index in own_rows(len(batch)).split(args.per_device_train_batch_size):
-        pairs = [batch[i % len(batch)] for i in index]
+    for pairs, counts in micro_batches(batch, model.device, args):
         chosen, rejected = pair_rewards(model, pairs, pad_token_id, args)  # (b,) each
         margin = torch.tensor([p.margin for p in pairs], device=model.device)
-        counts = (index < len(batch)).to(model.device)
         losses = preference_loss(chosen, rejected, margin, args.center_rewards_coefficient) * counts
-        (num_processes() * losses.sum() / len(batch)).backward()  # FSDP takes the mean over processes
+        (WORLD_SIZE * losses.sum() / len(batch)).backward()  # gradients become means over processes
         stats = losses.detach(), (chosen > rejected) * counts, (chosen - rejected).detach() * counts
         sums += torch.stack([x.sum() for x in stats])
-    return dict(zip(("loss", "accuracy", "margin"), (add_up(sums) / len(batch)).tolist()))
+    return dict(zip(("loss", "accuracy", "margin"), (all_reduce(sums) / len(batch)).tolist()))
+
+
+# === The algorithm ends here. What follows is needed by every program of this kind ====================================
 
 
 @torch.no_grad()
 def all_rewards(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args) -> tuple[Tensor, Tensor]:
     """(N,) rewards of all chosen and all rejected texts, dropout off."""
     model.eval()
-    n, pad_token_id = len(pairs), tokenizer.pad_token_id
-    chunks = own_rows(n).split(args.per_device_train_batch_size)
-    parts = [pair_rewards(model, [pairs[i % n] for i in index], pad_token_id, args) for index in chunks]
+    batches = micro_batches(pairs, model.device, args)
+    parts = [pair_rewards(model, part, tokenizer.pad_token_id, args) for part, _ in batches]
     model.train()
-    chosen, rejected = (join_shares(torch.cat(x), n).cpu() for x in zip(*parts))
+    chosen, rejected = (all_gather(torch.cat(x))[: len(pairs)].cpu() for x in zip(*parts))
     return chosen, rejected
 
 
-def center_rewards(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args) -> None:
-    """Shifts the rewards to mean 0 over (at most 2,000 of) the training pairs."""
-    chosen, rejected = all_rewards(model, pairs[:2000], tokenizer, args)
-    shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
-
-
 def evaluate_rewards(
-    model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args, log: "RewardModelLog"
-) -> dict[str, float]:
-    """Loss, accuracy and calibration over the test split; the calibration bins go to the log for its picture."""
+    model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args
+) -> tuple[dict[str, float], list[tuple[float, float, int]]]:
+    """Loss, accuracy and calibration over the test split, and the bins of the calibration."""
     chosen, rejected = all_rewards(model, pairs, tokenizer, args)
-    log.calibration = calibration(chosen - rejected)
-    return {
+    bins = calibration(chosen - rejected)
+    stats = {
         "eval/loss": preference_loss(chosen, rejected, torch.zeros(()), 0.0).mean().item(),
         "eval/accuracy": (chosen > rejected).float().mean().item(),
         "eval/margin": (chosen - rejected).mean().item(),
-        "eval/calibration_error": sum(n * abs(p - share) for p, share, n in log.calibration) / len(chosen),
+        "eval/calibration_error": sum(n * abs(p - share) for p, share, n in bins) / len(chosen),
         "eval/mean_reward": torch.cat([chosen, rejected]).mean().item(),
         "eval/std_reward": torch.cat([chosen, rejected]).std().item(),
     }
+    return stats, bins
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Plumbing of this script
-
-
-def reward_learning_rate(num_parameters: int) -> float:
-    """1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)."""
-    return max(3e-6, 1e-5 * (124e6 / num_parameters) ** 0.75)
+def show_pairs(
+    run: "Run", step: int, model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args
+) -> None:
+    """A table of test pairs with their rewards."""
+    chosen, rejected = all_rewards(model, pairs[:4], tokenizer, args)
+    rows = []
+    for pair, a, b in zip(pairs, chosen.tolist(), rejected.tolist()):
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (pair.chosen, pair.rejected)]
+        rows.append([texts[0], f"{a:.2f}", texts[1], f"{b:.2f}", "yes" if a > b else "no"])
+    run.table(f"step {step} of {run.bar.total}", ["chosen", "reward", "rejected", "reward", "right"], rows)
 
 
 def load_classifier(args: Args) -> tuple[nn.Module, AutoTokenizer]:
-    """The model with a new head of one output, and its tokenizer; fills in the settings that depend on it."""
-    tokenizer = load_tokenizer(args.model, args.trust_remote_code)
-    model = load_weights(AutoModelForSequenceClassification, args.model, args, num_labels=1)
-    kind, is_causal = type(model).__name__, hasattr(model, "score")
-    require(is_causal, f"{args.model} is no causal language model ({kind}), so it has no last token to read")
+    """The model with a new head of one output, and its tokenizer."""
+    model = load_model(AutoModelForSequenceClassification, args.model, args, new_head=True, num_labels=1)
+    tokenizer, kind = load_tokenizer(args.model, args, model), type(model).__name__
+    require(hasattr(model, "score"), f"{args.model} is no causal language model ({kind}): it has no last token to read")
     init_reward_head(model.score)
     model.config.pad_token_id = tokenizer.pad_token_id  # for programs that use the library's own pooling
     model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
-    args.learning_rate = args.learning_rate or reward_learning_rate(model.num_parameters())
+    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    args.learning_rate = args.learning_rate or max(3e-6, 1e-5 * (124e6 / model.num_parameters()) ** 0.75)
     args.max_length = min(args.max_length, context_length(model))
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train(), tokenizer
 
 
-def load_test_pairs(args: Args, tokenizer: AutoTokenizer) -> list[Pair]:
-    """The test split; [] without one."""
-    data = load_test_split(args)
-    return encode_pairs(data, tokenizer, args) if data else []
+# --- Settings and checks ----------------------------------------------------------------------------------------------
 
-
-def describe_training(name: str, model: nn.Module, num_steps: int, args: Args) -> None:
-    """Prints what is about to happen."""
-    size, lr = f"{model.num_parameters() / 1e6:.2f}M parameters", f"learning rate {args.learning_rate:.2g}"
-    print(f"model: {name}, {size} on {model.device}, {lr}")
-    micro_batch = args.per_device_train_batch_size
-    print(f"batch: {args.gradient_accumulation_steps} micro-batches of {micro_batch} rows; {num_steps} steps")
-    print(f"output: {args.output_dir}")
-
-
-def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):  # same in all scripts
-    """The learning rate's course, by the name that transformers gives it."""
-    name = args.lr_scheduler_type
-    try:
-        schedule = get_scheduler(name, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--lr-scheduler-type {name}: {error}") from error
-    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
-    require(is_plain, f"--lr-scheduler-type {name} wants to see a metric; take one that depends on the step alone")
-    return schedule
-
-
-MEMORY_ADVICE = {
-    "update": "lower --per-device-train-batch-size and raise --gradient-accumulation-steps as much, or add "
-    "--gradient-checkpointing",
-    "run": "lower --per-device-train-batch-size, or take more GPUs with --zero-stage 3",
-}
-
-
-class RewardModelLog:
-    """Everything a run leaves behind: metrics.jsonl, the progress bar, tables of pairs, W&B, curves, the model."""
-
-    def __init__(self, args: Args, num_steps: int):
-        self.args, self.num_steps, self.last = args, num_steps, time.perf_counter()
-        self.metrics: dict[str, float] = {}
-        self.calibration: list[tuple[float, float, int]] = []
-        self.file, self.wandb, self.broken = open_metrics(args), start_wandb(args), 0
-        self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True)
-
-    def write(self, step: int, stats: dict) -> None:
-        """Ends a step: one line of metrics.jsonl, the bar, W&B."""
-        self.broken = count_broken(self.broken, not math.isfinite(stats["grad_norm"]))
-        now = time.perf_counter()
-        stats |= {"step": step, "time/step": now - self.last, "perf/peak_memory_mb": peak_memory_mb()}
-        self.last = now
-        line = {name: stats[name] for name in METRICS if name in stats}
-        self.metrics |= line
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-        if self.wandb:
-            self.wandb.log(line, step=step)
-        test = f", test accuracy {self.metrics['eval/accuracy']:.3f}" if "eval/accuracy" in self.metrics else ""
-        self.bar.set_postfix_str(f"loss {stats['loss']:.3f}, accuracy {stats['accuracy']:.2f}{test}")
-        self.bar.update()
-
-    def show_pairs(self, step: int, model: nn.Module, tokenizer: AutoTokenizer, pairs: list[Pair]) -> None:
-        """A table of test pairs with their rewards, `num_sample_generations` times; the calibration at the end."""
-        if not is_turn(step, self.num_steps, self.args.num_sample_generations):
-            return
-        chosen, rejected = all_rewards(model, pairs[:4], tokenizer, self.args)
-        rows = []
-        for pair, a, b in zip(pairs, chosen.tolist(), rejected.tolist()):
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (pair.chosen, pair.rejected)]
-            rows.append([texts[0], f"{a:.2f}", texts[1], f"{b:.2f}", "yes" if a > b else "no"])
-        with self.bar.external_write_mode():
-            print_table(f"step {step} of {self.num_steps}", ["chosen", "reward", "rejected", "reward", "right"], rows)
-            if self.calibration and step == self.num_steps:
-                bins = [[f"{p:.2f}", f"{share:.2f}", str(n)] for p, share, n in self.calibration]
-                print_table("calibration on the test split", ["predicted", "observed", "pairs"], bins)
-        self.last = time.perf_counter()
-
-    def state_dict(self) -> dict:
-        """What a checkpoint keeps of it."""
-        return {"metrics": self.metrics}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Takes that up again."""
-        vars(self).update(state)
-
-    def finish(self, model: nn.Module, tokenizer: AutoTokenizer) -> None:
-        """Closes the files and, unless not one step was made, saves the model with its card and draws the curves.
-
-        Not so when one of many processes has failed: the others cannot put the model together without it.
-        """
-        self.bar.close()
-        self.file.close()
-        if self.metrics and can_gather():
-            save_model(model, tokenizer, self.args, self.metrics)
-            panels = [["loss", "eval/loss"], ["accuracy", "eval/accuracy"], ["margin", "eval/margin"]]
-            draw_curves(Path(self.args.output_dir), "step", panels)
-        if self.wandb:
-            self.wandb.finish()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Plumbing: checkpoints
-
-HARMLESS = {  # settings that a resumed run may change: how much is shown and saved, and how long it goes on
-    "output_dir", "exp_name", "resume", "device", "track", "wandb_project_name", "wandb_entity", "trust_remote_code",
-    "num_sample_generations", "save_steps", "save_total_limit", "eval_steps", "total_episodes", "num_train_epochs",
-    "zero_stage", "shard_size", "offload", "gather_for_rollout",
+ALIASES = {  # other libraries' spellings
+    "--model-name-or-path": "--model", "--sft-model-path": "--model", "--dataset-name": "--dataset",
+    "--dataset-config-name": "--dataset-config", "--resume-from-checkpoint": "--resume",
 }  # fmt: skip
+CURVES = [["loss", "eval/loss"], ["accuracy", "eval/accuracy"], ["margin", "eval/margin"]]
 
 
-class Interrupted(Exception):  # same in all scripts
-    """A signal asked the run to stop, and it has stopped between two steps."""
+def plan_steps(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> tuple[int, int]:
+    """Fills in the batch sizes and prints them; returns the number of steps in the run, and in one pass over the rows.
 
-
-class Checkpoints:  # same in all scripts
-    """Writes all that a run consists of to checkpoints/ now and then, and when a signal asks it to stop; reads it back.
-
-    A part is a module, an optimiser or a schedule, a list, or an object that is its attributes. Beside the parts a
-    checkpoint holds the random state and the length of metrics.jsonl, to which the file is cut when the run goes on.
-    A resumed run is, bit for bit on a CPU, the one that was never interrupted. Of many processes the first writes what
-    all have put together; each reads it, from a folder that they share, and keeps its shards.
+    `fits_cpu` rows at a time go through the model on a CPU, unless the settings say otherwise.
     """
-
-    def __init__(self, args: Args, log, **parts):
-        self.args, self.log, self.step, self.signal = args, log, 0, None
-        self.parts = {name: part for name, part in (parts | {"log": log}).items() if part is not None}
-        self.folder = Path(args.output_dir) / "checkpoints"
-        if args.resume:
-            self.restore()
-
-    def steps(self, num_steps: int) -> Iterator[int]:
-        """The numbers of the steps that are left. Ctrl-C and SIGTERM end the run after the step that it is in."""
-        if self.step >= num_steps:  # it may have been killed while it saved its model, which happens now
-            print(
-                f"the run in {self.args.output_dir} has made all its {num_steps} steps; ask for more of them to go on"
-            )
-            return
-        before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            for step in range(self.step + 1, num_steps + 1):
-                yield step
-                is_asked = bool(add_up(torch.tensor(int(self.signal is not None))))  # in one process, so in all
-                if step % self.args.save_steps == 0 or step == num_steps or is_asked:
-                    self.save(step)
-                if is_asked and step < num_steps:
-                    name = self.signal.name if self.signal else "a signal to another process"
-                    raise Interrupted(f"stopped by {name} after step {step} of {num_steps}")
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def stop(self, number: int, frame) -> None:
-        """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
-        if self.signal and num_processes() == 1:
-            raise KeyboardInterrupt
-        if not self.signal:
-            self.signal = signal.Signals(number)
-            print(f"\n{self.signal.name}: the run ends after this step; once more ends it at once", file=sys.stderr)
-
-    def save(self, step: int) -> None:
-        """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
-        state = {"step": step, "metrics_bytes": self.log.file.tell(), "python_random": random.getstate()}
-        for name, random_state in self.random_states().items():
-            state[name] = join_shares(random_state[None], num_processes())  # of every process
-        for name, part in self.parts.items():
-            state[name] = whole(part.state_dict() if hasattr(part, "state_dict") else getattr(part, "__dict__", part))
-        if process_index():
-            return
-        self.log.file.flush(), os.fsync(self.log.file.fileno())
-        temporary = self.folder / "unfinished"
-        try:
-            self.folder.mkdir(exist_ok=True)
-            with open(temporary, "wb") as file:
-                torch.save(state, file)
-                file.flush(), os.fsync(file.fileno())
-            temporary.replace(self.folder / f"step-{step:08d}.pt")
-        except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
-            temporary.unlink(missing_ok=True)
-            reason = getattr(error, "strerror", None) or f"is the disk full? {str(error).strip().splitlines()[0]}"
-            print(f"warning: the checkpoint after step {step} was not written: {reason}", file=sys.stderr)
-        for file in sorted(self.folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
-            file.unlink()
-
-    def random_states(self) -> dict[str, Tensor]:
-        """Those of torch in this process, as bytes."""
-        states = {"torch_random": torch.get_rng_state()}
-        return states | ({"cuda_random": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
-
-    def restore(self) -> None:
-        """Brings every part back to the newest checkpoint that can be read, or to the one that --resume names."""
-        path, state = Path(self.args.resume), None
-        for file in [path] if path.is_file() else sorted(self.folder.glob("step-*.pt"), reverse=True):
-            try:
-                state = torch.load(file, map_location="cpu", weights_only=True)
-                break
-            except Exception as error:  # whatever a damaged file makes of it
-                print(f"warning: {file} cannot be read ({type(error).__name__}: it is damaged)", file=sys.stderr)
-        require(state, f"--resume {path}: there is no checkpoint that can be read; start the run anew")
-        metrics = Path(self.args.output_dir) / "metrics.jsonl"
-        is_whole = metrics.stat().st_size >= state["metrics_bytes"]
-        require(is_whole, f"{metrics} is shorter than when {file.name} was written; the run cannot go on without it")
-        if process_index() == 0:
-            self.log.file.truncate(state["metrics_bytes"])
-        for name, part in self.parts.items():
-            if hasattr(part, "load_state_dict"):
-                part.load_state_dict(cut(state[name], part))
-            elif isinstance(part, list):
-                part[:] = state[name]
-            else:
-                vars(part).update(state[name])
-        random.setstate(state["python_random"])
-        torch.set_rng_state(
-            state["torch_random"][process_index()].clone()
-        )  # of a row that is a view torch 2.13 crashes
-        if "cuda_random" in state and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(state["cuda_random"][process_index()].clone())
-        self.step = state["step"]
-        self.log.bar.n = self.log.bar.initial = self.step
-        print(f"goes on after step {self.step}, from {file}")
+    per_device, on_cpu = args.per_device_train_batch_size, model.device.type == "cpu"
+    require(per_device or args.gradient_accumulation_steps == 1, "--gradient-accumulation-steps goes with "
+            "--per-device-train-batch-size; or give --batch-size and --micro-batch-size")  # fmt: skip
+    args.batch_size = args.batch_size or (per_device or 0) * args.gradient_accumulation_steps * WORLD_SIZE or 64
+    share = -(-args.batch_size // WORLD_SIZE)  # rows of a batch that each process computes
+    args.micro_batch_size = args.micro_batch_size or per_device or (max(1, min(share, fits_cpu)) if on_cpu else share)
+    steps_per_epoch = math.ceil(num_rows / args.batch_size)
+    num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+    print(f"model: {model.name_or_path}, {model.num_parameters() / 1e6:.2f}M parameters on {model.device}, "
+          f"learning rate {args.learning_rate:.2g}")  # fmt: skip
+    print(f"batch: {args.batch_size} of {num_rows} rows per step, {args.micro_batch_size} at a time; {num_steps} steps")
+    return num_steps, steps_per_epoch
 
 
-def read_command_line() -> Args:  # same in all scripts
-    """The settings. With --resume, those that are not given are the ones of that run, and few may differ from them."""
-    description, words = __doc__.splitlines()[0], " ".join(sys.argv[1:]).replace("=", " ").split()
-    resume = next((b for a, b in zip(words, words[1:]) if a in ("--resume", "--resume-from-checkpoint")), None)
-    if resume is None:
-        return tyro.cli(Args, description=description)
-    path = Path(resume)
-    folder = path.parent.parent if path.is_file() else path
-    require((folder / "args.json").exists(), f"--resume {resume}: that is no run's folder, nor a checkpoint in one")
-    values = json.loads((folder / "args.json").read_text())
-    made_by = values.pop("num_processes", 1)
-    is_same = made_by == num_processes()
-    require(
-        is_same, f"--resume {resume}: that run has {made_by} process(es); go on with as many, not {num_processes()}"
-    )
-    unknown = ", ".join(values.keys() ^ {f.name for f in fields(Args)})
-    require(not unknown, f"--resume {resume}: that run was made by another version of this script, which differs in "
-            f"the settings {unknown}")  # fmt: skip
-    before = Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
-    args = tyro.cli(Args, description=description, default=before)
-    for name, value in asdict(before).items():
-        same = name in HARMLESS or getattr(args, name) == value
-        require(same, f"--{name.replace('_', '-')} {getattr(args, name)} is not what the run in {folder} was made "
-                f"with, {value}; leave it out, or start a new run")  # fmt: skip
-    args.output_dir = str(folder)
-    return args
+@torch.no_grad()
+def check_padding(model: nn.Module, args: Args) -> None:
+    """Refuses a model that reads the start of a row otherwise if the row goes on, or is padded, than alone.
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Plumbing: many processes (torchrun). All read the same data; of every batch, each computes its share of the rows
-
-
-def process_index() -> int:  # same in all scripts
-    """Number of this process. The first, 0, which may be the only one, is the one that prints, logs and writes."""
-    return int(os.environ.get("RANK", 0))
-
-
-def num_processes() -> int:  # same in all scripts
-    """How many processes share the work."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def own_rows(n: int) -> Tensor:  # same in all scripts
-    """Numbers of those of n rows that this process computes, (m,): every num_processes()-th.
-
-    m is the same everywhere: passes over sharded weights must be equally many, or a process would wait for ever for
-    another. Where n does not divide, some numbers are beyond n; they stand for rows from the beginning, once more.
+    A row of any tokens tells. If a trained model looks ahead or does not heed the attention mask, its output is off by
+    a tenth of its standard deviation or more, an untrained one's by a hundredth; by rounding, by a millionth (on a GPU,
+    with TF32's or flash attention's products, by up to a hundredth).
     """
-    return torch.arange(process_index(), -(-n // num_processes()) * num_processes(), num_processes())
+    body, n = model.base_model if hasattr(model, "score") else model, 5
+    ids = torch.arange(5, 14, device=model.device).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, n:] = 0
+    needs_bf16 = "flash" in (args.attn_implementation or "")
+    model.eval()
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=needs_bf16):
+        alone = body(input_ids=ids[:1, :n], use_cache=False)[0].float()  # (1, n, V or D)
+        beside = body(input_ids=ids, attention_mask=mask, use_cache=False)[0][:, :n].float()  # (2, n, V or D)
+    model.train()
+    error, bound = ((beside - alone).abs().mean() / alone.std()).item(), 1e-3 if model.device.type == "cpu" else 0.05
+    require(not error > bound, f"{model.name_or_path} ({type(model).__name__}) reads a text beside padding or further "
+            f"tokens not as alone, by {error:.2g} of the outputs' deviation: it cannot be used here")  # fmt: skip
 
 
-def own_share(x: Tensor) -> Tensor:  # same in all scripts
-    """(m, ...) the rows of x (n, ...) that this process computes."""
-    return x[own_rows(len(x)).to(x.device) % len(x)]
+# Many processes, each with its own dropout: what they must agree on is drawn by the first
 
 
-def join_shares(x: Tensor, n: int) -> Tensor:  # same in all scripts
-    """(n, ...) rows put together from the shares x (m, ...) of all processes: the inverse of own_share."""
-    if num_processes() == 1:
-        return x
-    x = x.contiguous()
-    shares = [torch.empty_like(x) for _ in range(num_processes())]
-    dist.all_gather(shares, x)
-    return torch.stack(shares, 1).flatten(0, 1)[:n]
-
-
-def separate_dropout(args: Args) -> None:  # same in all scripts
-    """From here on processes draw different random numbers; where they must be equal, the first one's are taken."""
-    if process_index():
-        torch.manual_seed(args.seed + process_index())
-
-
-def add_up(x: Tensor) -> Tensor:  # same in all scripts
-    """The sum of x over all processes."""
-    if num_processes() > 1:
-        dist.all_reduce(x)
-    return x
-
-
-def from_first(x: Tensor) -> Tensor:  # same in all scripts
+def broadcast(x: Tensor) -> Tensor:
     """x of the first process."""
-    if num_processes() > 1:
+    if WORLD_SIZE > 1:
         dist.broadcast(x, 0)
     return x
 
 
-def place(args: Args, device: torch.device, *models: nn.Module | None) -> None:  # same in all scripts
-    """Moves models to the device, whole or as shards; models without gradients are sharded by stage 3 alone."""
-    for model in models:
-        if model is None or hasattr(model, "unshard"):  # a policy that is its own reference comes twice
-            continue
-        is_trained = any(p.requires_grad for p in model.parameters())
-        if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
-            shard(model, args, device)
-        else:
-            model.to(device)
+def separate_dropout(args: Args) -> None:
+    """From here on, processes draw different random numbers."""
+    if RANK:
+        torch.manual_seed(args.seed + RANK)
 
 
-def shard(model: nn.Module, args: Args, device: torch.device) -> None:  # same in all scripts
-    """Spreads a model over the processes with torch's FSDP2, moving it there a layer at a time.
+def shard_rows(n: int) -> Tensor:
+    """(m,) numbers of those of n rows that this process computes: every WORLD_SIZE-th.
 
-    Its weights are gathered layer by layer when they are needed, and with stage 2 kept until the backward pass; the
-    gradient of a shard becomes the mean over processes.
+    m is the same everywhere, since passes over sharded weights must be equally many. If n does not divide, the last
+    process or processes begin again with row 0, ... for want of another.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-    size = args.shard_size or num_processes()
-    mesh = init_device_mesh(device.type, (num_processes() // size, size), mesh_dim_names=("replicate", "shard"))
-    options = {
-        "mesh": mesh["shard"] if size == num_processes() else mesh, "reshard_after_forward": args.zero_stage == 3,
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.offload else OffloadPolicy(),
-    }  # fmt: skip
-    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or []}
-    for module in [module for module in model.modules() if type(module).__name__ in layers]:
-        fully_shard(module, **options)
-    for root in [model.base_model, model.score] if hasattr(model, "score") else [model]:  # what read_reward calls
-        fully_shard(root, **options)
+    return torch.arange(RANK, -(-n // WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE) % n
 
 
-@contextmanager
-def gathered(model: nn.Module, stage: int, is_asked: bool = True) -> Iterator[None]:  # same in all scripts
-    """In here each process has the whole of a sharded model: its weights travel once, and not for each token."""
-    parts = [module for module in model.modules() if hasattr(module, "unshard") and is_asked]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False), part.unshard()
-    yield
-    for part in parts:
-        part.set_reshard_after_forward(stage == 3, recurse=False), part.reshard()
+def micro_batches(rows: Sequence, device: torch.device, args: Args) -> Iterator[tuple[list, Tensor]]:
+    """This process's share of the rows, `micro_batch_size` at a time, and (b,) which of them are not there twice."""
+    own = [rows[i] for i in shard_rows(len(rows))]
+    counts = torch.arange(len(own), device=device) < len(range(RANK, len(rows), WORLD_SIZE))
+    for i in range(0, len(own), args.micro_batch_size):
+        yield own[i : i + args.micro_batch_size], counts[i : i + args.micro_batch_size]
 
 
-def reshard(model: nn.Module) -> None:  # same in all scripts
-    """Lets go of what is gathered of a sharded model: its parameters are the shards again, and can be changed."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+# --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-
-def unsharded(x: Tensor) -> Tensor:  # same in all scripts
-    """x, put together from the shards of all processes if it is one."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def sharded_like(x: Tensor, shard: Tensor) -> Tensor:  # same in all scripts
-    """x, of which all processes have the whole, sharded as that tensor is, if it is and has its shape."""
-    if not hasattr(shard, "full_tensor") or x.shape != shard.shape:
-        return x
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(x.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
-
-
-def clip_gradient(parameters: Iterable[Tensor], max_norm: float) -> Tensor:  # same in all scripts
-    """Scales the gradient, sharded or not, down to a norm of max_norm; returns the norm that it had.
-
-    Where each process has its own whole gradient, it becomes their mean before, as those of shards are already.
-    """
-    parameters = [p for p in parameters if p.grad is not None]
-    if num_processes() > 1 and not hasattr(parameters[0], "full_tensor"):
-        for work in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
-            work.wait()
-        torch._foreach_div_([p.grad for p in parameters], num_processes())
-    return unsharded(nn.utils.clip_grad_norm_(parameters, max_norm))
-
-
-def whole(state):  # same in all scripts
-    """A state whose shards are put together, in CPU memory of the first process; the others get None for them."""
-    if isinstance(state, dict):
-        return {name: whole(x) for name, x in state.items()}
-    if isinstance(state, list):
-        return [whole(x) for x in state]
-    if not hasattr(state, "full_tensor"):
-        return state
-    tensor = unsharded(state)  # all processes take part
-    return None if process_index() else tensor.cpu()
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:  # same in all scripts
-    """The weights of a model in the first process, once each: not under a second name too, as those of a tied head."""
-    return whole({name: x for name, x in model.state_dict().items() if name not in model.all_tied_weights_keys})
-
-
-def can_gather() -> bool:  # same in all scripts
-    """Whether all processes are at the same place: there is but one, or no error is on its way out."""
-    return num_processes() == 1 or sys.exc_info()[0] in (None, Interrupted)
-
-
-def cut(state: dict, part) -> dict:  # same in all scripts
-    """The whole state of a module or an optimiser, cut into the shards that this process holds of it."""
-    if isinstance(part, nn.Module):
-        shards = part.state_dict()
-        return {name: sharded_like(x, shards[name]) for name, x in state.items()}
-    if isinstance(part, torch.optim.Optimizer):
-        shards = [p for group in part.param_groups for p in group["params"]]
-        moments = {i: {name: sharded_like(x, shards[i]) for name, x in m.items()} for i, m in state["state"].items()}
-        return state | {"state": moments}
-    return state
-
-
-@contextmanager
-def first_speaks() -> Iterator[None]:  # same in all scripts
-    """In here only the first process writes to the terminal."""
-    if process_index() == 0:
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Plumbing that stands in every script, word for word
-
-
-def require(condition: object, sentence: str) -> None:  # same in all scripts
-    """Raises UserError with the sentence unless the condition holds."""
-    if not condition:
-        raise UserError(sentence)
-
-
-def check_numbers(args: Args, positive: str, natural: str = "", shares: str = "") -> None:  # same in all scripts
-    """The named arguments must be above 0, at least 0, or between 0 and 1; None is left alone."""
-    for names, holds, range_ in (
-        (positive, lambda x: x > 0, "above 0"),
-        (natural, lambda x: x >= 0, "0 or more"),
-        (shares, lambda x: 0 <= x <= 1, "between 0 and 1"),
-    ):
-        for name in names.split():
-            value = getattr(args, name)
-            require(value is None or holds(value), f"--{name.replace('_', '-')} {value} must be {range_}")
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
 
 class UserError(Exception):
     """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
 
 
+def require(condition: object, sentence: str) -> None:
+    """Raises UserError with the sentence unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
 @contextmanager
-def memory_for(phase: str) -> Iterator[None]:  # same in all scripts
-    """Turns running out of memory into a sentence that names the phase and what to change."""
+def explain(sentence: str) -> Iterator[None]:
+    """Other people's code runs in here: whatever goes wrong in it ends in one sentence, ours with its own reason."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        require(not is_full, f"out of memory in phase {phase!r}: {MEMORY_ADVICE[phase]} (README: when memory runs out)")
+    except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error.__cause__ or error).split())  # its cause tells more
+        raise UserError(f"{sentence}: {type(error).__name__}: {reason[:500]}") from error
 
 
-def count_broken(steps: int, is_broken: bool) -> int:  # same in all scripts
-    """How many steps in a row had no finite gradient and changed nothing; raises UserError at the fifth."""
-    steps = steps + 1 if is_broken else 0
-    cause = "most often the --learning-rate is too high"
-    sentence = f"the gradient was NaN or infinite in {steps} steps in a row ({cause}); the weights of before are saved"
-    require(steps < 5, sentence)
-    return steps
+def locate(name: str) -> str:
+    """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
+    here = next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+    require(here or (name and not is_path), f"{name!r}: there is no such file or folder")
+    return str(here or name)
 
 
-def start_run(args: Args) -> torch.device:  # same in all scripts
-    """Seeds everything, names args.output_dir, picks the device; raises UserError where a run already is.
+def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
+    """A model from a folder or the hub, with float32 weights, whatever precision it was saved in.
 
-    Under torchrun (or accelerate launch, which sets the same variables) the processes find each other here.
+    Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
     """
-    logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
-    check_processes(args)
-    random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    now = from_first(torch.tensor(time.time(), dtype=torch.float64)).item()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{stamp}"
-    output = Path(args.output_dir)
-    metrics = output / "metrics.jsonl"
-    is_used = metrics.exists() and metrics.stat().st_size > 0
-    advice = f"name another, remove it, or go on with it: --resume {output}"
-    is_free = args.resume or process_index() or not is_used  # the first process is asked: it may be writing already
-    require(is_free, f"--output-dir {output} already holds a run (metrics.jsonl); {advice}")
-    best = (
-        f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        if torch.cuda.is_available()
-        else "mps"
-        if torch.backends.mps.is_available()
-        else "cpu"
-    )
-    try:
-        device = torch.empty(0, device=args.device or best).device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        return device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {args.device} cannot be used on this machine; leave it out to use {best}") from error
+    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    with explain(f"the model {name!r} could not be loaded"):
+        model, info = auto_class.from_pretrained(locate(name), **options)
+    missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
+    require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
+    return model
 
 
-def check_processes(args: Args) -> None:  # same in all scripts
-    """Joins the processes that torchrun has started; raises UserError where there are none for settings of many."""
-    script, W = Path(__file__).name, num_processes()
-    is_sharded = args.zero_stage or args.shard_size or args.offload
-    how = f"torchrun --nproc-per-node N {script} ... (N = 1 for one GPU)"
-    flags = "--zero-stage, --shard-size and --offload"
-    require("RANK" in os.environ or not is_sharded, f"{flags} are for runs that are started as {how}")
-    require(W % (args.shard_size or 1) == 0, f"--shard-size {args.shard_size} does not divide the {W} processes")
-    whole = "--shard-size and --offload are about shards: they need --zero-stage 2 or 3"
-    require(args.zero_stage or not (args.shard_size or args.offload), whole)
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group()
-        print(f"processes: {W}, --zero-stage {args.zero_stage}")
+def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
+    """The tokenizer of a model; if it has no pad token, EOS stands in, since padding is known by position only."""
+    with explain(f"the tokenizer of {name!r} could not be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
+    require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    require(tokenizer.pad_token is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
+    template, rows = tokenizer(f"{tokenizer.chat_template}")["input_ids"], model.get_input_embeddings().num_embeddings
+    last = max(tokenizer.vocab_size - 1, tokenizer.pad_token_id, tokenizer.eos_token_id or 0, *template)
+    require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
+            "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
+    return tokenizer
 
 
-def open_metrics(args: Args):  # same in all scripts
-    """metrics.jsonl beside args.json in the output folder, made here: a run that failed before leaves nothing."""
-    if process_index():
-        return open(os.devnull, "w")
-    try:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        settings = asdict(args) | {"num_processes": num_processes()}
-        (Path(args.output_dir) / "args.json").write_text(json.dumps(settings, indent=2) + "\n")
-        return open(Path(args.output_dir) / "metrics.jsonl", "a")
-    except OSError as error:
-        raise UserError(f"--output-dir {args.output_dir} cannot be written: {error.strerror}") from error
+def context_length(model: nn.Module) -> int:
+    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
+    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
+    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
+    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
 
 
-def autocast(args: Args, device: torch.device) -> torch.autocast:  # same in all scripts
-    """bfloat16 where --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+def load_split(name: str, config: str | None, split: str):
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    path, data = locate(name), []
+    kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
+    require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
+    source = (kind, None, None, {split.split("[")[0]: path}) if Path(path).is_file() else (path, config)
+    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
+        data = datasets.load_dataset(*source, split=split)
+    require(len(data), f"--dataset {name}, split {split!r}, is empty")
+    return data
+
+
+def load_test_split(args: Args):
+    """The split to evaluate on, or None: by default `validation`, if the data have one. One file has no splits."""
+    path, split = locate(args.dataset), args.dataset_test_split
+    is_clear = split in (None, "none") or not Path(path).is_file()
+    require(is_clear, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
+    if split is None and not Path(path).is_file():
+        with explain(f"--dataset {args.dataset} could not be read"):
+            names = datasets.get_dataset_split_names(path, args.dataset_config)
+        split = "validation" if "validation" in names else None
+    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
+
+
+def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
+    """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
+    there = ", ".join(data.column_names)
+    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    with explain(f"--dataset {name}, column {column!r}, could not be read"):
+        rows = list(data[column])
+    for i, row in enumerate(rows):
+        require(isinstance(row, kind), f"--dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
+    return rows
+
+
+def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
+    """Token ids of a conversation through the tokenizer's chat template."""
+    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    with explain(f"the tokenizer's chat template refuses {messages!r}"):
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+
+
+def pad(rows: list[list[int]], value: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
+    ids, ones = [torch.tensor(row, dtype=torch.long) for row in rows], [torch.ones(len(row)).bool() for row in rows]
+    side = "left" if left else "right"
+    return pad_sequence(ids, True, value, side).to(device), pad_sequence(ones, True, False, side).to(device)
+
+
+def autocast(args: Args, device: torch.device) -> torch.autocast:
+    """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
 
-def local_path(name: str) -> Path | None:  # same in all scripts
-    """The folder or file of that name, or the one beside this script; None where there is none."""
-    return next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
-
-
-def locate(name: str, kind: str = "model") -> str:  # same in all scripts
-    """A folder or file as given, or beside this script; else a name on the hub, if the hub or its cache has it."""
-    if path := local_path(name):
-        return str(path)
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return name
-    try:
-        HfApi().repo_info(name, repo_type=kind, timeout=10)
-    except Exception as error:  # no network, no such name, no permission: all end in the same advice
-        raise UserError(
-            f"{name!r} is neither a folder or file here nor a {kind} that the hub can be asked for "
-            f"({type(error).__name__}); offline, name a local one: python {Path(__file__).name} with no flags runs on "
-            "toy/ without any network"
-        ) from error
-    return name
-
-
-def load(auto_class: type, name: str, trust_remote_code: bool, **kwargs):  # same in all scripts
-    """auto_class.from_pretrained for a folder or a hub name; Python code that comes with it runs only if asked for."""
-    try:
-        return auto_class.from_pretrained(locate(name), trust_remote_code=trust_remote_code, **kwargs)
-    except Exception as error:  # of many classes: whatever is wrong with a checkpoint
-        reason = str(error).strip().splitlines()[0]
-        advice = "; once you have read that code, --trust-remote-code runs it" if "custom code" in reason else ""
-        raise UserError(f"{name!r} could not be loaded: {reason}{advice}") from error
-
-
-def load_weights(auto_class: type, name: str, args: Args, **kwargs) -> nn.Module:  # same in all scripts
-    """A model with float32 weights, whatever precision its checkpoint was saved in."""
-    kwargs |= {"dtype": torch.float32, "use_safetensors": True, "attn_implementation": args.attn_implementation}
-    return load(auto_class, name, args.trust_remote_code, **kwargs)
-
-
-def use_fast_kernels(args: Args, longest: int, *models: nn.Module | None) -> None:  # same in all scripts
-    """The same functions, equal to rounding, in fewer or faster kernels; `longest` is that of the texts, in tokens."""
-    models = [model for model in models if model is not None]
-    for model in models:
-        for module in list(model.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
-                    setattr(module, name, nn.GELU(approximate="tanh"))
-    if models[0].device.type != "cpu":
-        return
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept. To get it back page by page takes
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # a tenth of the time, and half with a vocabulary of 50,000
+def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int) -> None:
+    """The same functions, equal to rounding, in fewer or faster kernels, for passes over `rows` x `length` tokens."""
+    modules = [module for model in models for module in model.modules()]
+    for module in modules:
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
+                setattr(module, name, nn.GELU(approximate="tanh"))
+    if next(models[0].parameters()).device.type != "cpu":
+        return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
         libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    if longest > 512 or args.attn_implementation:
-        return
+    shape = next(module.config for module in modules if isinstance(module, PreTrainedModel)).get_text_config()
+    heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
+    if args.attn_implementation or rows * length**2 * heads > 2**24:
+        return  # with eager attention, all attention weights would stay in memory until the backward pass
     for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
@@ -1065,215 +653,388 @@ def use_fast_kernels(args: Args, longest: int, *models: nn.Module | None) -> Non
     if ((a @ a).double() - a.double() @ a.double()).abs().max() > 1e-4:  # in bfloat16, as on Intel's AMX: undone
         torch.set_float32_matmul_precision("highest")
         return
-    for model in models:  # the backward pass of flash attention would take five times as long, for texts so short
-        model.set_attn_implementation("eager")
+    for module in modules:  # the backward pass of flash attention would take five times as long for texts so short
+        if isinstance(module, PreTrainedModel):
+            module.set_attn_implementation("eager")
 
 
-def load_tokenizer(name: str, trust_remote_code: bool) -> AutoTokenizer:  # same in all scripts
-    """The tokenizer of a model; where it has no pad token, EOS stands in, since padding is known by position only."""
-    tokenizer = load(AutoTokenizer, name, trust_remote_code)
-    require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
-    if tokenizer.pad_token_id is None:
-        require(tokenizer.eos_token_id is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):
+    """The course of the learning rate, by the name that transformers gives it."""
+    with explain(f"--lr-scheduler-type {args.lr_scheduler_type}"):
+        schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    require(is_plain, f"--lr-scheduler-type {args.lr_scheduler_type}: take one that depends on the step alone")
+    return schedule
 
 
-def context_length(model: nn.Module) -> int:  # same in all scripts
-    """Most tokens that the model can read at once."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
 
 
-def load_split(name: str, config: str | None, split: str):  # same in all scripts
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
-    import datasets
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum of x over all processes."""
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x
 
-    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    path = locate(name, "dataset")
-    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    is_file, kind = Path(path).is_file(), kinds.get(Path(path).suffix)
-    require(kind or not is_file, f"--dataset {name}: a file must be one of {', '.join(kinds)}")
-    try:
-        if is_file:
-            data = datasets.load_dataset(kind, data_files={split.split("[")[0]: path}, split=split)
+
+def all_gather(x: Tensor) -> Tensor:
+    """(B, ...) all rows, of which each process has the rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
+    shares = [x.clone() for _ in range(WORLD_SIZE)]
+    if WORLD_SIZE > 1:
+        dist.all_gather(shares, x.contiguous())
+    return torch.stack(shares, 1).flatten(0, 1)
+
+
+def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[nn.Module]:
+    """Moves the models to the device, and returns those that exist, without duplicates.
+
+    With --zero-stage they are sharded by torch's FSDP2, a layer at a time; with stage 2 only those in training, and
+    gathered weights are kept until the backward pass. The gradient of a shard becomes the mean over processes.
+    """
+    models, size = list(dict.fromkeys(model for model in models if model is not None)), args.shard_size or WORLD_SIZE
+    for model in models:
+        is_trained = any(p.requires_grad for p in model.parameters())
+        modules = list(model.modules())
+        embeddings = [module.weight for module in modules if isinstance(module, nn.Embedding)]
+        if args.gradient_checkpointing and is_trained:  # in training mode only, which must not bring dropout back
+            for module in modules:
+                dropouts = [x for x in vars(module) if "drop" in x or (x == "p" and isinstance(module, nn.Dropout))]
+                off = [x for x in dropouts if not module.training and isinstance(getattr(module, x), float)]
+                vars(module).update(dict.fromkeys(off, 0.0))
+                getattr(module, "activation_checkpointing_enable", lambda _: None)({"use_reentrant": False})
+        for module in modules if args.bf16 and not is_trained else []:  # what autocast would cast at each use
+            if isinstance(module, (nn.Linear, Conv1D)) and not any(module.weight is x for x in embeddings):
+                module.to(torch.bfloat16)
+        if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
+            model.to(device)
+            continue
+        mesh = init_device_mesh(device.type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
+        options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
+        options |= {"offload_policy": CPUOffloadPolicy(device.type == "cuda")} if args.offload else {}
+        layers = {name for module in modules for name in getattr(module, "_no_split_modules", None) or []}
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
+        for module in [module for module in modules if type(module).__name__ in layers] + roots:
+            fully_shard(module, **options)
+    return models
+
+
+def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """Scales the gradient down to a norm of max_norm; returns the norm that it had.
+
+    Whole gradients are first averaged over the processes, as those of shards already are.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
+        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+            work.wait()
+        torch._foreach_div_(gradients, WORLD_SIZE)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def start_run(args: Args) -> torch.device:
+    """Checks the settings, joins the processes, seeds everything, names args.output_dir; returns the device."""
+    logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        value = getattr(args, name)
+        for kind in (hint, *get_args(hint)):
+            if hasattr(kind, "__metadata__") and value is not None:
+                allowed, holds = kind.__metadata__
+                fits = all(map(holds, value if isinstance(value, tuple) else [value]))
+                require(fits, f"--{name.replace('_', '-')} {value} must be {allowed}")
+    is_sharded = args.zero_stage or args.shard_size or args.offload
+    can_shard = "RANK" in os.environ and args.zero_stage and WORLD_SIZE % (args.shard_size or 1) == 0
+    require(can_shard or not is_sharded, "--zero-stage, --shard-size and --offload are for runs under torchrun "
+            "--nproc-per-node N; with stage 2 or 3, and a shard size that divides N")  # fmt: skip
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+        print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
+    random.seed(args.seed), torch.manual_seed(args.seed)
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    is_used = any(Path(args.output_dir, name).exists() for name in ("metrics.jsonl", "config.json", "README.md"))
+    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
+            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+    with explain(f"--device {args.device} cannot be used on this machine"):
+        device = torch.empty(0, device=args.device or torch.accelerator.current_accelerator(True) or "cpu").device
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
+            torch.cuda.set_device(device)
+    return device
+
+
+class Run:
+    """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
+
+    A number is logged by putting it into the stats, under any name. A checkpoint is one dict: weights and optimiser,
+    whole, however they are sharded; `state`, the lists and dicts that change during the run; the random state; and the
+    length of metrics.jsonl, to which the file is cut when the run goes on. On a CPU a resumed run is, bit for bit, the
+    one that was never interrupted.
+    """
+
+    def __init__(self, args: Args, models: dict, optimizer: torch.optim.Optimizer, schedule, state: dict):
+        self.args, self.optimizer, self.schedule, self.state = args, optimizer, schedule, state
+        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.output, self.metrics, self.seconds, self.warned = Path(args.output_dir), {}, {}, set()
+        self.step, self.signal, self.broken, self.start = 0, None, 0, time.perf_counter()
+        self.wandb, self.wandb_id, self.file = None, None, open(os.devnull, "w")
+        if not RANK:
+            with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
+                (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+                self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+                self.file = open(self.output / "metrics.jsonl", "a")
+                (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+        if args.resume:
+            self.restore(Path(args.resume))
+        if args.track and not RANK:
+            with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+                import wandb
+
+                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.output.name}
+                names |= {"dir": self.output, "id": self.wandb_id, "resume": "allow"}
+                self.wandb = wandb.init(**names, config=asdict(args))
+        print(f"output: {self.output}")
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """The numbers of the steps that are left. Ctrl-C, SIGTERM or SIGHUP end the run after the step it is in."""
+        self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True)
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        before = {number: signal.signal(number, self.stop) for number in numbers}
+        try:
+            for step in range(self.step + 1, num_steps + 1):
+                yield step
+                is_asked = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
+                if step % self.args.save_steps == 0 or step == num_steps or is_asked:
+                    self.save(step)
+                if is_asked and step < num_steps:
+                    raise KeyboardInterrupt(f"stopped by a signal after step {step} of {num_steps}")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def stop(self, number: int, frame) -> None:
+        """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
+        if self.signal and WORLD_SIZE == 1:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        print(f"\n{self.signal.name}: stopping after this step; send it again to stop at once", file=sys.stderr)
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Takes the seconds of a phase of this step."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = time.perf_counter() - start
+
+    def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
+        """Ends a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
+        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        stats["perf/peak_memory_mb"] = peak_memory_mb()
+        self.metrics |= stats
+        with explain(f"{self.output}/metrics.jsonl could not be written"):
+            print(json.dumps(stats), file=self.file, flush=True)
+        if self.wandb:
+            self.wandb.log(stats, step=step)
+        beside = [f"{name.split('/')[-1]} {self.metrics[name]:.2f}" for name in shown if name in self.metrics]
+        self.bar.set_postfix_str(", ".join(beside), refresh=False), self.bar.update()
+        is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
+        self.broken = 0 if is_finite else self.broken + 1
+        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+                "--learning-rate is too high); the weights from before are saved")  # fmt: skip
+
+    def is_turn(self, step: int, times: int) -> bool:
+        """True at `times` evenly spread steps, the last one included."""
+        return step * times // self.bar.total > (step - 1) * times // self.bar.total
+
+    def warn(self, sentence: str) -> None:
+        """Prints a warning, once per run."""
+        if sentence not in self.warned and not RANK:
+            self.bar.write(f"warning: {sentence}", file=sys.stderr)
+        self.warned.add(sentence)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Shows a table. Markup and control characters in its cells are shown, not obeyed."""
+        table = Table(*(Column(name, overflow="fold") for name in columns), title=title, show_lines=True)
+        for row in rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        with self.bar.external_write_mode():
+            Console(quiet=RANK > 0).print(table)
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
+        models, optimizer = dcp.get_state_dict(self.models, self.optimizer, options=WHOLE)
+        state = {
+            "script": Path(__file__).name, "step": step, "models": models, "optimizer": optimizer, "state": self.state,
+            "torch_random": torch.get_rng_state(), "python_random": random.getstate(), "bytes": self.file.tell(),
+            "seconds": time.perf_counter() - self.start, "wandb_id": self.wandb and self.wandb.id,
+        }  # fmt: skip
+        folder = self.output / "checkpoints"
+        try:
+            if not RANK:
+                os.fsync(self.file.fileno())
+                with open(folder / "unfinished", "wb") as file:
+                    torch.save(state, file)
+                    file.flush(), os.fsync(file.fileno())
+                (folder / "unfinished").replace(folder / f"step-{step:08d}.pt")
+                for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+                    old.unlink()
+        except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
+            (folder / "unfinished").unlink(missing_ok=True)
+            print(f"warning: the checkpoint after step {step} was not written: {error}", file=sys.stderr)
+
+    def restore(self, path: Path) -> None:
+        """Brings everything back to a checkpoint and removes what came after it; without any, the run starts over."""
+        files = [path] if path.is_file() else sorted((self.output / "checkpoints").glob("step-*.pt"), reverse=True)
+        metrics, script = self.output / "metrics.jsonl", Path(__file__).name
+        for file in files:
+            with suppress(Exception):  # whatever a damaged file makes of it
+                if zipfile.ZipFile(file).testzip() is None:  # its checksums
+                    state = torch.load(file, map_location="cpu", weights_only=True)
+                    break
+            print(f"warning: {file} is damaged and cannot be read", file=sys.stderr)
         else:
-            data = datasets.load_dataset(path, config, split=split)
-    except StopIteration:  # how an empty jsonl file shows itself
-        data = []
-    except Exception as error:  # of many classes: no such split, an unreadable file, no network
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise UserError(f"--dataset {name}, split {split!r}, could not be loaded: {reason}") from error
-    require(len(data), f"--dataset {name}, split {split!r}, is empty")
-    return data
+            require(not files, f"--resume {path}: there is no checkpoint that can be read; start a new run")
+            return None if RANK else self.file.truncate(0)
+        require(state["script"] == script, f"--resume {path}: that is a checkpoint of {state['script']}, not {script}")
+        is_whole = metrics.stat().st_size >= state["bytes"]
+        require(is_whole, f"{metrics} is shorter than when {file.name} was written; start a new run")
+        with explain(f"--resume {path}: this checkpoint does not fit the model"):
+            # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
+            dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
+            dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
+        for name, part in self.state.items():
+            part.clear()
+            part.extend(state["state"][name]) if isinstance(part, list) else part.update(state["state"][name])
+        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
+        self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
+        self.schedule.last_epoch = self.step - 1
+        self.schedule.step()  # the rate of the next step, which is another one if the run is now longer
+        if not RANK:
+            self.file.truncate(state["bytes"])
+            for later in (self.output / "checkpoints").glob("step-*.pt"):
+                later.unlink() if later.name > file.name else None
+        for line in metrics.read_text().splitlines():
+            self.metrics |= json.loads(line)
+        print(f"continues after step {self.step}, from {file}")
+
+    def finish(self, model: nn.Module, tokenizer: AutoTokenizer, panels: list[list[str]], **others) -> None:
+        """Closes the files; unless no step was made, saves the model, its card and curves, and others in subfolders.
+
+        Not if another process has failed: the model cannot be put together without it.
+        """
+        self.bar.close(), self.file.close()
+        if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
+            with explain(f"the model could not be saved in {self.output}"):
+                for name, part in {"": model, **others}.items():
+                    save_model(part, tokenizer, self.output / name, self.args) if part is not None else None
+                if not RANK:
+                    write_card(self.output, self.args, self.metrics), draw_curves(self.output, panels)
+                    print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+        if self.wandb:
+            self.wandb.finish()
 
 
-def load_test_split(args: Args):  # same in all scripts
-    """The split to evaluate on, or None: by default `validation`, where the data have one."""
-    from datasets import get_dataset_split_names
-
-    split, path = args.dataset_test_split, locate(args.dataset, "dataset")
-    if Path(path).is_file():
-        no_split = split in (None, "none")
-        require(no_split, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
-        return None
-    if split is None and "validation" in get_dataset_split_names(path, args.dataset_config):
-        split = "validation"
-    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
+def printable(text: str) -> str:
+    """Text without control characters: what a model writes must not steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def read_column(data, column: str, name: str, flag: str, kind=str) -> list:  # same in all scripts
-    """A column of a dataset; raises UserError where it is missing, or has a row that is of another kind (no text)."""
-    there = ", ".join(data.column_names)
-    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    rows = list(data[column])
-    bad = next((i for i, row in enumerate(rows) if not isinstance(row, kind)), None)
-    wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-    require(
-        bad is None, f"--dataset {name}: row {bad} of {column!r} holds {rows[bad or 0]!r}, not a {wanted} (set {flag})"
-    )
-    return rows
-
-
-def pad(rows: list[list[int]], pad_token_id: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Token lists as one tensor (B, S), and its attention mask (B, S). Same in all scripts."""
-    size = max(map(len, rows))
-    fill = [[0] * (size - len(row)) for row in rows]
-    ids = [[pad_token_id] * len(f) + row if left else row + [pad_token_id] * len(f) for f, row in zip(fill, rows)]
-    mask = [f + [1] * len(row) if left else [1] * len(row) + f for f, row in zip(fill, rows)]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def peak_memory_mb() -> float:  # same in all scripts
+def peak_memory_mb() -> float:
     """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or sys.platform == "win32":
         return torch.cuda.max_memory_allocated() / 2**20
-    if sys.platform == "win32":
-        return 0.0
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def start_wandb(args: Args):  # same in all scripts
-    """The W&B run, or None without --track."""
-    if not args.track or process_index():
-        return None
-    import wandb
-
-    folder = Path(args.output_dir)
-    id_file = folder / "wandb_id"
-    run_id = id_file.read_text() if args.resume and id_file.exists() else os.urandom(4).hex()
-    id_file.write_text(run_id)
-    try:
-        return wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=folder.name, config=asdict(args),
-            dir=folder, id=run_id, resume="allow",
-        )  # fmt: skip
-    except wandb.Error as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"W&B did not start ({reason}); log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"
-        ) from error
-
-
-def is_turn(step: int, num_steps: int, times: int) -> bool:  # same in all scripts
-    """True at `times` of the steps 1..num_steps, evenly spread, the last one among them."""
-    return step * times // num_steps > (step - 1) * times // num_steps
-
-
-def printable(text: str) -> str:  # same in all scripts
-    """Text without control characters: what a model writes must not steer the reader's terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:  # same in all scripts
-    """A table on the terminal; markup in its cells is shown, not obeyed."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, show_lines=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(printable(cell)) for cell in row))
-    Console().print(table)
-
-
-def save_model(model: nn.Module, tokenizer: AutoTokenizer, args: Args, metrics: dict) -> None:  # same in all scripts
-    """Model (safetensors), tokenizer and a model card in args.output_dir."""
-    output, weights = Path(args.output_dir), whole_weights(model)
-    if process_index():
+def save_model(model: nn.Module, tokenizer: AutoTokenizer, folder: Path, args: Args) -> None:
+    """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
+    weights, tied = dcp.get_model_state_dict(model, options=WHOLE), model.all_tied_weights_keys
+    if RANK:
         return
-    model.save_pretrained(output, state_dict=weights)
-    tokenizer.save_pretrained(output)
-    script, reward = Path(__file__).name, getattr(args, "reward_fn", None) or getattr(args, "reward_model", None)
-    on_the_hub = {"base_model": args.model, "datasets": args.dataset}
-    head = [f"{key}: [{json.dumps(name)}]" for key, name in on_the_hub.items() if name and not local_path(name)]
-    shown = lambda text: f"`{html.escape(printable(str(text))).replace('`', chr(39))}`"  # noqa: E731 - never as markup
-    rows = [f"| `{name}` | {value:.6g} |" for name, value in metrics.items()]
-    card = [
-        "---", "library_name: transformers", f"tags: [{script.removesuffix('.py')}]", *head, "---",
-        f"# {shown(output.name)}", "",
-        f"Made by `{script}` from {shown(args.model)} with the data {shown(args.dataset)}"
-        + (f" and the reward {shown(reward)}." if reward else "."), "",
-        "## Last metrics", "", "| metric | value |", "|---|---|", *rows, "",
-        "## Arguments", "", "```json", json.dumps(asdict(args), indent=2), "```", "",
-    ]  # fmt: skip
-    (output / "README.md").write_text("\n".join(card))
-    print(f"saved in {output}: the model, its card, metrics.jsonl and curves.png")
+    model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
+    tokenizer.save_pretrained(folder)
+    if getattr(model, "peft_config", None):
+        from peft import PeftModel
+
+        merged = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, args.model, args), folder)
+        merged.merge_and_unload().save_pretrained(folder / "merged"), tokenizer.save_pretrained(folder / "merged")
 
 
-def draw_curves(output: Path, x: str, panels: list[list[str]]) -> None:  # same in all scripts
+def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:
+    """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
+    names = {"base_model": args.model, "datasets": args.dataset}
+    hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
+    data = ModelCardData(library_name="transformers", tags=[Path(__file__).stem], **hub)
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
+    text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
+    settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}{settings}").save(output / "README.md")
+
+
+def draw_curves(output: Path, panels: list[list[str]]) -> None:
     """curves.png: one panel for each list of metric names, from metrics.jsonl."""
-    if process_index():
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    logged = {name for line in lines for name in line}
-    panels = [names for names in ([name for name in panel if name in logged] for panel in panels) if names]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.2), layout="constrained", squeeze=False)
-    for axis, names in zip(axes[0], panels):
-        for name in names:
-            axis.plot(*zip(*((line[x], line[name]) for line in lines if name in line)), label=name)
-        axis.set_xlabel(x)
-        axis.legend(frameon=False)
-        axis.spines[["top", "right"]].set_visible(False)
+    x, figure = "episode" if "episode" in lines[0] else "step", Figure((5 * len(panels), 3.2), layout="constrained")
+    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        for name in panel:
+            points = [(line[x], line[name]) for line in lines if name in line]
+            axis.plot(*zip(*points), label=name) if points else None
+        axis.set(xlabel=x), axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False) if axis.lines else None
     figure.savefig(output / "curves.png", dpi=120)
-    plt.close(figure)
 
 
-def main() -> None:  # same in all scripts
+def read_command_line() -> Args:
+    """The settings. With --resume, those of that run, except for what may differ (in Args, from `resume` on)."""
+    flags = [word.partition("=") for word in sys.argv[1:]]
+    words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
+    read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
+    if (args := read()).resume is None:
+        return args
+    path, names = Path(args.resume), [f.name for f in fields(Args) if f.init]
+    folder = path.parent.parent if path.is_file() else path
+    with explain(f"--resume {args.resume}: its args.json cannot be read"):
+        saved = json.loads((folder / "args.json").read_text())
+        before = Args(**{name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name] for name in names})
+    args = read(default=before)
+    for name in names[: names.index("resume")]:
+        old, new, flag = getattr(before, name), getattr(args, name), f"--{name.replace('_', '-')}"
+        require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
+    args.output_dir = str(folder)
+    return args
+
+
+def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    args = None
+    args, terminal, script = None, sys.stderr, Path(__file__).name
+    if RANK:  # only the first process writes to the terminal
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
-        with first_speaks(), memory_for("run"):
-            train(args := read_command_line())
+        train(args := read_command_line())
         if dist.is_initialized():
             dist.destroy_process_group()
-    except UserError as error:
-        time.sleep(2 * (process_index() > 0))  # of what all find wrong, the first speaks; torchrun then ends the others
-        print(printable(f"{Path(__file__).name}: error: {error}"), file=sys.stderr)
+    except (UserError, MemoryError, torch.OutOfMemoryError) as error:
+        time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
+        is_full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
+        print(printable(f"{script}: error: {error if isinstance(error, UserError) else is_full}"), file=terminal)
         sys.exit(2)
-    except Interrupted as stop:
-        here = os.environ.get("LOCAL_WORLD_SIZE", num_processes())
-        launcher = "python" if num_processes() == 1 else f"torchrun --nproc-per-node {here}"
-        command = f"{launcher} {Path(__file__).name} --resume {args.output_dir}"
-        if process_index() == 0:
-            print(f"{stop}; to go on from there: {command}", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        command = f"; to resume: {launcher} {script} --resume {shlex.quote(args.output_dir or '')}" if args else ""
+        has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
+        print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
         sys.exit(130)
     except RuntimeError as error:
+        sys.stderr = terminal
         if "by peer" not in str(error):
             raise
-        sys.exit(f"process {process_index()} stops: another one, which shows its own error, has closed the connection")
-    except KeyboardInterrupt:
-        print(f"interrupted; what was trained is in {args.output_dir if args else 'no folder yet'}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
 
 
 if __name__ == "__main__":

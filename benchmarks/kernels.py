@@ -10,14 +10,14 @@ events between the tensors, so that memory is not used again: it showed 25 ms wh
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -37,25 +37,9 @@ KINDS = {  # kind -> parts of the names of torch's operators; the first that fit
     "concatenation, indexing": ("cat", "index", "gather", "scatter", "slice", "select", "embedding", "split"),
     "sums": ("aten.sum", "aten.mean", "any", "all."),
     "optimiser": ("adam",),
-    "elementwise": (
-        "rsub",
-        "lt",
-        "bitwise",
-        "logical",
-        "add",
-        "mul",
-        "div",
-        "sub",
-        "exp",
-        "fill",
-        "where",
-        "clamp",
-        "neg",
-        "pow",
-        "max",
-        "zero_",
-    ),
-}
+    "elementwise": ("rsub", "lt", "bitwise", "logical", "add", "mul", "div", "sub", "exp", "fill", "where", "clamp",
+                    "neg", "pow", "max", "zero_"),
+}  # fmt: skip
 
 
 def kind_of(operator: str) -> str:
@@ -109,20 +93,18 @@ def replay(call: tuple) -> tuple[float, float]:
     return median(times), count(*args, **kwargs, out_val=result) if count else 0
 
 
-def watch(algorithm: str, flags: list[str]) -> dict:
-    """Trains with these flags and returns the milliseconds of an update by kind, and the products' GFLOP/s."""
+def watch(algorithm: str, steps: int, flags: list[str]) -> dict:
+    """Trains with these flags, so many optimiser steps per update. Milliseconds of an update by kind, and GFLOP/s."""
     import torch
     import tyro
 
-    spec = importlib.util.spec_from_file_location(algorithm, ROOT / f"{algorithm}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(ROOT))
+    module = importlib.import_module(algorithm)
     calls, updates, start = Counter(), [], [time.perf_counter()]
-    notes, write = note_operators(calls), module.RolloutLog.write
+    notes = note_operators(calls)
 
-    def write_and_note(self, *inputs) -> None:
-        """The end of an update: operators are noted in the one after WARMUP."""
-        write(self, *inputs)
+    def end_update() -> None:
+        """Operators are noted in the update after WARMUP."""
         updates.append(time.perf_counter() - start[0])
         if len(updates) == WARMUP:
             notes.__enter__()
@@ -130,7 +112,7 @@ def watch(algorithm: str, flags: list[str]) -> dict:
             notes.__exit__(None, None, None)
         start[0] = time.perf_counter()
 
-    module.RolloutLog.write = write_and_note
+    throughput.at_each_update(steps, end_update)
     module.train(tyro.cli(module.Args, args=flags))
     total = median(updates[WARMUP + 1 :])
     kinds, flops, failed = dict.fromkeys([*KINDS, "other"], 0.0), 0, Counter()
@@ -153,18 +135,14 @@ def watch(algorithm: str, flags: list[str]) -> dict:
 
 def measure(setting_name: str, algorithm: str, bf16: bool, work: Path) -> dict:
     """watch() in a process of its own."""
-    setting = replace(throughput.SETTINGS[setting_name], bf16=bf16)
+    setting = replace(throughput.SETTINGS[setting_name], bf16=bf16, updates=WARMUP + WATCHED - 1)
     models = work / setting_name
     if not models.exists():
         models.mkdir()
-        throughput.make_models({"folder": str(models), "setting": asdict(setting)})
-    args = argparse.Namespace(warmup=0, seconds=0, quick=True, bf16=False)
-    output = work / f"{setting_name}-{algorithm}-{bf16}"
-    side = throughput.Side("ours", "ours", sys.executable, ROOT)
-    spec = throughput.make_spec(side, setting, algorithm, models, output, args)
-    flags = throughput.ours_flags(spec | {"total_updates": WARMUP + WATCHED})
-    command = [sys.executable, __file__, "--watch", json.dumps([algorithm, [*flags, "--save-steps", "1000"]])]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        throughput.make_models(models, setting)
+    flags = throughput.ours_flags(setting, algorithm, models, work / f"{setting_name}-{algorithm}-{bf16}")
+    command = [sys.executable, __file__, "--watch", json.dumps([algorithm, setting.epochs, flags])]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if run.returncode:
         raise SystemExit(f"{setting_name} {algorithm} failed:\n{run.stderr[-2000:]}")
     return json.loads(run.stdout.splitlines()[-1])

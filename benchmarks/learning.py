@@ -5,6 +5,7 @@
     python benchmarks/learning.py --redraw         # the charts and the table again, from the JSON file
     python benchmarks/learning.py --algorithms dpo --output benchmarks/results/learning-dpo.json \
         --beside benchmarks/results/learning.json  # DPO in one chart with runs that were made before
+    python benchmarks/learning.py --algorithms rloo --sides ours --ours "--max-grad-norm 1e9" --output FILE.json
 
 Ours run as a reader runs them, `python ppo.py --seed S --gold-reward-fn toy/make.py:gold_score`, with evaluation and
 sample tables off, and are read from their metrics.jsonl. TRL's PPOTrainer and RLOOTrainer run in the virtual environment
@@ -38,20 +39,22 @@ from pathlib import Path
 from unittest import mock
 
 import throughput
+import trl_versions
 from throughput import ROOT, BenchmarkError, require
 
 ALGORITHMS = ("ppo", "rloo", "dpo")
 METRICS = {"score": "score", "gold": "gold score", "kl": "KL, nats a response", "eos_share": "share that end with EOS"}
 LAST = 5  # updates at the end of a run whose mean is its result
 GOAL = 3.0  # gold score, for "seconds until"
-SHARED = ("seed", "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches",
-          "num_ppo_epochs", "total_episodes", "response_length", "temperature", "kl_coef", "cliprange", "weight_decay",
-          "missing_eos_penalty", "lr_scheduler_type", "adam_epsilon", "local_rollout_forward_batch_size")  # fmt: skip
+SHARED = ("seed", "learning_rate", "num_mini_batches", "num_ppo_epochs", "response_length", "temperature", "kl_coef",
+          "cliprange", "weight_decay", "missing_eos_penalty", "lr_scheduler_type", "adam_epsilon",
+          "local_rollout_forward_batch_size")  # fmt: skip
 OWN = {
     "ppo": ("cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards"),
     "rloo": ("rloo_k", "normalize_reward", "reward_clip_range", "normalize_advantage"),
 }
 COLOURS = {"ours": "#2a6fbb", "TRL 0.16.1": "#c46a2b"}
+OTHER_COLOUR = "#4f9d5d"  # of ours with further flags
 STYLES = {"ppo": "-", "rloo": "--", "dpo": ":"}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,26 +71,10 @@ def load_gold_score():
 
 def run_trl(spec: dict) -> None:
     """One training by TRL 0.16.1; a line for each update goes to spec["lines"]."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
-    from trl import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
-    from trl.trainer import ppo_trainer, rloo_trainer
+    from transformers import TrainerCallback
 
-    tokenizer, policy, reward_model = throughput.load_models(spec)
-    reference = AutoModelForCausalLM.from_pretrained(spec["policy"])
-    data = Dataset.from_dict({"input_ids": [tokenizer(text)["input_ids"] for text in throughput.load_prompts(spec)]})
-    common = {"processing_class": tokenizer, "reward_model": reward_model, "train_dataset": data, "eval_dataset": data}
-    arguments = spec["arguments"] | {
-        "output_dir": spec["output"], "stop_token": "eos", "num_sample_generations": 0, "use_cpu": True,
-        "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-    }  # fmt: skip
-    if spec["algorithm"] == "ppo":
-        value_model = AutoModelForSequenceClassification.from_pretrained(spec["reward"], num_labels=1)
-        module, args = ppo_trainer, PPOConfig(**arguments)
-        trainer = PPOTrainer(args=args, model=policy, ref_model=reference, value_model=value_model, **common)
-    else:
-        module, config = rloo_trainer, RLOOConfig(**arguments)
-        trainer = RLOOTrainer(config=config, policy=policy, ref_policy=reference, **common)
+    trainer, module = trl_versions.trainer_016(spec, spec["arguments"] | {"stop_token": "eos"})
+    tokenizer, reward_model = trainer.processing_class, trainer.reward_model
     gold_score, get_reward, seen = load_gold_score(), module.get_reward, {}
 
     def get_reward_and_gold(model, ids, pad_token_id, context_length):
@@ -133,12 +120,12 @@ def run_process(command: list[str], log: Path) -> None:
     require(done.returncode == 0, f"`{shlex.join(command)}` failed; its last lines:\n{tail}")
 
 
-def run_ours(algorithm: str, seed: int, work: Path) -> tuple[list[dict], dict]:
+def run_ours(algorithm: str, seed: int, flags: list[str], work: Path) -> tuple[list[dict], dict]:
     """One training by our script: its updates, and its settings."""
     output = work / f"ours-{algorithm}-{seed}"
     command = [sys.executable, str(ROOT / f"{algorithm}.py"), "--seed", str(seed), "--output-dir", str(output),
                "--gold-reward-fn", f"{ROOT / 'toy/make.py'}:gold_score", "--num-sample-generations", "0",
-               "--dataset-test-split", "none"]  # fmt: skip
+               "--dataset-test-split", "none", *flags]  # fmt: skip
     run_process(command, work / f"{output.name}.log")
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     updates = [
@@ -149,14 +136,14 @@ def run_ours(algorithm: str, seed: int, work: Path) -> tuple[list[dict], dict]:
     return updates, json.loads((output / "args.json").read_text())
 
 
-def run_dpo(seed: int, work: Path) -> list[dict]:
+def run_dpo(seed: int, flags: list[str], work: Path) -> list[dict]:
     """One training by dpo.py: what its evaluations saw."""
     output = work / f"ours-dpo-{seed}"
     command = [sys.executable, str(ROOT / "dpo.py"), "--seed", str(seed), "--output-dir", str(output),
                "--gold-reward-fn", f"{ROOT / 'toy/make.py'}:gold_score", "--num-sample-generations", "0",
-               "--eval-steps", "20", "--num-eval-prompts", "200"]  # fmt: skip
+               "--eval-steps", "20", "--num-eval-prompts", "200", *flags]  # fmt: skip
     run_process(command, work / f"{output.name}.log")
-    batch, seconds, seen = json.loads((output / "args.json").read_text())["per_device_train_batch_size"], 0.0, []
+    batch, seconds, seen = json.loads((output / "args.json").read_text())["batch_size"], 0.0, []
     for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()):
         seconds += line["time/step"]
         if "objective/kl" in line:
@@ -172,9 +159,13 @@ def run_theirs(algorithm: str, seed: int, settings: dict, python: str, work: Pat
     models, output = work / "models", work / f"trl-{algorithm}-{seed}"
     if not models.exists():
         models.mkdir()
-        throughput.copy_toy(models)
+        trl_versions.copy_toy(models)
+    batches = {
+        "per_device_train_batch_size": settings["batch_size"] // settings["num_mini_batches"],
+        "gradient_accumulation_steps": 1, "total_episodes": settings["num_updates"] * settings["batch_size"],
+    }  # fmt: skip
     spec = {
-        "algorithm": algorithm, "arguments": {name: settings[name] for name in SHARED + OWN[algorithm]},
+        "algorithm": algorithm, "arguments": batches | {name: settings[name] for name in SHARED + OWN[algorithm]},
         "policy": str(models / "policy"), "reward": str(models / "reward"), "output": str(output),
         "prompts": str(models / f"prompts-{algorithm}.jsonl"), "lines": str(work / f"{output.name}.jsonl"),
     }  # fmt: skip
@@ -186,7 +177,8 @@ def run_theirs(algorithm: str, seed: int, settings: dict, python: str, work: Pat
 
 def run_all(args: argparse.Namespace, work: Path) -> dict:
     """All runs, seed by seed, so that a machine that slows down slows down all sides; written as they end."""
-    python = throughput.make_venv("0.16.1", args) if "trl" in args.sides else None
+    python = trl_versions.make_venv("0.16.1", args.venvs) if "trl" in args.sides else None
+    ours, flags = f"ours {args.ours}".strip(), shlex.split(args.ours)
     results = {
         "machine": throughput.describe_machine(), "date": time.strftime("%Y-%m-%d %H:%M"),
         "command": shlex.join(sys.argv), "ours": throughput.describe_ours(ROOT), "runs": [],
@@ -202,10 +194,10 @@ def run_all(args: argparse.Namespace, work: Path) -> dict:
     for seed in args.seeds:
         for algorithm in args.algorithms:
             if algorithm == "dpo":
-                keep(algorithm, "ours", seed, run_dpo(seed, work))
+                keep(algorithm, ours, seed, run_dpo(seed, flags, work))
                 continue
-            updates, settings = run_ours(algorithm, seed, work)
-            keep(algorithm, "ours", seed, updates)
+            updates, settings = run_ours(algorithm, seed, flags, work)
+            keep(algorithm, ours, seed, updates)
             if "trl" in args.sides:
                 keep(algorithm, "TRL 0.16.1", seed, run_theirs(algorithm, seed, settings, python, work))
     return results
@@ -258,9 +250,13 @@ def make_table(results: dict) -> str:
     lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
 
     def cell(values: list[float], digits: int) -> str:
-        """mean ± deviation."""
-        deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-        return f"{statistics.fmean(values):.{digits}f}{deviation}"
+        """mean ± deviation; of seeds that never reached the goal there is no value, and the others are counted."""
+        there = [value for value in values if not math.isnan(value)]
+        if not there:
+            return "never"
+        deviation = f" ± {statistics.stdev(there):.{digits}f}" if len(there) > 1 else ""
+        count = f" ({len(there)} of {len(values)} seeds)" if len(there) < len(values) else ""
+        return f"{statistics.fmean(there):.{digits}f}{deviation}{count}"
 
     for (algorithm, side), runs in groups_of(results).items():
         row = [f"{algorithm}", f"{side}, {len(runs)} seeds"]
@@ -288,15 +284,15 @@ def draw_curves(results: dict, axis: str, label: str, file: Path) -> None:
     """A row for each algorithm, a column for each metric; mean over the seeds, and the range as a band."""
     groups = groups_of(results)
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
-    plt, figure, axes = throughput.figure_of(len(algorithms), len(METRICS), 15, 3.1 * len(algorithms))
+    figure, axes = throughput.figure_of(len(algorithms), len(METRICS), 15, 3.1 * len(algorithms))
     for (algorithm, side), runs in groups.items():
         for panel, name in zip(axes[algorithms.index(algorithm)], METRICS):
             if name not in runs[0][0]:
                 panel.axis("off")
                 continue
             x, y = band(runs, axis, name)
-            panel.plot(x, y.mean(0), color=COLOURS[side], label=f"{algorithm}, {side}")
-            panel.fill_between(x, y.min(0), y.max(0), color=COLOURS[side], alpha=0.2, linewidth=0)
+            panel.plot(x, y.mean(0), color=COLOURS.get(side, OTHER_COLOUR), label=f"{algorithm}, {side}")
+            panel.fill_between(x, y.min(0), y.max(0), color=COLOURS.get(side, OTHER_COLOUR), alpha=0.2, linewidth=0)
             panel.set_title(METRICS[name], fontsize=10)
             panel.set_xlabel(label, fontsize=9)
     for row in axes:
@@ -304,19 +300,17 @@ def draw_curves(results: dict, axis: str, label: str, file: Path) -> None:
     machine = results["machine"]
     figure.suptitle(f"toy world, mean and range over seeds; {machine['cpu']}, {machine['cores']} cores", fontsize=9)
     figure.savefig(file, dpi=110)
-    plt.close(figure)
 
 
 def draw_frontier(results: dict, file: Path) -> None:
     """Gold score against KL along the training, the mean over the seeds at each update."""
-    plt, figure, axes = throughput.figure_of(1, 1, 6, 4)
+    figure, axes = throughput.figure_of(1, 1, 6, 4)
     for (algorithm, side), runs in groups_of(results).items():
         kl, gold = (band(runs, "episode", name)[1].mean(0) for name in ("kl", "gold"))
-        axes[0, 0].plot(kl, gold, STYLES[algorithm], color=COLOURS[side], label=f"{algorithm}, {side}")
+        axes[0, 0].plot(kl, gold, STYLES[algorithm], color=COLOURS.get(side, OTHER_COLOUR), label=f"{algorithm}, {side}")
     axes[0, 0].set_xlabel("KL to the reference, nats a response"), axes[0, 0].set_ylabel("gold score")
     axes[0, 0].legend(frameon=False)
     figure.savefig(file, dpi=110)
-    plt.close(figure)
 
 
 def show(results: dict, output: Path, beside: Path | None = None) -> None:
@@ -342,6 +336,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--sides", type=throughput.a_list(("ours", "trl")), default=["ours", "trl"],
                         help="ours, or ours,trl: TRL takes its settings from ours")  # fmt: skip
+    parser.add_argument("--ours", default="", metavar="FLAGS", help="further flags for our script, in one string")
     parser.add_argument("--redraw", action="store_true", help="run nothing, draw what the JSON file holds")
     parser.add_argument("--beside", type=Path, help="another JSON file, whose runs are drawn and listed too")
     parser.add_argument("--output", type=Path, default=throughput.RESULTS / "learning.json", help="JSON file")

@@ -8,7 +8,8 @@ The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; W
 shards; b rows of P + T tokens in a micro-batch, of which T are the response; B rows sampled at once:
 
     trained network   4 N weights + 4 N gradients + 8 N Adam; each part / S where --zero-stage shards it
-    frozen network    4 N, / S with stage 3
+    frozen network    4 N, / S with stage 3; under bfloat16 half of it but for the embeddings, unless it is the policy
+                      without its adapter
     gathered          what is whole for a moment: stage 2, 4 N of each trained network; stage 3, two layers and the
                       embeddings, and 4 N of the policy in a rollout (or, with --no-gather-for-rollout, layer by layer,
                       no more than in the update); stage 0, nothing
@@ -19,7 +20,7 @@ shards; b rows of P + T tokens in a micro-batch, of which T are the response; B 
     cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 12 B V
 
 Sent by each process and micro-batch: stage 2, 8 N a trained network (weights, gradients), stage 3, 12 N (weights twice);
-stage 0 sends 8 N once an optimiser step. N is in float32 throughout: weights and gradients travel as they are stored.
+stage 0 sends 8 N once an optimiser step. Weights and gradients travel as they are stored, in float32.
 """
 
 import argparse
@@ -95,13 +96,15 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
     casts = 2 * (N if not p.checkpointing else m.layer + m.embeddings) if p.bf16 else 0
     gathered = {0: 0, 2: 4 * N * trained, 3: 4 * (2 * m.layer + m.embeddings)}[p.stage]
     sharded = S if p.stage >= 2 else 1
+    stored = 2 * N + 2 * m.vocab * m.width if p.bf16 else 4 * N  # of a frozen network
+    unchanging = (stored * (frozen - p.lora) + 4 * N * p.lora) / (S if p.stage == 3 else 1)
     held = {
-        "weights": 4 * N * (trained / sharded + frozen / (S if p.stage == 3 else 1)),
+        "weights": 4 * N * trained / sharded + unchanging,
         "gradients": 4 * N * trained / sharded,
         "Adam": 8 * N * trained / sharded,
     }
     if p.offload:  # all shards are in CPU memory
-        held = {"weights": 4 * N * frozen * (p.stage < 3), "gradients": 0, "Adam": 0}
+        held = {"weights": unchanging * (p.stage < 3), "gradients": 0, "Adam": 0}
     update = {"gathered": gathered, "activations": activations + casts, "logits": 12 * p.rows * p.response * m.vocab}
     cache = (2 if p.bf16 else 4) * 2 * m.layers * m.kv_width * p.rollout_rows * tokens + 12 * p.rollout_rows * m.vocab
     whole = 4 * N + (2 * N if p.bf16 else 0)  # the policy in a rollout, and its weights in bfloat16
@@ -225,9 +228,7 @@ def train(script: str, flags: list[str]) -> None:
     import importlib
     import resource
 
-    import datasets  # noqa: F401 - the script imports it later
     import torch
-    import torch.distributed.fsdp  # noqa: F401
     import tyro
 
     sys.path.insert(0, str(ROOT))
@@ -237,8 +238,7 @@ def train(script: str, flags: list[str]) -> None:
         torch.distributed.init_process_group()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     args = tyro.cli(module.Args, args=flags)
-    with module.first_speaks():
-        module.train(args)
+    module.train(args)
     if os.environ.get("RANK", "0") == "0":
         last = json.loads((Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()[-1])
         print(f"\npeak: {last['perf/peak_memory_mb'] * 2**20 - before}", flush=True)

@@ -25,17 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = {  # flags of a run of 12 steps
     "ppo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl --ema-decay 0.9",
     "rloo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl",
-    "dpo": "--dataset {tmp}/preferences --dataset-test-split none --per-device-train-batch-size 8 --num-train-epochs 2",
-    "sft": "--dataset {tmp}/sft --dataset-test-split none --per-device-train-batch-size 8",
-    "reward_model": "--dataset {tmp}/preferences --dataset-test-split none --per-device-train-batch-size 8",
+    "dpo": "--dataset {tmp}/preferences --dataset-test-split none --batch-size 8 --num-train-epochs 2",
+    "sft": "--dataset {tmp}/sft --dataset-test-split none --batch-size 8",
+    "reward_model": "--dataset {tmp}/preferences --dataset-test-split none --batch-size 8",
 }
 TIMED = ("time/", "perf/", "eps")  # metrics that no two runs share
 WRONG = {  # a file that the faults use -> its text
-    "slow.py": """import time
-def score(texts):
-    time.sleep(60 if len(texts) > 2 else 0)
-    return [0.0] * len(texts)
-""",
     "raises.py": """calls = 0
 def score(texts):
     global calls
@@ -56,11 +51,14 @@ def score(texts):
 RUN = "ppo.py --batch-size 8 --total-episodes 32 --response-length 8 --output-dir {tmp}/run"
 FAULTS = {  # name -> shell command; `python` is this one
     "reward function raises": f"python {RUN} --reward-fn {{tmp}}/raises.py:score",
-    "reward function hangs": f"python {RUN} --reward-fn {{tmp}}/slow.py:score --reward-timeout 2",
     "disk full": f"(ulimit -f 3000; python {RUN} --save-steps 1)",
     "W&B out of reach": f"WANDB_BASE_URL=http://127.0.0.1:9 WANDB_API_KEY={'a' * 40} python {RUN} --track",
     "damaged checkpoint": f"python {RUN} --save-steps 1 && truncate -s 5000 {{tmp}}/run/checkpoints/step-00000004.pt "
     "&& python ppo.py --resume {tmp}/run",
+    "checkpoint with a wrong byte": f"python {RUN} --save-steps 1 && printf X | dd of={{tmp}}/run/checkpoints/"
+    "step-00000004.pt bs=1 seek=1000000 conv=notrunc && python ppo.py --resume {tmp}/run",
+    "two runs in one folder": f"python {RUN} --total-episodes 4096 & sleep 20; python ppo.py --resume {{tmp}}/run; "
+    "code=$?; kill -TERM $!; wait $!; exit $code",
     "truncated data file": f"python {RUN} --dataset {{tmp}}/cut.jsonl",
     "learning rate too high": f"python {RUN} --learning-rate 1e30",
     "SIGTERM": f"python {RUN} --total-episodes 4096 & sleep 12; kill -TERM $!; wait $!",
@@ -76,10 +74,9 @@ FAULTS = {  # name -> shell command; `python` is this one
 
 
 def command_of(script: str, folder: Path, tmp: Path) -> list[str]:
-    """The command that starts the run, or goes on with it where it has a checkpoint."""
-    if list(folder.glob("checkpoints/step-*.pt")):
+    """The command that starts the run, or goes on with it where it was started before."""
+    if (folder / "args.json").exists():
         return [sys.executable, f"{script}.py", "--resume", str(folder)]
-    shutil.rmtree(folder, ignore_errors=True)
     flags = TINY[script].replace("{tmp}", str(tmp)).split()
     return [sys.executable, f"{script}.py", *flags, "--save-steps", "1", "--num-sample-generations", "0",
             "--output-dir", str(folder)]  # fmt: skip

@@ -33,13 +33,9 @@ def tiny(part_of):
     return {
         "ppo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
         "rloo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
-        "sft": dict(dataset=part_of("sft", 32), per_device_train_batch_size=8),
-        "reward_model": dict(dataset=part_of("preferences", 24), per_device_train_batch_size=8),
+        "sft": dict(dataset=part_of("sft", 32), batch_size=8),
+        "reward_model": dict(dataset=part_of("preferences", 24), batch_size=8),
         "dpo": dict(
-            dataset=part_of("preferences", 24),
-            per_device_train_batch_size=8,
-            num_eval_prompts=4,
-            response_length=6,
-            learning_rate=1e-3,
+            dataset=part_of("preferences", 24), batch_size=8, num_eval_prompts=4, response_length=6, learning_rate=1e-3
         ),
     }

@@ -185,6 +185,14 @@ def test_losses_and_gradients_ignore_padding():
     assert (spoiled[~MASK] == 0).all()
 
 
+def test_values_in_range_are_not_counted_as_clipped():
+    """Not even for rounding, where old + (new - old) would be another number than new."""
+    values = torch.randn(1000) / 10
+    old_values = (values.double() + torch.randn(1000).double() / 30).float()
+    mask = torch.ones(1000, dtype=torch.bool)
+    assert not ppo.value_loss(values, old_values, torch.randn(1000), mask, 0.5)[1].any()
+
+
 def test_value_loss_without_clipping_is_half_the_squared_error():
     values, old_values, returns = randn(B, T), randn(B, T), randn(B, T)
     loss, _ = ppo.value_loss(values, old_values, returns, MASK, 1e9)

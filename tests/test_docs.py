@@ -27,19 +27,19 @@ ANSWERS = ("`--", "always", "computed", "function `", "library: ", "not yet", "l
 
 
 def arguments(script):
-    """Flag -> (field, default) of a script: the fields of its Args with their aliases, and what argparse is given."""
-    tree, found = ast.parse((ROOT / script).read_text()), {"--help": ("help", None)}
+    """Flag -> (field, default) of a script: the fields of its Args, its ALIASES, and what argparse is given."""
+    tree, found, aliases = ast.parse((ROOT / script).read_text()), {"--help": ("help", None)}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("add", "add_argument"):
             found |= {a.value: (a.value, None) for a in node.args if isinstance(a, ast.Constant)}
         if isinstance(node, ast.ClassDef) and node.name == "Args":
-            for field in (f for f in node.body if isinstance(f, ast.AnnAssign)):
-                strings = [n.value for n in ast.walk(field.annotation) if isinstance(n, ast.Constant)]
-                names = [f"--{field.target.id.replace('_', '-')}", *(s for s in strings if str(s).startswith("--"))]
-                default = ast.literal_eval(field.value)
-                names += [f"--no-{name[2:]}" for name in names if isinstance(default, bool)]
-                found |= {name: (field.target.id, default) for name in names}
-    return found
+            for field in (f for f in node.body if isinstance(f, ast.AnnAssign) and not isinstance(f.value, ast.Call)):
+                flag, default = field.target.id.replace("_", "-"), ast.literal_eval(field.value)
+                flags = [f"--{flag}"] + [f"--no-{flag}"] * isinstance(default, bool)
+                found |= dict.fromkeys(flags, (field.target.id, default))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ALIASES":
+            aliases = ast.literal_eval(node.value)
+    return found | {alias: found[flag] for alias, flag in aliases.items()}
 
 
 ARGUMENTS = {path: arguments(path) for path in [*MAIN, *(f"benchmarks/{p.name}" for p in ROOT.glob("benchmarks/*.py"))]}

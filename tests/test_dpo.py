@@ -154,8 +154,9 @@ def test_pairs_that_a_cut_makes_equal_are_dropped(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     run(dpo, tmp_path / "out", dataset=str(tmp_path / "pairs.jsonl"), max_length=6, max_prompt_length=2)
     said = capsys.readouterr().out
-    assert "dropped 1 of 2 pairs: both completions are the same" in said and "cut 1 of 2 pairs" in said
-    with pytest.raises(dpo.UserError, match="in all 2 pairs the two completions are the same"):
+    assert "dropped 1 of 2 pairs: both completions are the same (0), or become so when cut" in said
+    assert "cut 1 of 2 pairs" in said
+    with pytest.raises(dpo.UserError, match="dropped 2 of 2 pairs: both completions are the same"):
         run(dpo, tmp_path / "none", dataset=str(tmp_path / "pairs.jsonl"), max_length=3, max_prompt_length=2)
 
 
@@ -201,7 +202,7 @@ def test_cutting_a_batch_changes_nothing(policy, pairs, tokenizer, size):
     results = []
     for micro_batch in (9, size):
         policy.zero_grad()
-        args = dpo.Args(per_device_train_batch_size=micro_batch)
+        args = dpo.Args(micro_batch_size=micro_batch)
         stats = dpo.preference_gradient(policy, pairs, ref, tokenizer, args)
         results.append((stats, torch.cat([p.grad.flatten() for p in policy.parameters()])))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-4, abs=1e-5)
@@ -210,7 +211,7 @@ def test_cutting_a_batch_changes_nothing(policy, pairs, tokenizer, size):
 
 def test_the_reference_is_read_once(policy, pairs, tokenizer, monkeypatch):
     """And what it has said of a pair stays with the pair, in whatever batch it comes back."""
-    args, calls, read = dpo.Args(), [], dpo.completion_logps
+    args, calls, read = dpo.Args(micro_batch_size=9), [], dpo.completion_logps
     monkeypatch.setattr(dpo, "completion_logps", lambda *a: calls.append(1) or read(*a))
     ref = dpo.ReferenceLogps(9)
     first = ref.read([3, 1, 8], pairs, policy, policy_copy(policy), tokenizer, args)
@@ -255,7 +256,7 @@ def test_adapter(tmp_path, tiny):
     assert (tmp_path / "adapter_model.safetensors").exists() and merged.num_parameters() > 4e5
 
 
-LEARNING = dict(num_train_epochs=1, per_device_train_batch_size=32, learning_rate=5e-4, eval_steps=60,
+LEARNING = dict(num_train_epochs=1, batch_size=32, micro_batch_size=32, learning_rate=5e-4, eval_steps=60,
                 num_sample_generations=0, gold_reward_fn="toy/make.py:gold_score")  # fmt: skip
 
 
@@ -265,7 +266,9 @@ def gold_before(tokenizer, policy):
     with open(ROOT / "toy/data/preferences/validation.jsonl") as file:
         rows = [json.loads(line) for line, _ in zip(file, range(64))]
     pairs = [dpo.encode_preference(row["prompt"], row["chosen"], row["rejected"], tokenizer) for row in rows]
-    return dpo.evaluate_responses(policy, None, pairs, tokenizer, dpo.Args(**LEARNING))["objective/gold_scores"]
+    args = dpo.Args(**LEARNING)
+    stats = dpo.evaluate_responses(policy, None, pairs, tokenizer, args, dpo.load_gold_reward(args))
+    return stats["objective/gold_scores"]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -292,15 +295,57 @@ def test_dpo_unlearns_with_the_sign_turned(tmp_path, part_of, monkeypatch, gold_
     [
         (dict(beta=0.0), "--beta 0.0 must be above 0"),
         (dict(label_smoothing=0.5), "--label-smoothing 0.5 must be at least 0 and below 0.5"),
+        (dict(beta=math.nan), "--beta nan must be above 0"),
         (dict(label_smoothing=0.1, loss_type="ipo"), "--loss-type ipo has none"),
         (dict(reference_free=True, loss_type="kto_pair"), "needs the reference"),
         (dict(max_length=100, max_prompt_length=100), "leaves no room for a completion in 100 tokens"),
         (dict(chosen_column="best"), "has no column 'best'; it has prompt, chosen, rejected"),
-        (dict(model="no/such"), "'no/such' is neither a folder"),
+        (dict(model="./such"), "'./such': there is no such file or folder"),
         (dict(dataset="toy/data/sft"), "has no column 'chosen'"),
     ],
 )
 def test_one_sentence(wrong, sentence, tmp_path):
     with pytest.raises(dpo.UserError, match=sentence):
         run(dpo, tmp_path / "out", **wrong)
-    assert not (tmp_path / "out/metrics.jsonl").exists()
+    assert not (tmp_path / "out").exists()
+
+
+GOLD = {
+    "raises": ("raise KeyError('x')", "the reward function failed: KeyError: 'x'"),
+    "none": ("return None", "the reward function failed"),
+    "nan": ("return [float('nan') for _ in texts]", "the reward is nan for the text"),
+    "few": ("return [1.0] * (len(texts) - 1)", "gave 0 rewards for 1 texts"),
+    "missing": ("return [1.0 for _ in texts]", "defines no function 'missing'"),
+}
+
+
+@pytest.mark.parametrize("name", GOLD)
+def test_a_wrong_gold_function_fails_before_training(name, tmp_path):
+    body, sentence = GOLD[name]
+    (tmp_path / "gold.py").write_text(f"def {'other' if name == 'missing' else name}(texts):\n    {body}\n")
+    with pytest.raises(dpo.UserError, match=sentence):
+        run(dpo, tmp_path / "out", gold_reward_fn=f"{tmp_path}/gold.py:{name}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_file_has_no_test_split(tmp_path, capsys):
+    """KL and gold score are then those of answers to training prompts, and this is said; with `none`, nothing is."""
+    rows = [dict(chosen="The film is good.", rejected="The film is bad."), dict(chosen="Fun.", rejected="Not.")]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(dataset=str(tmp_path / "pairs.jsonl"), gold_reward_fn="toy/make.py:gold_score")
+    lines = run(dpo, tmp_path / "a", **settings)
+    assert {"objective/kl", "objective/gold_scores", "val/eos_share"} <= lines[-1].keys()
+    assert not [name for name in lines[-1] if name.startswith("eval/")]
+    assert "answers to prompts of the training data are evaluated" in capsys.readouterr().out
+    lines = run(dpo, tmp_path / "b", dataset_test_split="none", **settings)
+    assert not [name for name in lines[-1] if name.startswith(("eval/", "objective/", "val/"))]
+    assert "nothing is evaluated" in capsys.readouterr().out
+
+
+def test_batch_sizes():
+    """TRL's two settings say both sizes; on a CPU many tokens go through the model a few at a time."""
+    policy = SimpleNamespace(device=torch.device("cpu"), name_or_path="", num_parameters=lambda: 1)
+    trl = dpo.Args(learning_rate=1.0, per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    assert dpo.plan_steps(trl, policy, 30, 99) == (3, 3) and (trl.batch_size, trl.micro_batch_size) == (12, 3)
+    ours = dpo.Args(learning_rate=1.0, num_train_epochs=1.5)
+    assert dpo.plan_steps(ours, policy, 100, 5) == (3, 2) and (ours.batch_size, ours.micro_batch_size) == (64, 5)

@@ -1,6 +1,7 @@
 """Wrong input: one clear sentence on stderr, exit code 2, before any training."""
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+import dpo
 import ppo
 import reward_model
 import rloo
@@ -75,12 +77,11 @@ def test_prompt_and_response_beyond_the_context(run):
 def test_all_prompts_too_long(run, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film was long and I liked it"}] * 3)
     message = run(ppo, "--dataset", data, "--max-prompt-length", 2)
-    assert "all 3 prompts" in message and "--max-prompt-length 2" in message
+    assert "dropped 3 of 3 prompts" in message and "--max-prompt-length" in message
 
 
 def test_batch_that_does_not_divide(run):
-    message = run(ppo, "--batch-size", 50, "--num-mini-batches", 4)
-    assert "48" in message and "52" in message
+    assert "not divisible by 4 mini-batches x 1 process(es); 52 is" in run(ppo, "--batch-size", 50, "--num-mini-batches", 4)
 
 
 def test_fewer_episodes_than_a_batch(run):
@@ -88,20 +89,38 @@ def test_fewer_episodes_than_a_batch(run):
     assert "10" in message and "64" in message
 
 
+@pytest.mark.parametrize("module", [ppo, rloo, dpo, sft, reward_model])
+def test_numbers_out_of_range(run, module):
+    """By the type of a setting; NaN and infinity, which a parser takes for numbers, too."""
+    wrong = {
+        "above 0": ("temperature cliprange learning_rate max_grad_norm num_train_epochs beta", "0 -1 nan inf"),
+        "0 or more": ("kl_coef missing_eos_penalty weight_decay vf_coef", "-1 nan inf -inf"),
+        "between 0 and 1": ("lam gamma warmup_ratio ema_decay eos_dropout", "-0.1 1.5 nan inf"),
+    }
+    for allowed, (names, values) in wrong.items():
+        for name in set(names.split()) & set(vars(module.Args())):
+            for value in map(float, values.split()):
+                with pytest.raises(module.UserError, match=f"--{name.replace('_', '-')} {value} must be {allowed}"):
+                    module.start_run(module.Args(**{name: value}))
+
+
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--temperature", 0), ("--response-length", 0), ("--num-mini-batches", 0), ("--num-ppo-epochs", 0), ("--lam", 1.5),
-     ("--cliprange", -0.1), ("--local-rollout-forward-batch-size", 0), ("--kl-horizon", 0)],
+    ("module", "flag", "value"),
+    [(ppo, "--kl-coef", "nan"), (ppo, "--lam", 1.5), (ppo, "--temperature", "inf"),
+     (ppo, "--missing_eos_penalty=nan", ""), (ppo, "--response-length", 0), (ppo, "--num-mini-batches", 0),
+     (ppo, "--kl-horizon", 0), (ppo, "--adam-betas", "0.9 1.5"), (rloo, "--rloo-k", 1), (rloo, "--lora-r", -1),
+     (dpo, "--label-smoothing", 0.5), (sft, "--max-length", 1), (reward_model, "--save-total-limit", 0)],
 )  # fmt: skip
-def test_numbers_out_of_range(run, flag, value):
-    message = run(ppo, flag, value)
-    assert flag in message and str(value) in message
+def test_a_number_out_of_range_ends_in_a_sentence(run, module, flag, value):
+    message, (flag, _, given) = run(module, flag, *str(value).split()), flag.partition("=")
+    number = str(value).split()[-1] if str(value) else given
+    assert flag.replace("_", "-") in message and number in message and "must be" in message
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("return [1.0]", "1 scores for 2 texts"),
+        ("return [1.0] * 2", "2 rewards for 1 texts"),
         ("return [float('nan')] * len(texts)", "nan"),
         ("return [None] * len(texts)", "None"),
         ("raise KeyError('mood')", "mood"),
@@ -114,7 +133,7 @@ def test_reward_function_that_is_wrong(run, tmp_path, body, expected):
 
 def test_nan_reward_in_the_run_names_the_text(run, tmp_path):
     """The probe at the start is passed; the text that made the NaN is in the sentence."""
-    code = "def reward(texts):\n    return [1.0 if t.endswith(('text.', 'one.')) else float('nan') for t in texts]\n"
+    code = "def reward(texts):\n    return [1.0 if t.endswith('text.') else float('nan') for t in texts]\n"
     (tmp_path / "r.py").write_text(code)
     message = run(ppo, "--reward-fn", f"{tmp_path}/r.py:reward", "--batch-size", 4, "--response-length", 5)
     assert "nan for the text '" in message
@@ -132,7 +151,10 @@ def test_tokenizer_without_eos(run, tmp_path):
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "m")
     AutoConfig.from_pretrained(ppo.locate("toy/sft")).save_pretrained(tmp_path / "m")
-    assert "no EOS token" in run(ppo, "--model", tmp_path / "m")
+    shutil.copy(Path(ppo.locate("toy/sft")) / "model.safetensors", tmp_path / "m")
+    assert "'eos' is not one token" in run(ppo, "--model", tmp_path / "m")
+    assert "no EOS token" in run(dpo, "--model", tmp_path / "m")
+    assert "no EOS token" in run(sft, "--model", tmp_path / "m")
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "m")
     assert "neither a pad nor an EOS" in run(ppo, "--model", tmp_path / "m")
@@ -140,13 +162,14 @@ def test_tokenizer_without_eos(run, tmp_path):
 
 
 def test_stop_token_of_several_tokens(run):
-    assert "must be one" in run(ppo, "--stop-token", "the end of it all")
+    assert "is not one token" in run(ppo, "--stop-token", "the end of it all")
 
 
 def test_model_that_is_nowhere(run):
     for module, flag in ((ppo, "--model"), (ppo, "--reward-model"), (sft, "--model"), (reward_model, "--model")):
         message = run(module, flag, "no-such-folder/no-such-model")
-        assert "no-such-folder/no-such-model" in message and "offline" in message
+        assert "'no-such-folder/no-such-model' could not be loaded" in message
+    assert "no such file or folder" in run(ppo, "--model", "./no-such-model")
 
 
 def test_folder_without_a_model(run, tmp_path):
@@ -159,7 +182,7 @@ def test_dataset_that_is_nowhere(run):
 
 def test_file_of_an_unknown_kind(run, tmp_path):
     (tmp_path / "d.txt").write_text("hello")
-    assert ".jsonl" in run(ppo, "--dataset", tmp_path / "d.txt")
+    assert "jsonl" in run(ppo, "--dataset", tmp_path / "d.txt")
 
 
 def test_reward_model_with_several_labels(run, tmp_path):
@@ -167,14 +190,21 @@ def test_reward_model_with_several_labels(run, tmp_path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "c")
     AutoTokenizer.from_pretrained(ppo.locate("toy/base")).save_pretrained(tmp_path / "c")
     message = run(ppo, "--reward-model", tmp_path / "c")
-    assert "NEGATIVE, POSITIVE" in message and "--reward-label" in message
-    assert "NEGATIVE, POSITIVE" in run(ppo, "--reward-model", tmp_path / "c", "--reward-label", "HAPPY")
+    assert "['NEGATIVE', 'POSITIVE']" in message and "--reward-label" in message
+    assert "['NEGATIVE', 'POSITIVE']" in run(ppo, "--reward-model", tmp_path / "c", "--reward-label", "HAPPY")
 
 
 def test_output_folder_that_holds_a_run(run, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    for module in (ppo, sft, reward_model):
-        assert "already holds a run" in run(module, "--output-dir", tmp_path)
+    """Or a model, which saving another one would destroy. The way to go on is a command that a shell understands."""
+    for name in ("metrics.jsonl", "config.json", "README.md"):
+        folder = tmp_path / f"a run's {name}"
+        folder.mkdir()
+        (folder / name).write_text("{}\n")
+        for module in (ppo, sft, reward_model):
+            message = run(module, "--output-dir", folder)
+            assert "already holds a run" in message
+            assert shlex.split(message.split("go on with that run: ")[1]) == ["--resume", str(folder)]
+        assert [path.name for path in folder.iterdir()] == [name]
 
 
 def test_device_that_is_not_there(monkeypatch, capsys, tmp_path):
@@ -182,7 +212,7 @@ def test_device_that_is_not_there(monkeypatch, capsys, tmp_path):
 
 
 def test_sft_model_and_from_scratch_exclude_each_other(run):
-    assert "exclude each other" in run(sft, "--model", "toy/sft", "--from-scratch", "toy/base")
+    assert "give one of them" in run(sft, "--model", "toy/sft", "--from-scratch", "toy/base")
 
 
 def test_sft_texts_too_short_for_a_block(run, tmp_path):
@@ -193,7 +223,8 @@ def test_sft_texts_too_short_for_a_block(run, tmp_path):
 
 def test_pairs_that_are_all_the_same(run, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", [{"chosen": "a b", "rejected": "a b"}])
-    assert "the same" in run(reward_model, "--dataset", data)
+    message = run(reward_model, "--dataset", data)
+    assert "dropped 1 of 1 pairs: in 1 both texts are the same" in message
 
 
 def test_messages_without_a_chat_template(run, tmp_path):
@@ -239,7 +270,7 @@ def test_broken_checkpoints(run, tmp_path):
 
 
 def test_stop_token_id_outside_of_the_vocabulary(run):
-    assert "0 to 3071" in run(ppo, "--stop-token-id", 99999)
+    assert "'99999' is not one token" in run(ppo, "--stop-token-id", 99999)
 
 
 def test_a_policy_that_broke_is_named_with_its_prompt(run):
@@ -249,9 +280,7 @@ def test_a_policy_that_broke_is_named_with_its_prompt(run):
 
 
 def test_groups(run):
-    assert "at least 2" in run(rloo, "--rloo-k", 1)
-    message = run(rloo, "--batch-size", 64, "--rloo-k", 5)
-    assert "60, 65" in message and "--rloo-k 5" in message
+    assert "a batch of 64 responses does not divide into groups of --rloo-k 5" in run(rloo, "--rloo-k", 5)
 
 
 @pytest.mark.parametrize("module", [ppo, rloo])
@@ -262,20 +291,13 @@ def test_groups(run):
         (["--pretrain-data", "toy/data/sft"], "--ptx-coef 0.0 and --pretrain-data toy/data/sft: give both"),
         (["--pretrain-data", "toy/data/sft", "--ptx-coef", 1], "has no column 'text'; it has prompt, completion"),
         (["--pretrain-data", "nowhere.jsonl", "--ptx-coef", 1], "nowhere.jsonl"),
-        (["--top-p", 0], "--top-p 0.0 must be above 0"),
-        (["--top-p", 1.5], "--top-p 1.5 must be between 0 and 1"),
-        (["--top-k", -1], "--top-k -1 must be 0 or more"),
-        (["--min-new-tokens", 53], "leaves no room for a stop token in responses of 53 tokens"),
         (["--response-length-min", 60], "--response-length-min 60 is above --response-length 53"),
         (["--aux-loss-coef", 0.1], "toy/sft has no router"),
-        (["--lora-r", 4, "--lora-target-modules", "nothing_here"], "--lora-target-modules nothing_here: "),
-        (["--lora-r", -1], "--lora-r -1 must be 0 or more"),
+        (["--lora-r", 4, "--lora-target-modules", "nothing_here"], "--lora-target-modules nothing_here (pip install peft?): "),
         (["--lr-scheduler-type", "straight"], "--lr-scheduler-type straight"),
-        (["--lr-scheduler-type", "greedy"], "wants to see a metric"),
+        (["--lr-scheduler-type", "greedy"], "take one that depends on the step alone"),
         (["--attn-implementation", "none_such"], "none_such"),
         (["--dataset-test-split", "tset"], "tset"),
-        (["--eval-steps", 0], "--eval-steps 0 must be above 0"),
-        (["--ema-decay", 2], "--ema-decay 2.0 must be between 0 and 1"),
     ],
     ids=str,
 )
@@ -298,12 +320,16 @@ def test_messages_that_the_template_refuses(run, tmp_path):
     messages = [{"content": "Hello"}]
     row = {"prompt": messages, "messages": messages, "chosen": messages, "rejected": messages * 2}
     data = write_rows(tmp_path / "d.jsonl", [row] * 4)
-    for module in (ppo, rloo, sft, reward_model):
+    for module in (ppo, rloo, dpo, sft, reward_model):
         message = run(module, "--model", tmp_path / "m", "--dataset", data)
         assert "refuses [{'content': 'Hello'}" in message and "a role is missing" in message
 
 
 def test_settings_that_contradict_each_other(run):
     assert "--stop-token none" in run(ppo, "--stop-token", "none", "--missing-eos-penalty", 3)
-    message = run(rloo, "--batch-size", 8, "--per-device-train-batch-size", 4)
-    assert "makes --per-device-train-batch-size 8, not 4" in message
+
+
+@pytest.mark.parametrize("module", [ppo, rloo, dpo, sft, reward_model])
+def test_accumulation_without_a_size_per_device(run, module):
+    sizes = ("--batch-size", 4, "--total-episodes", 4, "--response-length", 4) if module in (ppo, rloo) else ()
+    assert "--per-device-train-batch-size" in run(module, "--gradient-accumulation-steps", 4, *sizes)

@@ -195,7 +195,7 @@ def make_rollout(mask, logprobs, **others):
     zeros = torch.zeros_like(logprobs)
     defaults = {"prompts": None, "prompt_mask": None, "responses": None, "ended": mask.any(1), "ref_logprobs": zeros}
     defaults |= {"kl": zeros, "values": zeros, "advantages": zeros, "returns": zeros}
-    return ppo.Rollout(mask=mask, logprobs=logprobs, **(defaults | others))
+    return ppo.Rollout(mask=mask, old_logprobs=logprobs, **(defaults | others))
 
 
 @pytest.mark.parametrize("mode", ["kl", "abs", "mse", "full"])
@@ -441,7 +441,7 @@ def optimize_once(monkeypatch, logits, values, prompt_length, rollout, **args):
     rows = torch.arange(len(logits))[:, None].expand(-1, prompt_length)
     rollout.prompts, rollout.prompt_mask = rows, torch.ones_like(rows, dtype=torch.bool)
     policy, body = Table(logits), Table(values)
-    sgd = torch.optim.SGD([policy.outputs, body.outputs], lr=1.0)
+    sgd = torch.optim.SGD([{"params": [x.outputs]} for x in (policy, body)], lr=1.0)
     args = ppo.Args(num_ppo_epochs=1, max_grad_norm=float("inf"), **args)
     stats = ppo.optimize(policy, ppo.Critic(body, nn.Identity()), sgd, rollout, args)
     return stats, logits - policy.outputs.detach(), values - body.outputs.detach()
@@ -455,7 +455,7 @@ def test_optimize_against_trl07(monkeypatch):
     rollout.advantages, rollout.returns = i["advantages"], i["returns"]
     logits, values = F.pad(i["logits"], (0, 0, 0, 1)), F.pad(i["vpreds"], (0, 1))  # behind a prompt of one token
     # One micro-batch, since a part of a batch is cut to its longest response, which would cut rows that start late.
-    args = {"temperature": 1.0, "micro_batch_size": len(mask), "per_device_train_batch_size": len(mask), **config}
+    args = {"temperature": 1.0, "micro_batch_size": len(mask), **config}
     stats, _, values_grad = optimize_once(monkeypatch, logits, values, 1, rollout, **args)
     pairs = {"loss/policy_avg": "loss/policy", "loss/value_avg": "loss/value", "policy/approxkl_avg": "policy/approxkl"}
     pairs |= {"policy/clipfrac_avg": "policy/clipfrac", "val/clipfrac_avg": "val/clipfrac"}
@@ -474,9 +474,8 @@ def test_optimize_against_trl016(monkeypatch, size):
     rollout = make_rollout(mask, i["old_logprobs"], responses=i["responses"], values=i["values"])
     rollout.advantages, rollout.returns = i["advantages"], i["returns"]
     args = {key: i[key] for key in ("temperature", "vf_coef", "cliprange", "cliprange_value")}
-    args["micro_batch_size"] = args["per_device_train_batch_size"] = size
     stats, logits_grad, values_grad = optimize_once(
-        monkeypatch, i["logits_full"], i["vpred_full"], i["context_length"], rollout, **args
+        monkeypatch, i["logits_full"], i["vpred_full"], i["context_length"], rollout, micro_batch_size=size, **args
     )
     close(stats["loss/policy_avg"], o["pg_loss"], **FLOAT32)
     close(stats["policy/clipfrac_avg"], o["pg_clipfrac"], **FLOAT32)
@@ -545,8 +544,9 @@ def test_logprobs_and_entropy_with_temperature_against_trl016(temperature):
     close(ppo.token_logprobs(logits, i["index"]), theirs["logprobs"])
     close(token_entropy(logits), theirs["entropy"])
     model = Table(F.pad(i["logits"], (0, 0, 0, 1)))  # behind a prompt of one token
-    prompts, real = torch.arange(len(logits))[:, None], torch.ones_like(i["index"], dtype=torch.bool)
-    read = ppo.response_logits(model, prompts, real[:, :1], i["index"], real, temperature).detach()
+    real, rows = torch.ones_like(i["index"], dtype=torch.bool), torch.arange(len(logits))[:, None]
+    r = make_rollout(real, i["index"], prompts=rows, prompt_mask=real[:, :1], responses=i["index"])
+    read = ppo.response_forward(model, r, temperature)[0].detach()
     close(ppo.token_logprobs(read, i["index"]), theirs["logprobs"], **FLOAT32)
     close(token_entropy(read), theirs["entropy"], **FLOAT32)
 
@@ -588,7 +588,7 @@ def test_sequences_against_openrlhf031():
     i, o = golden("openrlhf031_process_sequences")
     prompts, responses = i["sequences"].split([i["input_len"], i["sequences"].shape[1] - i["input_len"]], 1)
     mask, ended = ppo.response_mask(responses, i["eos"])
-    inputs = ppo.join(prompts, prompts != i["pad"], responses, mask)
+    inputs = ppo.Rollout(prompts, prompts != i["pad"], responses, mask, ended, None).inputs()
     assert torch.equal(mask, o["action_mask"].bool())
     assert torch.equal(inputs["attention_mask"], o["attention_mask"])
     # OpenRLHF writes EOS over the last token of a response that did not end; ours keeps what was drawn.
@@ -627,13 +627,9 @@ def test_value_positions_against_trl016():
     i, o = golden("trl0161_get_reward_index")
     real, n = i["query_responses"] != i["pad_token_id"], i["context_length"]
     (prompts, responses), (prompt_mask, mask) = ((x[:, :n], x[:, n:]) for x in (i["query_responses"], real))
-    close(
-        ppo.Critic(Stub(), nn.Identity())(prompts, prompt_mask, responses, mask).detach(),
-        o["value_slice_response"],
-        mask,
-    )
-    outputs = Stub()(**ppo.join(prompts, prompt_mask, responses, mask)).last_hidden_state.squeeze(-1)
-    close(outputs, o["reward_logits"], real)
+    r = ppo.Rollout(prompts, prompt_mask, responses, mask, None, None)
+    close(ppo.Critic(Stub(), nn.Identity())(r).detach(), o["value_slice_response"], mask)
+    close(Stub()(**r.inputs()).last_hidden_state.squeeze(-1), o["reward_logits"], real)
 
 
 # --- reward model
@@ -670,7 +666,7 @@ def test_pair_accuracy_against_trl(monkeypatch):
     i, o = golden("trl_reward_model_loss")
     chosen, rejected = i["rewards_chosen"], i["rewards_rejected"]
     monkeypatch.setattr(reward_model, "all_rewards", lambda *_: (chosen, rejected))
-    stats = reward_model.evaluate_rewards(None, [], None, None, SimpleNamespace())
+    stats, _ = reward_model.evaluate_rewards(None, [], None, SimpleNamespace())
     ties = (chosen == rejected).double().mean()
     close(stats["eval/loss"], o["loss_no_margin"])
     close(stats["eval/accuracy"], o["accuracy_strict_gt"])

@@ -1,14 +1,18 @@
 """One whole update of ppo.py and rloo.py against one of TRL 0.16.1's PPOTrainer and RLOOTrainer, in float32.
 
 benchmarks/trl_parity.py ran TRL's own trainers on tiny models with fixed responses and wrote down what they computed.
-Here the same update is built from our functions, in the order of train(): log-probabilities, values, scores, rewards,
-advantages, then the loss and the gradient of the steps and the weights they leave. In the cases `full` all responses
-run to full length, in `eos` they end anywhere; `steps` are 2 epochs of 2 mini-batches, the others a single step.
+Here `train` itself runs, on a folder with TRL's policy, another with its reward model, and a tokenizer of whole words.
+Chance is TRL's: torch.randperm gives its orders, and torch.rand numbers at which its responses are drawn. Compared are
+the rollout, rewards and advantages, the loss and the gradient of each step, the metrics that are logged, and the
+weights that are saved. In the cases `full` all responses run to full length, in `eos` they end anywhere; `steps` are 2
+epochs of 2 mini-batches, the others a single step.
 
 Where TRL 0.16.1 has a fault, or made another choice, a switch below does as TRL does, and then nothing else differs:
 
   max_grad_norm is accepted and never applied               NO_CLIPPING: max_grad_norm=1e9
-  no bias in the value head (a choice; ours is trained)     NO_BIAS: critic.head has none
+  no bias in the value head (a choice; ours is trained)     NO_BIAS: the critic's head has none
+  value and reward model start apart (ours start equal),    the critic is TRL's value model, and the policy becomes
+  and so may policy and reference                           TRL's once the reference is copied from it
   PPO: the score stands one position after EOS where there  ONE_FURTHER: the mask of rewards, GAE and value loss is
   is room, so that the value there is trained too           true for one position more; whitening and policy loss
                                                             keep theirs
@@ -38,14 +42,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import ppo
 import rloo
 
 FOLDER = Path(__file__).parent / "golden"
 NO_CLIPPING, NO_BIAS, ONE_FURTHER = "no clipping", "no bias", "one further"
-TOKENIZER = SimpleNamespace(get_vocab=dict, eos_token_id=2, decode=lambda *_, **__: "")  # all that a scorer asks for
 
 # --- what TRL did
 
@@ -80,50 +85,106 @@ def load_models(trl):
 
     policy, reference = (load(GPT2LMHeadModel, name) for name in ("policy", trl.settings["reference"]))
     value, reward = (load(GPT2ForSequenceClassification, name, num_labels=1) for name in ("value", "reward"))
-    return policy, reference, value, reward.requires_grad_(False)
+    return policy, reference, value, reward
 
 
-# --- the same with our functions
+# --- the same by train()
 
 
-def make_args(script, trl, switches):
-    """TRL's settings as our arguments."""
-    settings = {name: x for name, x in trl.settings.items() if name != "reference"} | {"micro_batch_size": 8}
-    return script.Args(**settings, max_grad_norm=1e9 if NO_CLIPPING in switches else 1.0)
+def write_world(folder, trl, reference, reward):
+    """The folders that train() is given: a policy that is TRL's reference, TRL's reward model, and prompts as words."""
+    words = {f"<{i}>": i for i in range(trl.config["vocab_size"])}
+    model = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<1>", eos_token="<2>")
+    for name, network in (("policy", reference), ("reward", reward)):
+        network.save_pretrained(folder / name), tokenizer.save_pretrained(folder / name)
+    k = trl.settings.get("rloo_k", 1)
+    prompts = [" ".join(f"<{i}>" for i in row[real]) for row, real in zip(trl.queries[::k], trl.prompt_mask[::k])]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": x}) + "\n" for x in prompts))
+    names = {"model": "policy", "reward_model": "reward", "dataset": "prompts.jsonl"}
+    return {flag: str(folder / name) for flag, name in names.items()}
 
 
 @torch.no_grad()
-def make_rollout(script, policy, trl, args):
-    """The rollout that sample_batch would have returned, had it drawn TRL's responses."""
-    mask, ended = script.response_mask(trl.responses, trl.config["eos_token_id"])
-    text = (trl.queries, trl.prompt_mask, trl.responses.masked_fill(~mask, trl.config["pad_token_id"]), mask)
-    logprobs = script.token_logprobs(script.response_logits(policy, *text, args.temperature), text[2])
-    return script.Rollout(*text, logprobs=logprobs, ended=ended)
+def uniforms_for(policy, trl):
+    """(B, T) numbers in [0, 1) at which inverting the policy's distribution function gives TRL's responses."""
+    ids = torch.cat([trl.queries, trl.responses], 1)
+    attention_mask = F.pad(trl.prompt_mask, (0, trl.responses.shape[1]), value=True).long()
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    logits = policy(input_ids=ids, attention_mask=attention_mask, position_ids=positions).logits
+    P = trl.queries.shape[1]
+    probabilities = (logits[:, P - 1 : -1].double() / trl.settings["temperature"]).softmax(-1)
+    middle = probabilities.cumsum(-1) - probabilities / 2
+    return middle.gather(-1, trl.responses[..., None]).squeeze(-1).float()
 
 
-def put_score_one_further(monkeypatch, rollout):
+def put_score_one_further(monkeypatch):
     """TRL's second mask, true for one position more: of rewards, values and value loss, but not of the policy loss."""
-    mask, original = rollout.mask, ppo.policy_loss
-    rollout.mask = F.pad(mask, (1, 0), value=True)[:, :-1]
-    rollout.kl = rollout.kl.masked_fill(~mask, 0.0)
+    shape_rewards, gae, value_loss = ppo.shape_rewards, ppo.gae, ppo.value_loss
+    lengthen = lambda mask: F.pad(mask, (1, 0), value=True)[:, :-1]  # noqa: E731
 
-    def policy_loss(logprobs, old_logprobs, advantages, longer, *rest):
-        """The longer mask's mean of this is the mean over real tokens: only they have an advantage that is not 0."""
-        losses, *others = original(logprobs, old_logprobs, advantages, longer, *rest)
-        return losses * longer.sum() / (advantages != 0).sum(), *others
+    def longer_value_loss(values, old_values, returns, mask, cliprange_value):
+        """What is beyond the mask is added to the last real token; and the mean is to be over the longer mask."""
+        longer, is_last = lengthen(mask), mask & ~F.pad(mask, (0, 1))[:, 1:]
+        losses, clipped = value_loss(values, old_values, returns, longer, cliprange_value)
+        beyond = (losses * (longer & ~mask)).sum(1, keepdim=True)
+        return (losses * mask + beyond * is_last) * mask.sum() / longer.sum(), clipped
 
-    monkeypatch.setattr(ppo, "policy_loss", policy_loss)
+    monkeypatch.setattr(ppo, "value_loss", longer_value_loss)
+    monkeypatch.setattr(ppo, "gae", lambda rewards, values, mask, *rest: gae(rewards, values, lengthen(mask), *rest))
+    monkeypatch.setattr(
+        ppo, "shape_rewards",
+        lambda scores, kl, mask, kl_coef: shape_rewards(scores, kl.masked_fill(~mask, 0.0), lengthen(mask), kl_coef),
+    )  # fmt: skip
 
 
 class Watch:
-    """Gives our update TRL's random orders, and notes the loss and the gradient of each step."""
+    """Gives train() TRL's weights and chance; notes what it computes, and the loss and the gradient of each step."""
 
-    def __init__(self, monkeypatch, trl, optimizer, parameters):
-        self.losses, self.gradients, self.parameters = [0.0], [], parameters
-        self.orders, self.backward = list(trl.orders), torch.Tensor.backward
+    def __init__(self, monkeypatch, script, trl, policy, value):
+        self.script, self.trl, self.start, self.value = script, trl, policy, value
+        self.losses, self.gradients, self.policy, self.rollout = [0.0], [], None, None
+        self.orders = [torch.arange(len(trl.queries) // trl.settings.get("rloo_k", 1)), *trl.orders]
+        self.uniforms = [uniforms_for(policy, trl)]
+        self.backward, self.sample, self.rollout_stats = torch.Tensor.backward, script.sample, script.rollout_stats
         monkeypatch.setattr(torch, "randperm", lambda *_, **__: self.orders.pop(0))
+        monkeypatch.setattr(torch, "rand", lambda *_, **__: self.uniforms.pop(0))
         monkeypatch.setattr(torch.Tensor, "backward", lambda loss, **kwargs: self.note_loss(loss, **kwargs))
-        optimizer.register_step_pre_hook(self.note_step)
+        monkeypatch.setattr(script, "sample", self.begin_as_trl)
+        monkeypatch.setattr(script, "rollout_stats", self.note_rollout)
+        for name in ("shape_rewards", "rloo_advantages"):
+            if hasattr(script, name):
+                monkeypatch.setattr(script, name, self.note_rewards(getattr(script, name)))
+
+    def begin_as_trl(self, policy, *rest, **kwargs):
+        """Called first when all models are made: the reference is TRL's, now the policy becomes so too."""
+        self.policy = policy
+        policy.load_state_dict(self.start.state_dict())
+        self.before = {name: p.detach().clone() for name, p in self.parameters()}
+        return self.sample(policy, *rest, **kwargs)
+
+    def parameters(self):
+        """Those in training by TRL's names."""
+        parts = {"policy": self.policy, "value.transformer": self.value.base_model, "value.score": self.value.score}
+        for prefix, model in list(parts.items())[: 3 if self.script is ppo else 1]:
+            yield from ((f"{prefix}.{name}", p) for name, p in model.named_parameters())
+
+    def note_rollout(self, rollout, scores, *rest):
+        """Called with all that was found out about the batch."""
+        self.rollout, self.scores = rollout, scores
+        return self.rollout_stats(rollout, scores, *rest)
+
+    def note_rewards(self, function):
+        """PPO's rewards by token, and RLOO's by response."""
+
+        def watched(*args, **kwargs):
+            result = function(*args, **kwargs)
+            self.used_scores = args[0]
+            self.rewards = args[0] + args[1].sum(1) if self.script is rloo else result[0]
+            return result
+
+        return watched
 
     def note_loss(self, loss, **kwargs):
         """Adds up the losses of a step, one for each of its micro-batches."""
@@ -133,77 +194,39 @@ class Watch:
     def note_step(self, *_):
         """Called by the optimiser before it takes the step."""
         self.losses.append(0.0)
-        self.gradients.append({name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None})
+        self.gradients.append({name: p.grad.clone() for name, p in self.parameters() if p.grad is not None})
 
 
-def named(policy, critic=None):
-    """The parameters in training by TRL's names."""
-    found = {f"policy.{name}": p for name, p in policy.named_parameters()}
-    theirs = {"body": "value.transformer", "head": "value.score"}
-    for name, p in critic.named_parameters() if critic else ():
-        part, dot, rest = name.partition(".")
-        found[theirs[part] + dot + rest] = p
-    return found
-
-
-def run(monkeypatch, trl, args, optimize, policy, critic=None):
-    """The optimiser's steps: what was noted of them, the stats, and the weights before and after."""
-    parameters = named(policy, critic)
-    # The optimiser of train(), and of TRL: in the first update of a run the learning rate is still the full one.
-    groups = [{"params": list(model.parameters())} for model in (policy, critic) if model]
-    optimizer = torch.optim.AdamW(groups, args.learning_rate, eps=args.adam_epsilon, weight_decay=0.0, fused=True)
-    watch = Watch(monkeypatch, trl, optimizer, parameters)
-    before = {name: p.detach().clone() for name, p in parameters.items()}
-    stats = optimize(optimizer)
-    after = {name: p.detach() for name, p in parameters.items()}
-    return SimpleNamespace(losses=watch.losses[:-1], gradients=watch.gradients, stats=stats, before=before, after=after)
-
-
-def update_ppo(monkeypatch, case, switches):
-    """One update of ppo.py, step by step as in train()."""
-    trl = read(case)
-    args, (policy, reference, value, reward) = make_args(ppo, trl, switches), load_models(trl)
-    critic = ppo.Critic(value.base_model, value.score)  # as make_critic puts a reward model together
+def update(monkeypatch, folder, case, switches):
+    """One update by train(), of whichever script the case names: what TRL did, and what was noted and left behind."""
+    trl, script = read(case), {"ppo": ppo, "rloo": rloo}[case.split("_")[0]]
+    policy, reference, value, reward = load_models(trl)
     if NO_BIAS not in switches:
-        critic.head.bias = torch.nn.Parameter(torch.zeros(1))
-    rollout = make_rollout(ppo, policy, trl, args)
-    ppo.score_reference(rollout, policy, reference, args)
-    rollout.values = ppo.by_chunks(lambda r: critic(*r.text), rollout, args)
-    score = ppo.make_scorer(None, TOKENIZER, args, reward, TOKENIZER)
-    scores = ppo.penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
-    mask, stats = rollout.mask, ppo.rollout_stats(rollout, scores, -args.kl_coef * rollout.kl)
+        value.score.bias = torch.nn.Parameter(torch.zeros(1))
+    world = write_world(folder, trl, reference, reward)
+    watch = Watch(monkeypatch, script, trl, policy, value)
+    if script is ppo:
+        Critic = ppo.Critic
+        monkeypatch.setattr(ppo, "Critic", lambda body, head: Critic(value.base_model, value.score))
     if ONE_FURTHER in switches:
-        put_score_one_further(monkeypatch, rollout)
-    rewards, _ = ppo.shape_rewards(scores, rollout.kl, rollout.mask, args.kl_coef)
-    raw_advantages, rollout.returns = ppo.gae(rewards, rollout.values, rollout.mask, args.gamma, args.lam)
-    rollout.advantages = ppo.masked_whiten(raw_advantages, mask)
-    ours = run(monkeypatch, trl, args, lambda optimizer: ppo.optimize(policy, critic, optimizer, rollout, args),
-               policy, critic)  # fmt: skip
-    ours.stats |= stats
-    ours.rollout, ours.mask, ours.scores, ours.rewards = rollout, mask, scores, rewards
-    return trl, ours
-
-
-def update_rloo(monkeypatch, case, switches):
-    """One update of rloo.py, step by step as in train()."""
-    trl = read(case)
-    args, (policy, reference, _, reward) = make_args(rloo, trl, switches), load_models(trl)
-    rollout = make_rollout(rloo, policy, trl, args)
-    rloo.score_reference(rollout, policy, reference, args)
-    score = rloo.make_scorer(None, TOKENIZER, args, reward, TOKENIZER)
-    scores = rloo.penalize_missing_eos(score(rollout), rollout.ended, args.missing_eos_penalty)
-    non_score_reward = -args.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)
-    stats = rloo.rollout_stats(rollout, scores, non_score_reward)
-    if args.normalize_reward:
-        scores = rloo.normalize_scores(scores, args.reward_clip_range)
-    rewards = scores + non_score_reward.sum(1)
-    rollout.advantages = rloo.rloo_advantages(scores, non_score_reward, args.rloo_k, args.token_level_kl)
-    if args.normalize_advantage:
-        rollout.advantages = rloo.masked_whiten(rollout.advantages, torch.ones_like(rollout.advantages).bool())
-    ours = run(monkeypatch, trl, args, lambda optimizer: rloo.optimize_policy(policy, optimizer, rollout, args), policy)
-    ours.stats |= stats
-    ours.rollout, ours.mask, ours.scores, ours.rewards = rollout, rollout.mask, scores, rewards
-    return trl, ours
+        put_score_one_further(monkeypatch)
+    settings = {name: x for name, x in trl.settings.items() if name != "reference"}
+    args = script.Args(
+        **settings, **world, max_grad_norm=1e9 if NO_CLIPPING in switches else 1.0, micro_batch_size=8,
+        total_episodes=len(trl.queries), device="cpu", num_sample_generations=0, output_dir=str(folder / "run"),
+    )  # fmt: skip
+    handle = register_optimizer_step_pre_hook(watch.note_step)
+    try:
+        script.train(args)
+    finally:
+        handle.remove()
+    assert not watch.orders and not watch.uniforms  # all of TRL's chance was used
+    (watch.stats,) = (json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines())
+    watch.after = {name: p.detach() for name, p in watch.parameters()}
+    saved = GPT2LMHeadModel.from_pretrained(folder / "run").state_dict()
+    watch.after |= {name: saved[name.removeprefix("policy.")] for name in watch.after if name.startswith("policy.")}
+    watch.losses, watch.mask = watch.losses[:-1], watch.rollout.mask
+    return trl, watch
 
 
 # --- comparisons
@@ -237,7 +260,8 @@ def without_key_bias(name, x):
 def compare_steps(trl, ours, parts):
     """Loss and gradient of each step, and the weights they leave."""
     assert len(ours.losses) == len(trl.losses)
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(trl.losses), rtol=1e-4, atol=1e-6)
+    # At a ratio of 1 the loss is a sum that cancels; ours is off by the rounding of a rollout with its cache.
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(trl.losses), rtol=1e-4, atol=1e-5)
     assert set(trl.new) <= set(ours.after)
     moved = {name: x - ours.before[name] for name, x in trl.new.items()}
     after = {name: ours.after[name] for name in trl.new}
@@ -268,9 +292,9 @@ STEP_METRICS = "policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/
 def compare_rollout(trl, ours):
     """What both scripts know before the first step."""
     assert torch.equal(ours.mask, ~trl.padding_mask)
-    near("logprobs", ours.rollout.logprobs, trl.logprobs, mask=ours.mask)
+    near("logprobs", ours.rollout.old_logprobs, trl.logprobs, mask=ours.mask)
     near("ref_logprobs", ours.rollout.ref_logprobs, trl.ref_logprobs, mask=ours.mask)
-    near("scores", ours.scores, trl.scores)
+    near("scores", ours.used_scores, trl.scores)
     padding = (~ours.mask).sum(1).float().mean().item()
     assert ours.stats["objective/entropy"] - padding == pytest.approx(trl.metrics["objective/entropy"], rel=1e-5)
     if not trl.settings.get("normalize_reward"):
@@ -286,9 +310,9 @@ PPO_SWITCHES = {
 
 
 @pytest.mark.parametrize("case", PPO_SWITCHES)
-def test_ppo_update_against_trl(monkeypatch, case):
+def test_ppo_update_against_trl(monkeypatch, tmp_path, case):
     """One update: everything before the steps, each step, and the weights after it."""
-    trl, ours = update_ppo(monkeypatch, case, PPO_SWITCHES[case])
+    trl, ours = update(monkeypatch, tmp_path, case, PPO_SWITCHES[case])
     r, longer = ours.rollout, ~trl.padding_mask_p1
     compare_rollout(trl, ours)
     near("values", r.values, trl.values, mask=longer)
@@ -296,18 +320,20 @@ def test_ppo_update_against_trl(monkeypatch, case):
     near("returns", r.returns, trl.returns, mask=longer)
     near("advantages", r.advantages, trl.advantages)
     compare_steps(trl, ours, ["policy", "value"])
+    compare_metrics(trl, ours, "lr episode")
     if "full" in case:
         compare_metrics(trl, ours, f"{STEP_METRICS} loss/value_avg val/clipfrac_avg val/ratio val/num_eos_tokens")
 
 
 @pytest.mark.parametrize("case", ["rloo_full", "rloo_full_steps", "rloo_eos", "rloo_eos_steps"])
-def test_rloo_update_against_trl(monkeypatch, case):
+def test_rloo_update_against_trl(monkeypatch, tmp_path, case):
     """The same for RLOO, which has neither values nor a place for the score."""
-    trl, ours = update_rloo(monkeypatch, case, {NO_CLIPPING})
+    trl, ours = update(monkeypatch, tmp_path, case, {NO_CLIPPING})
     compare_rollout(trl, ours)
     near("rewards of responses", ours.rewards, trl.rlhf_reward)
     near("advantages", ours.rollout.advantages.squeeze(1), trl.advantages)
     compare_steps(trl, ours, ["policy"])
+    compare_metrics(trl, ours, "lr episode")
     if "full" in case:
         compare_metrics(trl, ours, f"{STEP_METRICS} val/num_eos_tokens")
 
@@ -315,8 +341,8 @@ def test_rloo_update_against_trl(monkeypatch, case):
 @pytest.mark.parametrize(
     "switch, case", [(NO_CLIPPING, "ppo_full_steps"), (NO_BIAS, "ppo_full_steps"), (ONE_FURTHER, "ppo_eos")]
 )
-def test_each_switch_is_needed(monkeypatch, switch, case):
+def test_each_switch_is_needed(monkeypatch, tmp_path, switch, case):
     """Without any one of them the weights become others than TRL's, by far more than rounding."""
-    trl, ours = update_ppo(monkeypatch, case, PPO_SWITCHES[case] - {switch})
+    trl, ours = update(monkeypatch, tmp_path, case, PPO_SWITCHES[case] - {switch})
     moved = {name: x - ours.before[name] for name, x in trl.new.items()}
     assert max(error(ours.after[name], trl.new[name], moved[name]) for name in trl.new) > 0.1

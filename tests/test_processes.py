@@ -6,6 +6,7 @@ squared gradient, so that where a gradient is 0 but for rounding, its sign would
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_train import lines_of, untimed
 
 import dpo
 import ppo
@@ -26,20 +28,19 @@ import sft
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-TIMED = ("time/", "perf/", "eps")
 
 ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, num_sample_generations=0, learning_rate=1e-3,
                 adam_epsilon=1e-3)  # fmt: skip
-TEXTS = dict(num_train_epochs=2, eval_steps=2, learning_rate=1e-4)
+TEXTS = dict(num_train_epochs=2, eval_steps=2, learning_rate=1e-4, batch_size=8)
 SAVED = dict(total_episodes=64, save_steps=1)
-HALF = dict(per_device_train_batch_size=4)  # on each of two processes, beside 8 on one
+HALF = dict(batch_size=None, per_device_train_batch_size=4)  # on each of two processes, beside 8 on one
 
 # name: script, settings of both runs, settings of the run on two processes alone
 RUNS = {
     "ppo, stage 0": ("ppo", dict(num_mini_batches=2, whiten_rewards=True, adaptive_kl=True, ema_decay=0.5), {}),
     "ppo, stage 2": ("ppo", dict(pretrain_data="texts.jsonl", ptx_coef=1.0, gold_reward_fn="reward.py:length"),
                      dict(zero_stage=2, offload=True)),
-    "ppo, stage 3": ("ppo", dict(top_k=50, reward_fn="reward.py:length", local_rollout_forward_batch_size=3),
+    "ppo, stage 3": ("ppo", dict(reward_fn="reward.py:length", local_rollout_forward_batch_size=3),
                      dict(zero_stage=3, gather_for_rollout=False)),
     "ppo, shared critic, stage 2": ("ppo", dict(critic="shared", kl_estimator="full", gradient_checkpointing=True),
                                     dict(zero_stage=2)),
@@ -49,16 +50,16 @@ RUNS = {
     "rloo, stage 3": ("rloo", dict(normalize_advantage=True), dict(zero_stage=3)),
     "rloo, adapter, stage 2": ("rloo", dict(lora_r=4), dict(zero_stage=2)),
     "rloo, adapter, stage 3": ("rloo", dict(lora_r=4, ema_decay=0.5), dict(zero_stage=3)),
-    "dpo, stage 0": ("dpo", dict(num_eval_prompts=5), HALF),
-    "dpo, stage 2": ("dpo", dict(precompute_ref=True, loss_type="ipo"), HALF | dict(zero_stage=2)),
-    "dpo, stage 3": ("dpo", dict(label_smoothing=0.1), HALF | dict(zero_stage=3, gather_for_rollout=False)),
-    "dpo, adapter, stage 3": ("dpo", dict(lora_r=2), HALF | dict(zero_stage=3)),
+    "dpo, stage 0": ("dpo", dict(num_eval_prompts=5), {}),
+    "dpo, stage 2": ("dpo", dict(precompute_ref=True, loss_type="ipo"), dict(zero_stage=2)),
+    "dpo, stage 3": ("dpo", dict(label_smoothing=0.1), dict(zero_stage=3, gather_for_rollout=False)),
+    "dpo, adapter, stage 3": ("dpo", dict(lora_r=2), dict(zero_stage=3)),
     "sft, stage 0": ("sft", {}, HALF),
-    "sft, stage 2": ("sft", dict(model="toy/sft"), HALF | dict(zero_stage=2)),
-    "sft, stage 3": ("sft", {}, HALF | dict(zero_stage=3)),
-    "reward_model, stage 0": ("reward_model", dict(eos_dropout=0.5), HALF),
-    "reward_model, stage 2": ("reward_model", {}, HALF | dict(zero_stage=2)),
-    "reward_model, stage 3": ("reward_model", dict(center_rewards_coefficient=0.1), HALF | dict(zero_stage=3)),
+    "sft, stage 2": ("sft", dict(model="toy/sft"), dict(zero_stage=2)),
+    "sft, stage 3": ("sft", {}, dict(zero_stage=3)),
+    "reward_model, stage 0": ("reward_model", dict(eos_dropout=0.5), {}),
+    "reward_model, stage 2": ("reward_model", {}, dict(zero_stage=2)),
+    "reward_model, stage 3": ("reward_model", dict(center_rewards_coefficient=0.1), dict(zero_stage=3)),
 }  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def settings_of(script, world, output, **settings):
     for name in ("reward_fn", "gold_reward_fn", "pretrain_data"):
         if name in settings:
             settings[name] = str(world / settings[name])
-    defaults = ROLLOUTS if script in ("ppo", "rloo") else TEXTS | dict(per_device_train_batch_size=8)
+    defaults = ROLLOUTS if script in ("ppo", "rloo") else TEXTS
     return defaults | here | settings
 
 
@@ -105,8 +106,7 @@ def folder_of(world, processes, run):
 
 def metrics(folder):
     """The lines of metrics.jsonl, less what depends on the clock."""
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in line.items() if not name.startswith(TIMED)} for line in lines]
+    return untimed(lines_of(folder))
 
 
 def torchrun(*command, processes=2):
@@ -136,6 +136,14 @@ def runs(world):
     return world
 
 
+def close_to(x, name, script):
+    """Equal to rounding. A ratio or value that lies on the edge of its range is clipped on one side and not on the other:
+    of the 256 tokens (in rloo.py 32 responses) that four passes over a batch see, two (one) may be counted differently.
+    """
+    edge = (0.01 if script == "ppo" else 0.035) if name.endswith("/clipfrac_avg") else 0
+    return pytest.approx(x, rel=2e-4, abs=1e-5 + edge)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_two_processes_are_one(runs, run):
     """Every metric of every update, and in the end the weights."""
@@ -144,7 +152,7 @@ def test_two_processes_are_one(runs, run):
     assert len(lines) >= 2
     for a, b in lines:
         assert a.keys() == b.keys()
-        wrong = {name: (a[name], b[name]) for name in a if a[name] != pytest.approx(b[name], rel=2e-4, abs=1e-5)}
+        wrong = {name: (a[name], b[name]) for name in a if a[name] != close_to(b[name], name, RUNS[run][0])}
         assert not wrong
     files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
     assert files == sorted(path.relative_to(two) for path in two.rglob("*.safetensors")) and files
@@ -156,8 +164,9 @@ def test_two_processes_are_one(runs, run):
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-6 if is_rollout else 2e-4)
 
 
-def test_interrupted_and_resumed(runs):
-    """SIGTERM ends the run after its step, with the command that goes on from there, to the same bits."""
+def test_interrupted_and_resumed(runs, monkeypatch):
+    """SIGTERM ends the run after its step, with the command that goes on from there, to the same bits; and to the same
+    numbers on one process."""
     out = runs / "interrupted"
     given = settings_of("rloo", runs, out, **SAVED)
     flags = [x for name, value in given.items() for x in (f"--{name.replace('_', '-')}", str(value))]
@@ -165,18 +174,33 @@ def test_interrupted_and_resumed(runs):
     wait_for_lines(out / "metrics.jsonl", 2)
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=120)[0]
-    assert process.returncode and 2 <= len(metrics(out)) < SAVED["total_episodes"] // 8, text[-3000:]
-    command = f"torchrun --nproc-per-node 2 rloo.py --resume {out}"
-    assert text.count(f"to go on from there: {command}") == 1
+    made = len(metrics(out))
+    assert process.returncode and 2 <= made < SAVED["total_episodes"] // 8, text[-3000:]
+    assert text.count(f"to resume: torchrun --nproc-per-node 2 rloo.py --resume {out}") == 1
     assert text.count("saved in ") == 1  # by the first process alone
-    with pytest.raises(rloo.UserError, match="has 2 process"):
-        resume_alone(out)
+    alone = shutil.copytree(out, runs / "alone")
     process = torchrun("rloo.py", "--resume", out)
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 0, text[-3000:]
     assert metrics(out) == metrics(runs / "whole")
     a, b = load_file(out / "model.safetensors"), load_file(runs / "whole/model.safetensors")
     assert all(torch.equal(a[name], b[name]) for name in a)
+    monkeypatch.setattr(sys, "argv", ["rloo.py", "--resume", str(alone)])
+    rloo.train(rloo.read_command_line())
+    scores, same = ([line["objective/scores"] for line in metrics(folder)] for folder in (alone, out))
+    assert scores[:made] == same[:made] and scores == pytest.approx(same, abs=1e-3)
+
+
+def test_killed_before_the_first_checkpoint(world):
+    """Two processes can start over as one can."""
+    out = world / "early"
+    out.mkdir()
+    (out / "args.json").write_text(json.dumps(vars(rloo.Args(**settings_of("rloo", world, out)))))
+    (out / "metrics.jsonl").write_text('{"objective/kl"')
+    process = torchrun("rloo.py", "--resume", out)
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, text[-3000:]
+    assert [line["episode"] for line in metrics(out)] == [8, 16]
 
 
 def wait_for_lines(file, number):
@@ -185,15 +209,6 @@ def wait_for_lines(file, number):
     while not file.exists() or len(file.read_text().splitlines()) < number:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def resume_alone(folder):
-    """What rloo.py makes of --resume in one process."""
-    before, sys.argv = sys.argv, ["rloo.py", "--resume", str(folder)]
-    try:
-        return rloo.read_command_line()
-    finally:
-        sys.argv = before
 
 
 def test_a_process_that_fails_takes_the_run_down(world):
@@ -205,7 +220,7 @@ def test_a_process_that_fails_takes_the_run_down(world):
     process = torchrun("rloo.py", *flags, "--reward-fn", f"{world}/reward.py:second_fails")
     text = process.communicate(timeout=120)[0]
     assert process.returncode and time.monotonic() - start < 60
-    assert text.count("rloo.py: error: the reward function gave nan for the text") == 1
+    assert text.count("rloo.py: error: the reward is nan for the text") == 1
     assert "rank0]: Traceback" not in text
     assert len(metrics(out)) >= 1
 
@@ -213,44 +228,31 @@ def test_a_process_that_fails_takes_the_run_down(world):
 @pytest.mark.parametrize("n", range(1, 10))
 @pytest.mark.parametrize("processes", range(1, 6))
 def test_shares(monkeypatch, n, processes):
-    """All shares are equally long, and together they are all rows, each first in the share that it counts in."""
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    x, shares = torch.arange(n) * 10, []
+    """All shares are equally long, together they are all rows, and each row counts once."""
+    monkeypatch.setattr(sft, "WORLD_SIZE", processes)
+    shares, counted = [], []
     for rank in range(processes):
-        monkeypatch.setenv("RANK", str(rank))
-        rows = rloo.own_rows(n)
-        shares.append(rloo.own_share(x))
-        assert torch.equal(shares[-1], x[rows % n]) and len(rows) == -(-n // processes)
-        assert [i % processes for i in rows.tolist()] == [rank] * len(rows)
-    assert torch.equal(torch.stack(shares, 1).flatten()[:n], x)
+        monkeypatch.setattr(sft, "RANK", rank)
+        shares.append(sft.shard_rows(n))
+        for rows, counts in sft.micro_batches(range(n), torch.device("cpu"), sft.Args(micro_batch_size=2)):
+            counted += [row for row, counts_here in zip(rows, counts) if counts_here]
+    assert sorted(counted) == list(range(n)) and {len(share) for share in shares} == {-(-n // processes)}
+    assert torch.equal(torch.stack(shares, 1).flatten()[:n], torch.arange(n))
 
 
-@pytest.mark.parametrize(
-    "settings, sentence",
-    [
-        (dict(zero_stage=3), "started as torchrun --nproc-per-node N"),
-        (dict(offload=True), "started as torchrun --nproc-per-node N"),
-        (dict(zero_stage=2, shard_size=2), "started as torchrun --nproc-per-node N"),
-    ],
-)
+@pytest.mark.parametrize("settings", [dict(zero_stage=3), dict(offload=True), dict(zero_stage=2, shard_size=2)])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_settings_of_many_processes_need_them(script, settings, sentence, tmp_path):
+def test_settings_of_many_processes_need_them(script, settings, tmp_path):
     """One sentence, before anything is loaded."""
     module = SCRIPTS[script]
-    with pytest.raises(module.UserError, match=sentence):
+    with pytest.raises(module.UserError, match="are for runs under torchrun --nproc-per-node N"):
         module.train(module.Args(output_dir=str(tmp_path / "out"), **settings))
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "settings, sentence",
-    [
-        (dict(zero_stage=3, shard_size=2), "--shard-size 2 does not divide the 3 processes"),
-        (dict(shard_size=3), "they need --zero-stage 2 or 3"),
-    ],
-)
-def test_shard_size(monkeypatch, settings, sentence):
+@pytest.mark.parametrize("settings", [dict(zero_stage=3, shard_size=2), dict(shard_size=3)])
+def test_shard_size(monkeypatch, settings):
     """It divides the processes, and there is something to shard."""
-    monkeypatch.setenv("WORLD_SIZE", "3"), monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ppo.UserError, match=sentence):
-        ppo.check_processes(ppo.Args(**settings))
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setattr(ppo, "WORLD_SIZE", 3)
+    with pytest.raises(ppo.UserError, match="with stage 2 or 3, and a shard size that divides N"):
+        ppo.start_run(ppo.Args(**settings))

@@ -1,10 +1,13 @@
 """The rollout and every forward pass: padding, caching, stopping, and nothing but softmax(logits / temperature)."""
 
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -54,56 +57,56 @@ def left_padded_prompts(B=6, P=7):
     return prompts.masked_fill(~mask, PAD), mask
 
 
-def rollout(policy, temperature=0.9, seed=0, stop=STOP, T=12, pad=PAD):
-    prompts, prompt_mask = left_padded_prompts()
-    torch.manual_seed(seed)
-    uniforms = torch.rand(len(prompts), T)
-    return prompts, prompt_mask, ppo.sample(policy, prompts, prompt_mask, uniforms, temperature, stop, pad)
+def uniforms(B=6, T=12):
+    return torch.rand(B, T, generator=torch.Generator().manual_seed(0))
+
+
+def rollout(policy, stop=STOP, pad=PAD):
+    """Responses to six prompts at temperature 0.9."""
+    prompts, mask = left_padded_prompts()
+    return ppo.Rollout(prompts, mask, *ppo.sample(policy, prompts, mask, uniforms(), 0.9, stop, pad))
+
+
+def logits_of(policy, r):
+    with torch.no_grad():
+        return ppo.response_forward(policy, r, 1.0)[0]
 
 
 def test_kept_logprobs_equal_a_fresh_forward(policy):
     """What PPO divides by is what it recomputes: without this the first ratio is not 1."""
-    prompts, prompt_mask, out = rollout(policy)
-    logits = ppo.response_logits(policy, prompts, prompt_mask, out["responses"], out["mask"], 0.9)
-    fresh = ppo.token_logprobs(logits, out["responses"])
-    assert out["ended"].any() and not out["ended"].all()  # rows left the batch on the way
-    torch.testing.assert_close(fresh[out["mask"]], out["logprobs"][out["mask"]], rtol=1e-4, atol=1e-4)
+    r = rollout(policy)
+    fresh = ppo.token_logprobs(logits_of(policy, r) / 0.9, r.responses)
+    assert r.ended.any() and not r.ended.all()  # rows left the batch on the way
+    torch.testing.assert_close(fresh[r.mask], r.old_logprobs[r.mask], rtol=1e-4, atol=1e-4)
 
 
 def test_cached_rollout_equals_a_plain_loop(policy):
     """One row at a time, no padding, no cache, numpy's float64 for the draw: the same tokens from the same uniforms."""
-    prompts, prompt_mask, out = rollout(policy)
-    torch.manual_seed(0)
-    uniforms = torch.rand(len(prompts), 12).double().numpy()
-    for i in range(len(prompts)):
-        ids, drawn = prompts[i][prompt_mask[i]].tolist(), []
+    r, numbers = rollout(policy), uniforms().double().numpy()
+    for i in range(len(r.prompts)):
+        ids, drawn = r.prompts[i][r.prompt_mask[i]].tolist(), []
         for t in range(12):
             with torch.no_grad():
                 logits = policy(torch.tensor([ids + drawn])).logits[0, -1].double().numpy() / 0.9
             p = np.exp(logits - logits.max())
-            drawn.append(int(np.searchsorted(np.cumsum(p / p.sum()), uniforms[i, t], side="right")))
+            drawn.append(int(np.searchsorted(np.cumsum(p / p.sum()), numbers[i, t], side="right")))
             if drawn[-1] == STOP:
                 break
-        assert out["responses"][i][out["mask"][i]].tolist() == drawn
-        assert out["ended"][i].item() == (drawn[-1] == STOP)
+        assert r.responses[i][r.mask[i]].tolist() == drawn
+        assert r.ended[i].item() == (drawn[-1] == STOP)
 
 
 def test_padding_and_its_content_change_nothing(policy):
     """More padding on the left, and random tokens in place of all padding: same logits, values and reward."""
-    prompts, prompt_mask, out = rollout(policy)
-    wide = torch.nn.functional.pad(prompts, (5, 0), value=9), torch.nn.functional.pad(prompt_mask, (5, 0), value=False)
-    noise = torch.randint(0, VOCAB, (6, 12))
-    garbage = (
-        torch.where(wide[1], wide[0], noise),
-        wide[1],
-        torch.where(out["mask"], out["responses"], noise),
-        out["mask"],
-    )
-    clean = prompts, prompt_mask, out["responses"], out["mask"]
-    logits, same_logits = (ppo.response_logits(policy, *x, 1.0) for x in (clean, garbage))
-    torch.testing.assert_close(logits[out["mask"]], same_logits[out["mask"]], rtol=1e-4, atol=1e-4)
+    r, noise = rollout(policy), torch.randint(0, VOCAB, (6, 12))
+    mask = F.pad(r.prompt_mask, (5, 0), value=False)
+    garbage = replace(
+        r, prompts=torch.where(mask, F.pad(r.prompts, (5, 0)), noise), prompt_mask=mask,
+        responses=torch.where(r.mask, r.responses, noise),
+    )  # fmt: skip
     critic = ppo.Critic(policy.base_model, torch.nn.Linear(32, 1))
-    torch.testing.assert_close(critic(*clean)[out["mask"]], critic(*garbage)[out["mask"]], rtol=1e-4, atol=1e-4)
+    for function in (partial(logits_of, policy), critic):
+        torch.testing.assert_close(function(garbage)[r.mask], function(r)[r.mask], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -121,12 +124,11 @@ def test_reward_is_read_at_the_last_real_token(kind):
 
 def test_pad_equal_to_eos(policy):
     """GPT-2's usual setup: the stop token belongs to the response, and its twins behind it do not."""
-    prompts, prompt_mask, out = rollout(policy, pad=STOP)
-    _, _, other = rollout(policy, pad=PAD)
-    assert out["ended"].any()
-    assert torch.equal(out["mask"], other["mask"]) and torch.equal(out["logprobs"], other["logprobs"])
-    last = out["mask"].sum(1) - 1
-    assert (out["responses"][out["ended"], last[out["ended"]]] == STOP).all()
+    r, other = rollout(policy, pad=STOP), rollout(policy, pad=PAD)
+    assert r.ended.any()
+    assert torch.equal(r.mask, other.mask) and torch.equal(r.old_logprobs, other.old_logprobs)
+    last = r.mask.sum(1) - 1
+    assert (r.responses[r.ended, last[r.ended]] == STOP).all()
 
 
 def test_reward_with_pad_equal_to_eos_reads_eos(policy):
@@ -141,37 +143,52 @@ def test_reward_with_pad_equal_to_eos_reads_eos(policy):
 
 
 def test_without_stop_token_every_response_is_full(policy):
-    _, _, out = rollout(policy, stop=None)
-    assert out["mask"].all() and not out["ended"].any()
+    r = rollout(policy, stop=None)
+    assert r.mask.all() and not r.ended.any()
 
 
 def test_generation_config_does_not_leak(policy):
     """A checkpoint's repetition penalty, top-k or sampling temperature are not the distribution that is trained."""
-    before = rollout(policy)[2]
+    before = rollout(policy).responses
     policy.generation_config.update(repetition_penalty=9.0, top_k=1, temperature=0.01, eos_token_id=5, max_length=3)
-    assert torch.equal(before["responses"], rollout(policy)[2]["responses"])
+    assert torch.equal(before, rollout(policy).responses)
 
 
-def test_rows_without_empty_columns_give_the_same_numbers(policy):
-    """Rollout.rows trims padding that no row needs, to multiples of 8; logits at real tokens stay."""
-    prompts, prompt_mask, out = rollout(policy)
-    wide = [torch.nn.functional.pad(x, (9, 0), value=fill) for x, fill in ((prompts, PAD), (prompt_mask, False))]
-    r = ppo.Rollout(*wide, **out)
-    index = torch.tensor([1, 4])
-    part = r.rows(index)
+def test_selected_rows_give_the_same_numbers(policy):
+    """Padding that none of them needs is cut off, to multiples of 8; what stands on real tokens stays, and in place."""
+    r, index = rollout(policy), torch.tensor([4, 1])
+    r.prompts, r.prompt_mask = F.pad(r.prompts, (9, 0), value=PAD), F.pad(r.prompt_mask, (9, 0), value=False)
+    r.advantages = torch.arange(6)[:, None]  # (B, 1), as RLOO has them
+    part = r.select(index)
     assert part.prompts.shape[1] == 8 < r.prompts.shape[1] == 16
-    longest = out["mask"][index].sum(1).max().item()
-    assert part.mask.shape[1] == (8 if longest <= 8 else 12)
-    whole = ppo.response_logits(policy, *r.text, 1.0)[index][:, : part.mask.shape[1]]
-    trimmed = ppo.response_logits(policy, *part.text, 1.0)
+    T = 8 if r.mask[index].sum(1).max() <= 8 else 12
+    assert part.mask.shape[1] == part.old_logprobs.shape[1] == T and part.advantages.tolist() == [[4], [1]]
+    assert torch.equal(part.old_logprobs, r.old_logprobs[index, :T]) and torch.equal(part.ended, r.ended[index])
+    whole, trimmed = logits_of(policy, r)[index, :T], logits_of(policy, part)
     torch.testing.assert_close(trimmed[part.mask], whole[part.mask], rtol=1e-4, atol=1e-4)
 
 
-def test_draw_follows_the_distribution():
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_map_puts_each_part_in_its_rows(policy, size):
+    """Rows of similar length are computed together, no more than asked for; the result has the rows' own order."""
+    r, sizes = rollout(policy), []
+
+    def logprobs(part):
+        sizes.append(len(part.mask))
+        return ppo.token_logprobs(logits_of(policy, part) / 0.9, part.responses)
+
+    mapped = r.map(logprobs, ppo.Args(micro_batch_size=size))
+    torch.testing.assert_close(mapped[r.mask], r.old_logprobs[r.mask], rtol=1e-4, atol=1e-4)
+    assert max(sizes) == size and sum(sizes) == 6
+    lengths = r.prompt_mask.sum(1) + r.mask.sum(1)
+    assert lengths[r.by_length(torch.arange(6))].diff().ge(0).all()
+
+
+def test_draws_follow_the_distribution():
     """40,000 draws: each frequency within five standard errors; logprobs are log-softmax's."""
     torch.manual_seed(0)
     logits = torch.tensor([0.0, 1.0, -2.0, 3.0, float("-inf"), 0.5])
-    tokens, logprobs = ppo.draw(logits.expand(40_000, 6), torch.rand(40_000))
+    tokens, logprobs = ppo.sample_categorical(logits.expand(40_000, 6), torch.rand(40_000))
     p = logits.softmax(0)
     error = (torch.bincount(tokens, minlength=6) / 40_000 - p).abs()
     assert (error <= 5 * (p * (1 - p) / 40_000).sqrt()).all()
@@ -180,18 +197,18 @@ def test_draw_follows_the_distribution():
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0, 1, exclude_max=True, width=32), st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40))
-def test_draw_never_takes_an_impossible_token(u, logits):
+def test_no_draw_ever_takes_an_impossible_token(u, logits):
     """Whatever the uniform, also at the ends of its range, the token has a positive probability."""
     row = torch.tensor([[float("-inf"), *logits, float("-inf")]])
-    token, logprob = ppo.draw(row, torch.tensor([u]))
+    token, logprob = ppo.sample_categorical(row, torch.tensor([u]))
     assert logprob.isfinite().all() and 0 < token.item() <= len(logits)
 
 
-def test_draw_at_the_end_of_the_distribution():
+def test_draws_at_the_end_of_the_distribution():
     """The largest uniform there is, in 2,000 distributions whose last tokens may not be drawn."""
     logits = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0))
-    logits[:, 40:] = ppo.FORBIDDEN
-    tokens, logprobs = ppo.draw(logits, torch.full((2000,), 1 - 2**-24))
+    logits[:, 40:] = -1e9  # as good as forbidden
+    tokens, logprobs = ppo.sample_categorical(logits, torch.full((2000,), 1 - 2**-24))
     assert (tokens < 40).all() and (logprobs > -20).all()
 
 

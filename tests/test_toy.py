@@ -103,12 +103,13 @@ def test_no_default_prompt_is_too_long_for_the_model():
 def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_not_seen():
     """On reviews the two agree; on a heap of praise, which no human of this world wrote, the learned one is carried away."""
     args = ppo.Args()
-    model, tokenizer = ppo.load_reward_model(args)
+    model = ppo.load_model(AutoModelForSequenceClassification, "toy/reward_model", args)
+    tokenizer = ppo.load_tokenizer("toy/reward_model", args, model)
 
     def learned(texts):
         ids, mask = ppo.pad([tokenizer(t)["input_ids"] + [tokenizer.eos_token_id] for t in texts], 0, "cpu")
         with torch.no_grad():
-            return ppo.read_reward(model, ids, mask)[:, 0]
+            return ppo.read_reward(model, ids, mask.long())[:, 0]
 
     texts = [row["prompt"] + row["completion"] for row in rows("sft", "validation")]
     assert torch.corrcoef(torch.stack([learned(texts), torch.tensor(make.gold_score(texts))]))[0, 1] > 0.7

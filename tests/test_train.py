@@ -24,6 +24,11 @@ GOLD = "toy/make.py:gold_score"
 def run(module, output, **settings):
     """Trains in this process; returns the lines of metrics.jsonl."""
     module.train(module.Args(output_dir=str(output), device="cpu", **{"num_sample_generations": 0} | settings))
+    return lines_of(output)
+
+
+def lines_of(output):
+    """What a run has logged."""
     return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -33,10 +38,15 @@ def untimed(lines):
 
 
 def reward_gain(output, seed):
-    """How much a short PPO run raises the learned and the gold score: mean of the last three updates less the first."""
+    """How much a short PPO run raises the learned and the gold score: mean of the last three updates less the first.
+
+    Six updates, and a KL penalty that keeps the policy within 10 nats: beyond, the learned score rises further while
+    the gold score may fall again. Over eight seeds the gains were 1.3 to 2.2 and 1.4 to 2.3; with the advantages'
+    sign turned, -1.9 and -1.2 at best.
+    """
     lines = run(
-        ppo, output, seed=seed, batch_size=32, total_episodes=32 * 12, response_length=24, gold_reward_fn=GOLD,
-        learning_rate=1e-3,
+        ppo, output, seed=seed, batch_size=64, total_episodes=64 * 6, response_length=24, gold_reward_fn=GOLD,
+        learning_rate=1e-3, kl_coef=0.1, dataset_test_split="none",
     )  # fmt: skip
     score, gold = ([line[name] for line in lines] for name in ("objective/scores", "objective/gold_scores"))
     return sum(score[-3:]) / 3 - score[0], sum(gold[-3:]) / 3 - gold[0]
@@ -45,7 +55,7 @@ def reward_gain(output, seed):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_ppo_learns(tmp_path, seed):
     score, gold = reward_gain(tmp_path, seed)
-    assert score > 1.2 and gold > 0.3, (score, gold)
+    assert score > 0.8 and gold > 0.8, (score, gold)
 
 
 def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
@@ -60,7 +70,7 @@ def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
 def test_sft_learns(tmp_path, seed, part_of):
     """From random weights to well below the entropy of single words (log 3072 = 8.03)."""
     data = part_of("sft", 4000)
-    lines = run(sft, tmp_path, seed=seed, dataset=data, per_device_train_batch_size=32, eval_steps=1000)
+    lines = run(sft, tmp_path, seed=seed, dataset=data, batch_size=32, eval_steps=1000)
     assert lines[0]["loss"] > 7.5 and lines[-1]["eval/loss"] < 5.3
     assert lines[-1]["eval/perplexity"] == pytest.approx(torch.tensor(lines[-1]["eval/loss"]).exp().item(), rel=1e-5)
 
@@ -86,10 +96,9 @@ def test_same_seed_same_numbers(tmp_path, module, tiny):
 
 def test_cutting_a_mini_batch_changes_nothing(tmp_path):
     """One micro-batch of 16, or micro-batches of 3: the same weights after two updates, up to rounding."""
-    settings = dict(total_episodes=32, response_length=16, local_rollout_forward_batch_size=16)
-    run(ppo, tmp_path / "a", per_device_train_batch_size=16, micro_batch_size=16, **settings)
-    settings |= dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, micro_batch_size=3)
-    run(ppo, tmp_path / "b", **settings)
+    settings = dict(total_episodes=32, response_length=16, batch_size=16)
+    run(ppo, tmp_path / "a", micro_batch_size=16, **settings)
+    run(ppo, tmp_path / "b", micro_batch_size=3, **settings)
     a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in "ab")
     start = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").state_dict()
     moved = sum((a[k] - start[k]).square().sum() for k in a).sqrt()
@@ -100,7 +109,7 @@ def test_cutting_a_mini_batch_changes_nothing(tmp_path):
 @pytest.mark.parametrize("module", [sft, reward_model])
 def test_accumulation_changes_nothing(tmp_path, module, tiny):
     size = {k: v for k, v in tiny[module.__name__].items() if k == "dataset"}
-    a = run(module, tmp_path / "a", per_device_train_batch_size=16, **size)
+    a = run(module, tmp_path / "a", batch_size=16, **size)
     b = run(module, tmp_path / "b", per_device_train_batch_size=4, gradient_accumulation_steps=4, **size)
     assert [x["loss"] for x in a] == pytest.approx([x["loss"] for x in b], rel=1e-3)
     assert [x["grad_norm"] for x in a] == pytest.approx([x["grad_norm"] for x in b], rel=1e-2)
@@ -110,11 +119,11 @@ def test_policy_and_critic_are_clipped_apart():
     """One SGD step at rate 1 moves each of the two by exactly max_grad_norm."""
     args = ppo.Args(micro_batch_size=4, num_ppo_epochs=1, response_length=6, max_grad_norm=0.01)
     policy, tokenizer = ppo.load_policy(args)
-    critic = ppo.make_critic(args, policy, tokenizer, *ppo.load_reward_model(args))
-    prompts, prompt_mask = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
-    rollout = ppo.sample_batch(policy, prompts, prompt_mask.bool(), tokenizer, args)
+    critic = ppo.make_critic(args, policy, tokenizer, *ppo.load_reward_model(args, policy, tokenizer))
+    prompts = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
+    rollout = ppo.sample_batch(policy, *prompts, tokenizer, args)
     ppo.score_reference(rollout, policy, deepcopy(policy), args)
-    rollout.values = ppo.by_chunks(lambda r: critic(*r.text), rollout, args)
+    rollout.values = rollout.map(critic, args)
     rollout.advantages, rollout.returns = torch.randn_like(rollout.values), rollout.values + 10
     start = [[p.detach().clone() for p in model.parameters()] for model in (policy, critic)]
     groups = [{"params": model.parameters()} for model in (policy, critic)]
@@ -131,33 +140,6 @@ def test_first_update_has_ratio_1(tmp_path, tiny):
         assert line["val/ratio"] == pytest.approx(1, abs=1e-4) and line["policy/clipfrac_avg"] == 0
         assert line["policy/approxkl_avg"] < 1e-6
     assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
-
-
-def test_a_policy_that_samples_otherwise_is_caught(tmp_path, monkeypatch, tiny):
-    """Dropout in the update but not in the rollout: the first ratio is off, and the run stops and says so."""
-
-    def with_dropout(args):
-        policy, tokenizer = load_policy(args)
-        policy.transformer.h[0].mlp.register_forward_hook(
-            lambda module, inputs, output: torch.dropout(output, 0.3, True) if torch.is_grad_enabled() else output
-        )
-        return policy, tokenizer
-
-    load_policy = ppo.load_policy
-    monkeypatch.setattr(ppo, "load_policy", with_dropout)
-    with pytest.raises(ppo.UserError, match="ratio pi/pi_old is off"):
-        run(ppo, tmp_path, **tiny["ppo"])
-
-
-def test_metrics_are_those_that_the_script_names(tmp_path, tiny):
-    lines = run(ppo, tmp_path / "ppo", gold_reward_fn=GOLD, **tiny["ppo"])
-    at_the_end = {name for name in ppo.METRICS if name.startswith("eval/")}
-    assert [set(ppo.METRICS) - set(line) for line in lines] == [at_the_end | {"loss/ptx"}] * 2 + [{"loss/ptx"}]
-    assert [line["episode"] for line in lines] == [8, 16, 24]
-    lines = run(sft, tmp_path / "sft", **tiny["sft"])
-    assert set(lines[-1]) == set(sft.METRICS)
-    lines = run(reward_model, tmp_path / "rm", **tiny["reward_model"])
-    assert set(lines[-1]) == set(reward_model.METRICS)
 
 
 def test_identities_between_metrics(tmp_path, tiny):
@@ -178,25 +160,23 @@ def test_what_a_run_leaves_behind(tmp_path, tiny):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     card = (tmp_path / "README.md").read_text()
     assert '"response_length": 8' in card and "`objective/scores`" in card and "toy/sft" in card
-    assert "and the reward `toy/reward_model`" in card
     assert json.loads((tmp_path / "args.json").read_text())["learning_rate"] > 0
 
 
 def test_the_card_names_what_is_on_the_hub(tmp_path):
     """The hub's own parser reads base model and data; folders of this machine stay out of what the hub would link to."""
-    model, tokenizer = ppo.load_policy(ppo.Args())
+    local = str(ROOT / "toy/sft")
     for name, data, expected in (
-        ("gpt2", "someone/prompts", (["gpt2"], ["someone/prompts"])),
-        ("toy/sft", "toy", (None,) * 2),
-    ):
-        ppo.save_model(model, tokenizer, ppo.Args(model=name, dataset=data, output_dir=str(tmp_path)), {"eps": 1.0})
+        ("gpt2", "someone/prompts", ("gpt2", "someone/prompts")), ("toy/sft", local, (None, None)),
+    ):  # fmt: skip
+        ppo.write_card(tmp_path, ppo.Args(model=name, dataset=data), {"eps": 1.0})
         card = ModelCard.load(tmp_path / "README.md").data
         assert (card.base_model, card.datasets) == expected and card.tags == ["ppo"]
 
 
 def test_the_shift_of_a_reward_model_is_seen_by_every_program(tmp_path, part_of):
     """The library's own class and pooling give the shifted reward, without a word from us."""
-    run(reward_model, tmp_path, dataset=part_of("preferences", 200), per_device_train_batch_size=32)
+    run(reward_model, tmp_path, dataset=part_of("preferences", 200), batch_size=32)
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(tmp_path),
         AutoTokenizer.from_pretrained(tmp_path),
@@ -250,19 +230,19 @@ def other_ids(folder):
 
 def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, tiny):
     """Text is decoded and encoded again, so that the same texts get the same scores; and a run goes through."""
-    ours = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     args, device = ppo.Args(micro_batch_size=7), torch.device("cpu")
-    same = ppo.load_reward_model(args)
+    policy, ours = ppo.load_policy(args)
+    same = ppo.load_reward_model(args, policy, ours)
     args.reward_model = other_ids(tmp_path / "rm")
-    other = ppo.load_reward_model(args)
+    other = ppo.load_reward_model(args, policy, ours)
     assert other[1].get_vocab() != ours.get_vocab()
     rows = list(ppo.load_split("toy/data/sft", None, "validation"))[:20]
-    prompts, prompt_mask = ppo.pad([ours(r["prompt"])["input_ids"] for r in rows], ours.pad_token_id, device, left=True)
+    prompts = ppo.pad([ours(r["prompt"])["input_ids"] for r in rows], ours.pad_token_id, device, left=True)
     ended = torch.arange(20) % 2 == 0
     ids = [ours(r["completion"])["input_ids"] + [ours.eos_token_id] * e for r, e in zip(rows, ended.tolist())]
     responses, mask = ppo.pad(ids, ours.pad_token_id, device)
-    rollout = ppo.Rollout(prompts, prompt_mask.bool(), responses, mask.bool(), torch.zeros(mask.shape), ended)
-    a, b = (ppo.make_scorer(None, ours, args, *pair)(rollout) for pair in (same, other))
+    rollout = ppo.Rollout(*prompts, responses, mask, ended, torch.zeros(mask.shape))
+    a, b = (ppo.make_reward(None, args, ours, *pair)(rollout) for pair in (same, other))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     run(ppo, tmp_path / "out", reward_model=args.reward_model, **tiny["ppo"])
     assert "starts from the policy" in capsys.readouterr().out
@@ -338,12 +318,8 @@ def test_messages_and_packing(tmp_path):
         json.dumps({"messages": turns, "chosen": turns, "rejected": turns[:3] + turns[1:2]}) + "\n" for _ in range(16)
     )
     (tmp_path / "d.jsonl").write_text(rows)
-    data = dict(
-        model=str(tmp_path / "m"),
-        dataset=str(tmp_path / "d.jsonl"),
-        dataset_test_split="none",
-        per_device_train_batch_size=4,
-    )
+    paths = dict(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"))
+    data = paths | dict(dataset_test_split="none", batch_size=4)
     assert run(sft, tmp_path / "sft", packing=True, max_length=16, **data)[-1]["loss"] > 0
     assert run(reward_model, tmp_path / "rm", **data)[-1]["loss"] > 0
 
@@ -378,14 +354,18 @@ def test_a_half_precision_checkpoint_is_loaded_as_float32(tmp_path):
 
 
 def test_hyphens_underscores_and_other_trainers_names(tmp_path):
-    """TRL's spellings on a real command line; the table of samples and the final files appear."""
-    command = [
-        sys.executable, "ppo.py", "--sft_model_path", "toy/sft", "--reward_model_path", "toy/reward_model", "--dataset_name",
-        "toy/data/prompts", "--dataset_train_split", "validation", "--per_device_train_batch_size", "4", "--total_episodes",
-        "8", "--response-length", "6", "--missing_eos_penalty", "1.0", "--stop_token", "eos", "--kl_coef", "0.03",
-        "--num_ppo_epochs", "2", "--num-mini-batches", "1", "--output_dir", str(tmp_path / "out"),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"})
+    """TRL's spellings on a real command line, with `=` too; the table of samples and the final files appear."""
+    flags = (
+        "--sft_model_path=toy/sft --reward_model_path toy/reward_model --dataset_name=toy/data/prompts "
+        "--dataset_train_split validation --per_device_train_batch_size=4 --total_episodes 8 --response-length=6 "
+        "--missing_eos_penalty 1.0 --stop_token=eos --init_kl_coef=0.03 --ppo_epochs 2 --num-mini-batches 1"
+    )
+    done = subprocess.run(
+        [sys.executable, "ppo.py", *flags.split(), f"--output_dir={tmp_path}/out"], cwd=ROOT, capture_output=True,
+        text=True, env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "update 1 of 2" in done.stdout and "score" in done.stdout and "4 responses an update" in done.stdout
-    assert json.loads((tmp_path / "out" / "args.json").read_text())["missing_eos_penalty"] == 1.0
+    assert "update 1 of 2" in done.stdout and "score" in done.stdout and "batch: 4 responses" in done.stdout
+    args = json.loads((tmp_path / "out/args.json").read_text())
+    given = dict(model="toy/sft", dataset_train_split="validation", missing_eos_penalty=1.0, kl_coef=0.03)
+    assert (given | dict(num_ppo_epochs=2, batch_size=4, micro_batch_size=4)).items() <= args.items()

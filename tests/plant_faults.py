@@ -1,0 +1,131 @@
+"""Plants faults in the scripts, one at a time, and shows which of them no test sees.
+
+    python tests/plant_faults.py                          # all of tests/faults/*.toml; exit code 1 if one lived
+    python tests/plant_faults.py --script ppo --jobs 2    # those of one script, two at once
+    python tests/plant_faults.py --name gamma             # those with the word in their name
+
+A file of faults is named after its script and holds entries such as
+
+    [[fault]]
+    name = "gamma and lam exchanged"
+    old = "args.gamma, args.lam)"       # stands in the script exactly once
+    new = "args.lam, args.gamma)"
+    tests = ["tests/test_loops.py::test_gae"]    # arguments of pytest: files, node ids, "-k words"
+
+The tests run in a copy of the repository. They run first without any fault: a test that is red anyway sees nothing.
+Each fault then has a process of its own, forked from the one in which they ran, where all libraries are imported.
+"""
+
+import gc
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from argparse import ArgumentParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FAULTS = Path(__file__).resolve().parent / "faults"
+LONGEST = 600  # seconds that the tests of a fault may take; then it counts as seen, for somebody would see that
+
+
+def read_faults() -> list[dict]:
+    """All faults, each with the script that it belongs to."""
+    files = sorted(FAULTS.glob("*.toml"))
+    return [fault | {"script": f.stem} for f in files for fault in tomllib.loads(f.read_text("utf-8"))["fault"]]
+
+
+def plant(source: str, fault: dict) -> str:
+    """The script's text with the fault in it."""
+    count = source.count(fault["old"])
+    if count != 1:
+        raise ValueError(f"{fault['script']}: {fault['name']}: the old text occurs {count} times, not once")
+    if fault["old"] == fault["new"]:
+        raise ValueError(f"{fault['script']}: {fault['name']}: old and new text are the same")
+    return source.replace(fault["old"], fault["new"])
+
+
+def copy_repository(folder: Path) -> None:
+    """Scripts and tests as copies, with what Python has compiled of them; the rest as links."""
+    for path in ROOT.iterdir():
+        if path.name in ("tests", "__pycache__"):
+            shutil.copytree(path, folder / path.name)
+        elif path.is_file():
+            shutil.copy2(path, folder)
+        elif not path.name.startswith("."):
+            (folder / path.name).symlink_to(path)
+
+
+def run(fault: dict) -> tuple[int, float, str]:
+    """pytest's exit code, the seconds it took, and what it said. What it imported from the copy is forgotten."""
+    import pytest
+
+    begin, streams = time.time(), {number: os.dup(number) for number in (1, 2)}
+    with tempfile.TemporaryDirectory(prefix="fault_") as folder:
+        copy_repository(Path(folder))
+        if "old" in fault:
+            script = Path(folder, f"{fault['script']}.py")
+            script.write_text(plant(script.read_text("utf-8"), fault), "utf-8")
+            signal.signal(signal.SIGALRM, lambda *_: sys.exit(1)), signal.alarm(LONGEST)
+        os.chdir(folder)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder  # where the tests of this fault leave their runs
+        with open("said", "w") as said:
+            sys.stdout.flush(), [os.dup2(said.fileno(), number) for number in streams]
+            options = f"-x -q -p no:cacheprovider -p no:unraisableexception --basetemp {folder}/runs_of_tests"
+            code = pytest.main(shlex.split(" ".join([options, *fault["tests"]])))
+            sys.stdout.flush(), [os.dup2(before, number) for number, before in streams.items()]
+        words = Path("said").read_text("utf-8", errors="replace")
+        os.chdir(ROOT)
+    tempfile.tempdir = os.environ.pop("TMPDIR") and None
+    sys.path[:] = [path for path in sys.path if not path.startswith(folder)]
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(folder):
+            del sys.modules[name]
+    return int(code), time.time() - begin, words
+
+
+def outcome(code: int) -> str:
+    """What pytest's exit code says of a fault."""
+    return {0: "LIVED", 1: "caught"}.get(code, f"BROKEN: pytest ends with {code}, no test was run")
+
+
+def main() -> int:
+    """Plants the faults that are asked for; the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--script", help="ppo, rloo, sft, reward_model or dpo; by default all")
+    parser.add_argument("--name", default="", help="only faults with this in their name")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at once")
+    asked = parser.parse_args()
+    faults = [f for f in read_faults() if asked.script in (None, f["script"]) and asked.name in f["name"]]
+    for fault in faults:
+        plant((ROOT / f"{fault['script']}.py").read_text("utf-8"), fault)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.path.insert(0, "")
+    control = {test for fault in faults for test in fault["tests"] if "-k" not in " ".join(fault["tests"])}
+    code, seconds, words = run({"tests": sorted(control)}) if control else (0, 0.0, "")
+    print(f"without a fault {'RED' if code else 'green'}{seconds:6.0f} s", words[-3000:] if code else "", flush=True)
+    gc.freeze()  # a process that collects garbage would copy all of what it was forked with
+    table, bad = Table("script", "fault", "", "s", title=f"{len(faults)} faults"), code != 0
+    with multiprocessing.get_context("fork").Pool(asked.jobs, maxtasksperchild=1) as pool:
+        for fault, (code, seconds, words) in zip(faults, pool.imap(run, faults, chunksize=1)):
+            result = outcome(code)
+            if code != 1:
+                bad += 1
+                print(words[-3000:])
+            print(f"{fault['script']:14s}{result:8s}{seconds:6.0f} s  {fault['name']}", flush=True)
+            table.add_row(fault["script"], fault["name"], result, f"{seconds:.0f}")
+    Console().print(table)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
