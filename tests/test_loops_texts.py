@@ -319,12 +319,14 @@ def test_sft_by_hand(sft_run, models, completions, tokenizer):
 
 
 def test_packing_by_hand(models, completions, tokenizer, tmp_path):
-    """Blocks are the joined texts cut evenly; a block's first token has no label that could be predicted."""
+    """Blocks are the joined texts cut evenly, if they have a label; that of a block's first token is not predicted."""
     length = 32
     rows = [ids_of(tokenizer, row["prompt"], row["completion"]) for row in completions.rows]
     tokens = [token for prompt, end in rows for token in prompt + end]
     ours = [label for prompt, end in rows for label in [False] * len(prompt) + [True] * len(end)]
-    blocks = [tuple(tokens[i : i + length]) for i in range(0, len(tokens) - len(tokens) % length, length)]
+    starts = range(0, len(tokens) - len(tokens) % length, length)
+    starts = [start for start in starts if any(ours[start + 1 : start + length])]  # one block is all prompt
+    blocks = [tuple(tokens[start : start + length]) for start in starts]
     fits = lambda row: sum(map(len, ids_of(tokenizer, row["prompt"], row["completion"]))) <= length  # noqa: E731
     tests = [row for row in completions.tests if fits(row)]
     assert len(tests) > 3
@@ -336,7 +338,7 @@ def test_packing_by_hand(models, completions, tokenizer, tmp_path):
     def read_step(model, texts):
         logps = []
         for ids in texts:
-            start = blocks.index(ids) * length
+            start = starts[blocks.index(ids)]
             logps.append(read_text(model, ids, 0)[0][ours[start + 1 : start + length]])
         return -torch.cat(logps).mean(), {}
 
