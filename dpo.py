@@ -61,7 +61,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
@@ -171,21 +171,22 @@ class Args:
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
+    # --- Computed
+    torch_device: str = field(init=False, default="cpu")
+
 
 # --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
 
 
 def train(args: Args) -> None:
     """Trains the policy; leaves it, its metrics, curves and model card in args.output_dir."""
-    check_args(args)
-    device = start_run(args)
-    policy, tokenizer = load_trained_policy(args)
+    check_preferences(args)
+    start_run(args)
+    policy = load_trained_policy(args)
     reference = make_reference(policy, args)
-    place(args, device, policy, reference)
+    place(args, policy, reference)
     gold_reward = load_gold_reward(args)
-    train_split = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    pairs, test_split = encode_preferences(train_split, tokenizer, args), load_test_split(args)  # 1
-    test_pairs = encode_preferences(test_split, tokenizer, args) if test_split else []
+    pairs, test_pairs = (encode_preferences(x, policy.tokenizer, args) if x else [] for x in load_data(args))  # 1
     if not test_pairs:
         asked = "nothing is" if args.dataset_test_split == "none" else "answers to prompts of the training data are"
         print(f"no test split: {asked} evaluated")
@@ -197,19 +198,20 @@ def train(args: Args) -> None:
     optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = make_schedule(args, optimizer, num_steps)
     check_policy(policy, args)
-    ref, test_ref = ReferenceLogps(len(pairs)), ReferenceLogps(len(test_pairs))
-    batches = length_grouped_batches([len(pair) for pair in pairs], queue := [], args.batch_size)
-    run = Run(args, {"policy": policy}, optimizer, schedule, {"batches": queue, "ref": vars(ref)})
+    test_ref = torch.full((len(test_pairs), 2), math.nan)  # the reference's log-probabilities, once they are known
+    state = {"batches": [], "ref": torch.full((len(pairs), 2), math.nan)}  # what else changes during the run
+    run = Run(args, {"policy": policy}, optimizer, schedule, state)
+    batches = length_grouped_batches([len(pair) for pair in pairs], state["batches"], args.batch_size)
     try:
         if args.precompute_ref:
-            ref.read_all(pairs, policy, reference, tokenizer, args)
-            test_ref.read_all(test_pairs, policy, reference, tokenizer, args)
+            read_all(state["ref"], pairs, policy, reference, args)
+            read_all(test_ref, test_pairs, policy, reference, args)
             reference = reference if args.lora_r else None
         for step in run.steps(num_steps):
             with run.clock("step"):
                 rows = next(batches)
-                ref_logps = ref.read(rows, pairs, policy, reference, tokenizer, args)  # 2, the reference's part
-                stats = preference_gradient(policy, [pairs[i] for i in rows], ref_logps, tokenizer, args)  # 2 and 3
+                ref_logps = read_reference(rows, state["ref"], pairs, policy, reference, args)  # 2, of the reference
+                stats = preference_gradient(policy, [pairs[i] for i in rows], ref_logps, args)  # 2 and 3
                 grad_norm = clip_gradient(trained, args.max_grad_norm)
                 if grad_norm.isfinite():  # else the weights would be NaN for good
                     optimizer.step()  # 4
@@ -218,14 +220,14 @@ def train(args: Args) -> None:
             stats["lr"] = schedule.get_last_lr()[0]
             if args.dataset_test_split != "none" and (step % args.eval_steps == 0 or step == num_steps):
                 if test_pairs:
-                    stats |= evaluate_pairs(policy, reference, test_ref, test_pairs, tokenizer, args)
-                stats |= evaluate_responses(policy, reference, test_pairs or pairs, tokenizer, args, gold_reward)
+                    stats |= evaluate_pairs(policy, reference, test_ref, test_pairs, args)
+                stats |= evaluate_responses(policy, reference, test_pairs or pairs, args, gold_reward)
             run.write(step, stats, "loss", "rewards/accuracies", "objective/kl", "objective/gold_scores")
             if run.is_turn(step, args.num_sample_generations):
-                show_responses(run, step, policy, reference, test_pairs or pairs, tokenizer, args)
+                show_responses(run, step, policy, reference, test_pairs or pairs, args)
             schedule.step()
     finally:  # after an error or Ctrl-C, too: what was trained is on disk
-        run.finish(policy, tokenizer, CURVES)
+        run.finish(policy, CURVES)
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
@@ -357,48 +359,43 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def completion_logps(
-    model: nn.Module, pairs: list[Preference], tokenizer: AutoTokenizer, args: Args
-) -> tuple[Tensor, Tensor]:
+def completion_logps(model: nn.Module, pairs: list[Preference], args: Args) -> tuple[Tensor, Tensor]:
     """log pi(y|x) of the chosen and of the rejected completions, (b,) each, in one forward pass over all of them.
 
     The sum over a completion's tokens; for ipo their mean (TRL).
     """
-    device, padding = model.device, tokenizer.pad_token_id
-    prompts, prompt_mask = pad([p.prompt for p in pairs] * 2, padding, device, left=True)  # (2b, P)
-    completions, mask = pad([p.chosen for p in pairs] + [p.rejected for p in pairs], padding, device)  # (2b, T)
-    with autocast(args, device):
+    padding = model.tokenizer.pad_token_id
+    prompts, prompt_mask = pad([p.prompt for p in pairs] * 2, padding, args, left=True)  # (2b, P)
+    completions, mask = pad([p.chosen for p in pairs] + [p.rejected for p in pairs], padding, args)  # (2b, T)
+    with autocast(args):
         logits, _ = response_forward(model, Rollout(prompts, prompt_mask, completions, mask), 1.0)  # (2b, T, V)
     logps = token_logprobs(logits, completions).masked_fill(~mask, 0.0).sum(1)  # (2b,)
     return (logps / mask.sum(1) if args.loss_type == "ipo" else logps).split(len(pairs))
 
 
-class ReferenceLogps:
-    """log pi_ref of every pair, read when the pair first comes and kept: two numbers per pair."""
+@torch.no_grad()
+def read_reference(
+    rows: list[int], known: Tensor, pairs: list[Preference], policy: nn.Module, reference: nn.Module | None, args: Args
+) -> Tensor:
+    """(n, 2) log pi_ref of the chosen and rejected completions of these rows of pairs; without a reference, 0.
 
-    def __init__(self, num_pairs: int):
-        self.logps = torch.full((num_pairs, 2), float("nan"))
+    Each pair is read when it first comes, and kept in `known` (N, 2), where NaN stands for what is not known yet.
+    """
+    if args.reference_free:
+        return torch.zeros(len(rows), 2)
+    if known[rows].isnan().any():
+        with adapter_off(policy, reference):
+            parts = micro_batches([pairs[i] for i in rows], args)
+            logps = [torch.stack(completion_logps(reference, some, args), 1) for some, _ in parts]
+        known[rows] = all_gather(torch.cat(logps))[: len(rows)].cpu()
+    return known[rows]
 
-    @torch.no_grad()
-    def read(
-        self, rows: list[int], pairs: list[Preference], policy: nn.Module, reference: nn.Module | None,
-        tokenizer: AutoTokenizer, args: Args,
-    ) -> Tensor:  # fmt: skip
-        """(n, 2) of the pairs with these row numbers: chosen and rejected. Without a reference, 0."""
-        if args.reference_free:
-            return torch.zeros(len(rows), 2)
-        if self.logps[rows].isnan().any():
-            with adapter_off(policy, reference):
-                parts = micro_batches([pairs[i] for i in rows], policy.device, args)
-                logps = [torch.stack(completion_logps(reference, some, tokenizer, args), 1) for some, _ in parts]
-            self.logps[rows] = all_gather(torch.cat(logps))[: len(rows)].cpu()
-        return self.logps[rows]
 
-    def read_all(self, pairs: list[Preference], *others) -> None:
-        """The same for all pairs, so that the reference is not needed any more."""
-        order, args = sorted(range(len(pairs)), key=lambda i: len(pairs[i])), others[-1]
-        for i in tqdm(range(0, len(order), args.batch_size), desc="reading pairs with the reference", leave=False):
-            self.read(order[i : i + args.batch_size], pairs, *others)
+def read_all(known: Tensor, pairs: list[Preference], *models_and_args) -> None:
+    """The same for all pairs, so that the reference is not needed any more."""
+    order, batch_size = sorted(range(len(pairs)), key=lambda i: len(pairs[i])), models_and_args[-1].batch_size
+    for i in tqdm(range(0, len(order), batch_size), desc="reading pairs with the reference", leave=False):
+        read_reference(order[i : i + batch_size], known, pairs, *models_and_args)
 
 
 # --- 3. Loss ----------------------------------------------------------------------------------------------------------
@@ -432,7 +429,7 @@ def dpo_loss(
 
 
 def preference_gradient(
-    policy: nn.Module, batch: list[Preference], ref_logps: Tensor, tokenizer: AutoTokenizer, args: Args
+    policy: nn.Module, batch: list[Preference], ref_logps: Tensor, args: Args
 ) -> dict[str, float]:
     """Adds up the gradient of the mean loss over a batch of pairs; returns means over the pairs of what is logged.
 
@@ -441,9 +438,9 @@ def preference_gradient(
     """
     n, sums = len(batch), defaultdict(float)
     policy.train(args.gradient_checkpointing)  # dropout is off in both modes
-    for rows, counts in micro_batches(range(n), policy.device, args):
-        logps = completion_logps(policy, [batch[i] for i in rows], tokenizer, args)  # (b,) each
-        losses, chosen, rejected = dpo_loss(*logps, *ref_logps[rows].to(policy.device).unbind(1), args)
+    for rows, counts in micro_batches(range(n), args):
+        logps = completion_logps(policy, [batch[i] for i in rows], args)  # (b,) each
+        losses, chosen, rejected = dpo_loss(*logps, *ref_logps[rows].to(args.torch_device).unbind(1), args)
         if losses.requires_grad:  # not in an evaluation
             (WORLD_SIZE * (losses * counts).sum() / n).backward()  # gradients become means over processes
         pair_stats = {
@@ -463,58 +460,58 @@ def preference_gradient(
 
 @torch.no_grad()
 def evaluate_pairs(
-    policy: nn.Module, reference: nn.Module | None, ref: ReferenceLogps, pairs: list[Preference],
-    tokenizer: AutoTokenizer, args: Args,
-) -> dict[str, float]:  # fmt: skip
+    policy: nn.Module, reference: nn.Module | None, known: Tensor, pairs: list[Preference], args: Args
+) -> dict[str, float]:
     """Loss, accuracy and margin on the test split."""
-    ref_logps = ref.read(list(range(len(pairs))), pairs, policy, reference, tokenizer, args)
-    stats = preference_gradient(policy, pairs, ref_logps, tokenizer, args)
+    ref_logps = read_reference(list(range(len(pairs))), known, pairs, policy, reference, args)
+    stats = preference_gradient(policy, pairs, ref_logps, args)
     return {f"eval/{name}": stats[name] for name in ("loss", "rewards/accuracies", "rewards/margins")}
 
 
-def respond(model: nn.Module, pairs: list[Preference], tokenizer: AutoTokenizer, args: Args) -> Rollout:
+def respond(model: nn.Module, pairs: list[Preference], args: Args) -> Rollout:
     """Responses to the prompts of pairs, drawn with the same random numbers for every model and at any time."""
-    prompts, mask = pad([p.prompt for p in pairs], tokenizer.pad_token_id, model.device, left=True)
+    tokenizer = model.tokenizer
+    prompts, mask = pad([p.prompt for p in pairs], tokenizer.pad_token_id, args, left=True)
     n, T = len(pairs), min(args.response_length, context_length(model) - prompts.shape[1])
-    uniforms = torch.rand(n, T, generator=torch.Generator().manual_seed(args.seed)).to(model.device)
-    inputs, own = (prompts, mask, uniforms), shard_rows(n).to(model.device)
+    uniforms = torch.rand(n, T, generator=torch.Generator().manual_seed(args.seed)).to(args.torch_device)
+    inputs, own = (prompts, mask, uniforms), shard_rows(n).to(args.torch_device)
     settings = args.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id
-    with autocast(args, model.device), gathered(model, args):
+    with autocast(args), gathered(model, args):
         return Rollout(prompts, mask, *(all_gather(x)[:n] for x in sample(model, *(x[own] for x in inputs), *settings)))
 
 
 @torch.no_grad()
 def evaluate_responses(
-    policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], tokenizer: AutoTokenizer, args: Args,
+    policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args,
     gold_reward: Callable[[list[str]], list[float]] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Answers to some of the prompts: their KL to the reference, as ppo.py measures it, and their gold score."""
-    r = respond(policy, pairs[: args.num_eval_prompts], tokenizer, args)
+    r = respond(policy, pairs[: args.num_eval_prompts], args)
     stats = {"val/eos_share": r.ended.float().mean().item(), "val/response_length": r.mask.sum(1).float().mean().item()}
     if reference is not None:
         parts = [Rollout(*part) for part in zip(*(x.split(2 * args.micro_batch_size) for x in vars(r).values()))]
-        with autocast(args, policy.device), adapter_off(policy, reference):
+        with autocast(args), adapter_off(policy, reference):
             logits = lambda part: response_forward(reference, part, args.temperature)[0]  # noqa: E731 - (b, T, V)
             ref_logprobs = torch.cat([token_logprobs(logits(part), part.responses) for part in parts])
         stats["objective/kl"] = (r.old_logprobs - ref_logprobs).masked_fill(~r.mask, 0.0).sum(1).mean().item()
     if gold_reward:
-        texts = decode(r, tokenizer)
-        scores = call_reward_function(gold_reward, texts + texts[: -len(texts) % WORLD_SIZE])
+        texts = decode(r, policy.tokenizer)
+        scores = call_reward_function(gold_reward, texts + texts[: -len(texts) % WORLD_SIZE], args)
         stats["objective/gold_scores"] = scores[: len(texts)].mean().item()
     return stats
 
 
 def show_responses(
-    run: "Run", step: int, policy: nn.Module, reference: nn.Module | None, pairs: list[Preference],
-    tokenizer: AutoTokenizer, args: Args,
-) -> None:  # fmt: skip
+    run: "Run", step: int, policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args
+) -> None:
     """A table of three prompts with the responses of reference and policy, drawn with the same random numbers."""
-    columns = {"prompt": [tokenizer.decode(p.prompt) for p in pairs[:3]]}
+    decode = policy.tokenizer.decode
+    columns = {"prompt": [decode(p.prompt) for p in pairs[:3]]}
     for name, model in (("reference", reference), ("policy", policy)):
         if model is not None:
             with adapter_off(policy, reference if name == "reference" else None):
-                r = respond(model, pairs[:3], tokenizer, args)
-            columns[name] = [tokenizer.decode(row[real]) for row, real in zip(r.responses, r.mask)]
+                r = respond(model, pairs[:3], args)
+            columns[name] = [decode(row[real]) for row, real in zip(r.responses, r.mask)]
     run.table(f"step {step} of {run.bar.total}", list(columns), [list(row) for row in zip(*columns.values())])
 
 
@@ -585,18 +582,16 @@ def sample(
             going = going[going]
         tokens, positions = token[:, None], positions[:, -1:] + 1
     mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
-    mask &= torch.arange(T, device=device) <= t
     return responses.masked_fill(~mask, pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
 # --- Models and gold scores -------------------------------------------------------------------------------------------
 
 
-def load_trained_policy(args: Args) -> tuple[nn.Module, AutoTokenizer]:
-    """The policy in float32 and its tokenizer; fills in the settings that depend on it. Dropout stays off (TRL)."""
+def load_trained_policy(args: Args) -> nn.Module:
+    """The policy in float32; fills in the settings that depend on it. Dropout stays off (TRL)."""
     policy = load_model(AutoModelForCausalLM, args.model, args)
-    tokenizer = load_tokenizer(args.model, args, policy)
-    has_eos = tokenizer.eos_token_id is not None
+    has_eos = policy.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {args.model} has no EOS token to end completions with")
     # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 5e-7 (DPO's Pythia 2.8B: 1e-6)
     default = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6) * (10 if args.lora_r else 1)
@@ -607,7 +602,7 @@ def load_trained_policy(args: Args) -> tuple[nn.Module, AutoTokenizer]:
     fits = args.max_prompt_length < args.max_length
     require(fits, f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion in {args.max_length} "
             "tokens")  # fmt: skip
-    return policy.eval(), tokenizer
+    return policy.eval()
 
 
 def make_reference(policy: nn.Module, args: Args) -> nn.Module:
@@ -642,20 +637,17 @@ def check_policy(policy: nn.Module, args: Args) -> None:
     If it does not heed positions, attention mask or cache, log-probabilities are off by a tenth of the logits' standard
     deviation or more; by rounding, by a millionth of it (on a GPU, with TF32 or flash attention, by up to a hundredth).
     """
-    prompts, mask = pad([list(range(5, 8)), list(range(5, 12))], 0, policy.device, left=True)
-    uniforms, errors = torch.linspace(0.1, 0.9, 8, device=policy.device).view(2, 4), []
-    needs_bf16 = "flash" in (args.attn_implementation or "")
+    prompts, mask = pad([list(range(5, 8)), list(range(5, 12))], 0, args, left=True)
+    uniforms, needs_bf16 = torch.linspace(0.1, 0.9, 8).view(2, 4), "flash" in (args.attn_implementation or "")
     with explain(f"{args.model} ({type(policy).__name__}) cannot be sampled from with a key-value cache, as GPT-2 can"):
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=needs_bf16), gathered(policy, args):
-            r = Rollout(prompts, mask, *sample(policy, prompts, mask, uniforms, 1.0, None, 0))
-            r.mask[0, 2:] = False  # as if the first had ended there
+        with torch.autocast(prompts.device.type, torch.bfloat16, enabled=needs_bf16), gathered(policy, args):
+            r = Rollout(prompts, mask, *sample(policy, prompts, mask, uniforms.to(prompts.device), 1.0, None, 0))
             beside = token_logprobs(response_forward(policy, r, 1.0)[0], r.responses)
-            for i, n in enumerate(r.mask.sum(1).tolist()):
-                text = r.inputs()["input_ids"][i][r.inputs()["attention_mask"][i].bool()][None]
-                logits = policy(input_ids=text, use_cache=False).logits[:, -n - 1 : -1].float()
-                alone = token_logprobs(logits, text[:, -n:])[0]
-                errors += [(x[i, :n] - alone).abs() / logits.std() for x in (r.old_logprobs, beside)]
-    error, bound = torch.cat(errors).mean().item(), 1e-3 if policy.device.type == "cpu" else 0.05
+            text = r.inputs()["input_ids"][:1, 4:]  # the first row, whose prompt has 3 tokens, without its padding
+            logits = policy(input_ids=text, use_cache=False).logits[:, -5:-1].float()  # (1, 4, V)
+            alone = token_logprobs(logits, r.responses[:1])[0]
+    errors = torch.stack([r.old_logprobs[0], beside[0]]) - alone
+    error, bound = (errors.abs().mean() / logits.std()).item(), 1e-3 if prompts.device.type == "cpu" else 0.05
     require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text differently beside padding or "
             f"with a cache than alone, by {error:.2g} of its logits' deviation: it cannot be used here")  # fmt: skip
 
@@ -665,7 +657,7 @@ def load_gold_reward(args: Args) -> Callable[[list[str]], list[float]] | None:
     if args.gold_reward_fn is None:
         return None
     function = load_function(args.gold_reward_fn)
-    call_reward_function(function, ["A first text."] * WORLD_SIZE)
+    call_reward_function(function, ["A first text."] * WORLD_SIZE, args)
     return function
 
 
@@ -675,11 +667,11 @@ def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
     return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in rows]
 
 
-def call_reward_function(function: Callable[[list[str]], list[float]], texts: list[str]) -> Tensor:
+def call_reward_function(function: Callable[[list[str]], list[float]], texts: list[str], args: Args) -> Tensor:
     """(B,) rewards of texts, of which each process asks for its share."""
     own = texts[RANK::WORLD_SIZE]
     with explain("the reward function failed"):
-        rewards = torch.tensor([float(x) for x in function(own)])
+        rewards = torch.tensor([float(x) for x in function(own)], device=args.torch_device)
     require(len(rewards) == len(own), f"the reward function gave {len(rewards)} rewards for {len(own)} texts")
     return all_gather(check_rewards(rewards, own))
 
@@ -701,7 +693,7 @@ CURVES = [["loss", "eval/loss"], ["rewards/chosen", "rewards/rejected"],
           ["rewards/accuracies", "eval/rewards/accuracies"], ["objective/kl"], ["objective/gold_scores"]]  # fmt: skip
 
 
-def check_args(args: Args) -> None:
+def check_preferences(args: Args) -> None:
     """Raises UserError for settings that make no sense together."""
     is_plain = args.loss_type == "sigmoid" or not args.label_smoothing
     require(is_plain, f"--label-smoothing {args.label_smoothing} is for the sigmoid loss; --loss-type {args.loss_type} "
@@ -715,7 +707,7 @@ def plan_steps(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> tu
 
     `fits_cpu` rows at a time go through the model on a CPU, unless the settings say otherwise.
     """
-    per_device, on_cpu = args.per_device_train_batch_size, model.device.type == "cpu"
+    per_device, on_cpu = args.per_device_train_batch_size, args.torch_device == "cpu"
     require(per_device or args.gradient_accumulation_steps == 1, "--gradient-accumulation-steps goes with "
             "--per-device-train-batch-size; or give --batch-size and --micro-batch-size")  # fmt: skip
     args.batch_size = args.batch_size or (per_device or 0) * args.gradient_accumulation_steps * WORLD_SIZE or 64
@@ -723,7 +715,7 @@ def plan_steps(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> tu
     args.micro_batch_size = args.micro_batch_size or per_device or (max(1, min(share, fits_cpu)) if on_cpu else share)
     steps_per_epoch = math.ceil(num_rows / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-    print(f"model: {model.name_or_path}, {model.num_parameters() / 1e6:.2f}M parameters on {model.device}, "
+    print(f"model: {model.name_or_path}, {model.num_parameters() / 1e6:.2f}M parameters on {args.torch_device}, "
           f"learning rate {args.learning_rate:.2g}")  # fmt: skip
     print(f"batch: {args.batch_size} of {num_rows} rows per step, {args.micro_batch_size} at a time; {num_steps} steps")
     return num_steps, steps_per_epoch
@@ -748,10 +740,10 @@ def shard_rows(n: int) -> Tensor:
     return torch.arange(RANK, -(-n // WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE) % n
 
 
-def micro_batches(rows: Sequence, device: torch.device, args: Args) -> Iterator[tuple[list, Tensor]]:
+def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
     """This process's share of the rows, `micro_batch_size` at a time, and (b,) which of them are not there twice."""
     own = [rows[i] for i in shard_rows(len(rows))]
-    counts = torch.arange(len(own), device=device) < len(range(RANK, len(rows), WORLD_SIZE))
+    counts = torch.arange(len(own), device=args.torch_device) < len(range(RANK, len(rows), WORLD_SIZE))
     for i in range(0, len(own), args.micro_batch_size):
         yield own[i : i + args.micro_batch_size], counts[i : i + args.micro_batch_size]
 
@@ -793,16 +785,17 @@ def locate(name: str) -> str:
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """A model from a folder or the hub, with float32 weights, whatever precision it was saved in.
+    """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
     Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
     """
-    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
+    options |= {"dtype": torch.float32, "use_safetensors": True}
     with explain(f"the model {name!r} could not be loaded"):
-        model, info = auto_class.from_pretrained(locate(name), **options)
+        model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
+    model.tokenizer = load_tokenizer(name, args, model)
     return model
 
 
@@ -821,10 +814,9 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
 
 
 def context_length(model: nn.Module) -> int:
-    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
-    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
-    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
-    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
+    """Most tokens that the model can read at once; its tokenizer knows of positions that do not count, as RoBERTa's."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(positions, model.tokenizer.model_max_length)
 
 
 def load_function(spec: str) -> Callable:
@@ -838,28 +830,23 @@ def load_function(spec: str) -> Callable:
 
 
 def load_split(name: str, config: str | None, split: str):
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
     require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
-    source = (kind, None, None, {split.split("[")[0]: path}) if Path(path).is_file() else (path, config)
+    source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
-        data = datasets.load_dataset(*source, split=split)
+        data = datasets.load_dataset(**source, split=split)
     require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
 
 
-def load_test_split(args: Args):
-    """The split to evaluate on, or None: by default `validation`, if the data have one. One file has no splits."""
-    path, split = locate(args.dataset), args.dataset_test_split
-    is_clear = split in (None, "none") or not Path(path).is_file()
-    require(is_clear, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
-    if split is None and not Path(path).is_file():
-        with explain(f"--dataset {args.dataset} could not be read"):
-            names = datasets.get_dataset_split_names(path, args.dataset_config)
-        split = "validation" if "validation" in names else None
-    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
+def load_data(args: Args) -> tuple:
+    """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
+    train, test = load_split(args.dataset, args.dataset_config, args.dataset_train_split), args.dataset_test_split
+    test = test or ("validation" if "validation" in train.info.splits else "none")
+    return train, None if test == "none" else load_split(args.dataset, args.dataset_config, test)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
@@ -880,16 +867,16 @@ def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) ->
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
 
-def pad(rows: list[list[int]], value: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
     ids, ones = [torch.tensor(row, dtype=torch.long) for row in rows], [torch.ones(len(row)).bool() for row in rows]
-    side = "left" if left else "right"
-    return pad_sequence(ids, True, value, side).to(device), pad_sequence(ones, True, False, side).to(device)
+    ids, mask = (pad_sequence(x, True, y, "left" if left else "right") for x, y in ((ids, value), (ones, False)))
+    return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
-def autocast(args: Args, device: torch.device) -> torch.autocast:
+def autocast(args: Args) -> torch.autocast:
     """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
 
 
 def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int) -> None:
@@ -899,7 +886,7 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
-    if next(models[0].parameters()).device.type != "cpu":
+    if args.torch_device != "cpu":
         return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
@@ -947,13 +934,14 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[nn.Module]:
+def place(args: Args, *models: nn.Module | None) -> list[nn.Module]:
     """Moves the models to the device, and returns those that exist, without duplicates.
 
     With --zero-stage they are sharded by torch's FSDP2, a layer at a time; with stage 2 only those in training, and
     gathered weights are kept until the backward pass. The gradient of a shard becomes the mean over processes.
     """
     models, size = list(dict.fromkeys(model for model in models if model is not None)), args.shard_size or WORLD_SIZE
+    device_type = torch.device(args.torch_device).type
     for model in models:
         is_trained = any(p.requires_grad for p in model.parameters())
         modules = list(model.modules())
@@ -968,11 +956,11 @@ def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[n
             if isinstance(module, (nn.Linear, Conv1D)) and not any(module.weight is x for x in embeddings):
                 module.to(torch.bfloat16)
         if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
-            model.to(device)
+            model.to(args.torch_device)
             continue
-        mesh = init_device_mesh(device.type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
         options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
-        options |= {"offload_policy": CPUOffloadPolicy(device.type == "cuda")} if args.offload else {}
+        options |= {"offload_policy": CPUOffloadPolicy(device_type == "cuda")} if args.offload else {}
         layers = {name for module in modules for name in getattr(module, "_no_split_modules", None) or []}
         roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
         for module in [module for module in modules if type(module).__name__ in layers] + roots:
@@ -1005,8 +993,8 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def start_run(args: Args) -> torch.device:
-    """Checks the settings, joins the processes, seeds everything, names args.output_dir; returns the device."""
+def start_run(args: Args) -> None:
+    """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value = getattr(args, name)
@@ -1032,7 +1020,7 @@ def start_run(args: Args) -> torch.device:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
             torch.cuda.set_device(device)
-    return device
+    args.torch_device = str(device)
 
 
 class Run:
@@ -1176,9 +1164,7 @@ class Run:
             # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
-        for name, part in self.state.items():
-            part.clear()
-            part.extend(state["state"][name]) if isinstance(part, list) else part.update(state["state"][name])
+        self.state.update(state["state"])
         random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
         self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
         self.schedule.last_epoch = self.step - 1
@@ -1191,7 +1177,7 @@ class Run:
             self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
 
-    def finish(self, model: nn.Module, tokenizer: AutoTokenizer, panels: list[list[str]], **others) -> None:
+    def finish(self, model: nn.Module, panels: list[list[str]], **others) -> None:
         """Closes the files; unless no step was made, saves the model, its card and curves, and others in subfolders.
 
         Not if another process has failed: the model cannot be put together without it.
@@ -1200,7 +1186,7 @@ class Run:
         if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
             with explain(f"the model could not be saved in {self.output}"):
                 for name, part in {"": model, **others}.items():
-                    save_model(part, tokenizer, self.output / name, self.args) if part is not None else None
+                    save_model(part, self.output / name, self.args) if part is not None else None
                 if not RANK:
                     write_card(self.output, self.args, self.metrics), draw_curves(self.output, panels)
                     print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1222,18 +1208,19 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def save_model(model: nn.Module, tokenizer: AutoTokenizer, folder: Path, args: Args) -> None:
+def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
     weights, tied = dcp.get_model_state_dict(model, options=WHOLE), model.all_tied_weights_keys
     if RANK:
         return
     model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
-    tokenizer.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
     if getattr(model, "peft_config", None):
         from peft import PeftModel
 
         merged = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, args.model, args), folder)
-        merged.merge_and_unload().save_pretrained(folder / "merged"), tokenizer.save_pretrained(folder / "merged")
+        merged.merge_and_unload().save_pretrained(folder / "merged")
+        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:

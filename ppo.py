@@ -212,6 +212,7 @@ class Args:
     # --- Computed
     stop_token_id: int | None = field(init=False, default=None)
     num_updates: int = field(init=False, default=0)
+    torch_device: str = field(init=False, default="cpu")
 
 
 # --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
@@ -220,43 +221,39 @@ class Args:
 def train(args: Args) -> None:
     """Trains the policy; leaves it, its metrics, curves and model card in args.output_dir."""
     check_args(args)
-    device = start_run(args)
-    policy, tokenizer = load_policy(args)
-    reward_model, reward_tokenizer = load_reward_model(args, policy, tokenizer)
-    critic = make_critic(args, policy, tokenizer, reward_model, reward_tokenizer)
+    start_run(args)
+    policy = load_policy(args)
+    reward_model = load_reward_model(args, policy)
+    critic = make_critic(args, policy, reward_model)
     reference = make_reference(policy, args)
     ema = deepcopy(policy) if args.ema_decay else None
-    models = place(args, device, policy, critic, reference, reward_model, ema)
-    reward = make_reward(args.reward_fn, args, tokenizer, reward_model, reward_tokenizer)
-    gold_reward = make_reward(args.gold_reward_fn, args, tokenizer) if args.gold_reward_fn else None
-    readers = [policy, reward_model] if reward_model and same_tokens(tokenizer, reward_tokenizer) else [policy]
-    train_split = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    prompts, test_split = load_prompts(args, train_split, tokenizer, readers), load_test_split(args)
-    eval_prompts = load_prompts(args, test_split, tokenizer, readers)[: args.num_eval_prompts] if test_split else []
+    models = place(args, policy, critic, reference, reward_model, ema)
+    reward = make_reward(args.reward_fn, args, policy, reward_model)
+    gold_reward = make_reward(args.gold_reward_fn, args, policy) if args.gold_reward_fn else None
+    prompts, eval_prompts = load_prompts(args, policy, reward_model)
     set_batch_sizes(args, policy, len(prompts))
+    texts = load_pretrain_texts(args, policy) if args.pretrain_data else None
     use_fast_kernels(args, models, args.micro_batch_size, max(map(len, prompts)) + args.response_length)
+    check_policy(policy, args)
     optimizer = make_optimizer(args, policy, critic)
     schedule = make_schedule(args, optimizer, args.num_updates)
-    check_policy(policy, args)
     follow(ema, policy, optimizer, args)
-    kl_controller, moments = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon), RunningMoments()
-    queues = {"prompts": [], "texts": []}  # row numbers that the current pass over the data has yet to give
-    prompts = batches(prompts, queues["prompts"], args.batch_size, tokenizer, device, left=True)
-    texts = load_pretrain_texts(args, queues["texts"], tokenizer, policy) if args.pretrain_data else None
-    state = queues | {"kl_controller": vars(kl_controller), "moments": vars(moments)}
+    state = {"kl_coef": args.kl_coef, "scores": [], "prompts": [], "texts": []}  # what else changes during the run
     run = Run(args, {"policy": policy, "critic": critic, "ema": ema}, optimizer, schedule, state)
+    prompts = batches(prompts, state["prompts"], args.batch_size, policy, args, left=True)
+    texts = texts and batches(texts, state["texts"], args.batch_size // args.num_mini_batches, policy, args)
     try:
         for update in run.steps(args.num_updates):
             if update <= args.critic_warmup_updates:
                 optimizer.param_groups[0]["lr"] = 0.0  # the policy's
             with run.clock("rollout"):
-                rollout = sample_batch(policy, *next(prompts), tokenizer, args)  # 1
+                rollout = sample_batch(policy, *next(prompts), args)  # 1
             with run.clock("score"):
                 score_reference(rollout, policy, reference, args)  # 2
                 rollout.values = rollout.map(lambda r: critic_values(policy, critic, r), args)
                 scores = score_responses(rollout, reward, args)
-            used_scores = scale_scores(scores, moments, args)  # 3
-            rollout.kl_coef = kl_controller.value
+            used_scores = scale_scores(scores, state["scores"], args)  # 3
+            rollout.kl_coef = state["kl_coef"]
             rewards, non_score_reward = shape_rewards(used_scores, rollout.kl, rollout.mask, rollout.kl_coef)
             if args.whiten_rewards:
                 rewards = masked_whiten(rewards, rollout.mask, shift_mean=False)
@@ -269,13 +266,13 @@ def train(args: Args) -> None:
             if gold_reward:
                 stats["objective/gold_scores"] = gold_reward(rollout).mean().item()
             if eval_prompts and (update % args.eval_steps == 0 or update == args.num_updates):
-                stats |= evaluate(policy, reference, reward, eval_prompts, tokenizer, args)
-            report(run, update, stats, rollout, scores, tokenizer, args)
+                stats |= evaluate(policy, reference, reward, eval_prompts, args)
+            report(run, update, stats, rollout, scores, policy.tokenizer, args)
             if args.adaptive_kl:
-                kl_controller.update(stats["objective/kl"], args.batch_size)  # 7
+                state["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)  # 7
             schedule.step()
     finally:  # after an error or Ctrl-C, too: what was trained is on disk
-        run.finish(policy, tokenizer, CURVES, ema=ema)
+        run.finish(policy, CURVES, ema=ema)
 
 
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
@@ -331,7 +328,7 @@ class Rollout:
         order = self.by_length(torch.arange(len(result), device=result.device))
         for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):
             part = self.select(index)
-            with autocast(args, result.device):
+            with autocast(args):
                 result[index, : part.mask.shape[1]] = function(part)
         return all_reduce(result)
 
@@ -394,19 +391,16 @@ def sample(
             going = going[going]
         tokens, positions = token[:, None], positions[:, -1:] + 1
     mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
-    mask &= torch.arange(T, device=device) <= t
     return responses.masked_fill(~mask, pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
-def sample_batch(
-    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, tokenizer: AutoTokenizer, args: Args
-) -> Rollout:
+def sample_batch(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, args: Args) -> Rollout:
     """Step 1 for a whole batch of prompts (B, P), `local_rollout_forward_batch_size` of them at a time."""
-    T, B, device = args.response_length, len(prompts), prompts.device
+    T, B, tokenizer = args.response_length, len(prompts), policy.tokenizer
     if args.response_length_min:
         T = int(torch.randint(args.response_length_min, T + 1, ()))
-    inputs = prompts, prompt_mask, torch.rand(B, T).to(device)
-    with autocast(args, device), gathered(policy, args):
+    inputs = prompts, prompt_mask, torch.rand(B, T).to(prompts.device)
+    with autocast(args), gathered(policy, args):
         parts = [
             sample(policy, *part, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
             for part in zip(*(x[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size) for x in inputs))
@@ -416,7 +410,7 @@ def sample_batch(
         prompt = tokenizer.decode(prompts[i[0]], skip_special_tokens=True)
         require(False, f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: the model is "
                 "broken, or a --learning-rate that is too high has broken it")  # fmt: skip
-    return rollout.select(torch.arange(B, device=device))
+    return rollout.select(torch.arange(B, device=prompts.device))
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
@@ -440,8 +434,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def compute_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
     """(B, T) log-probabilities of the responses under a model."""
-    logits = lambda r: response_forward(model, r, args.temperature)[0]  # noqa: E731 - (b, T, V)
-    return rollout.map(lambda r: token_logprobs(logits(r), r.responses), args)
+    return rollout.map(lambda r: token_logprobs(response_forward(model, r, args.temperature)[0], r.responses), args)
 
 
 def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
@@ -617,7 +610,7 @@ def policy_forward(
     The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
     """
     options |= {"output_router_logits": True} if args.aux_loss_coef else {}
-    with autocast(args, r.mask.device):
+    with autocast(args):
         logits, output = response_forward(policy, r, args.temperature, **options)
     states = output.hidden_states[-1] if options.get("output_hidden_states") else None
     return *token_logprobs_and_entropy(logits, r.responses), output.aux_loss if args.aux_loss_coef else 0.0, states
@@ -643,7 +636,7 @@ def mini_batch_gradient(
         if not is_shared:
             mean(loss).backward()  # now, so that the policy's activations are gone when the critic's are made
             loss = 0.0
-        with autocast(args, index.device):
+        with autocast(args):
             values = critic(r, states)  # (b, T)
         vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
         mean(loss + args.vf_coef * vf_loss).backward()
@@ -723,21 +716,20 @@ def explained_variance(rollout: Rollout) -> float:
 
 
 def evaluate(
-    policy: nn.Module, reference: nn.Module, reward: Callable[[Rollout], Tensor], prompts: list[list[int]],
-    tokenizer: AutoTokenizer, args: Args,
-) -> dict[str, float]:  # fmt: skip
+    policy: nn.Module, reference: nn.Module, reward: Callable[[Rollout], Tensor], prompts: list[list[int]], args: Args
+) -> dict[str, float]:
     """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
 
     Their KL is taken at the training temperature; on distributions sharpened to one token it would say little.
     """
     answers, extra = copy(args), -len(prompts) % WORLD_SIZE
     answers.temperature, answers.response_length_min = args.eval_temperature, None
-    ids, mask = pad((prompts * WORLD_SIZE)[: len(prompts) + extra], tokenizer.pad_token_id, policy.device, left=True)
+    prompts_mask = pad((prompts * WORLD_SIZE)[: len(prompts) + extra], policy.tokenizer.pad_token_id, args, left=True)
     with torch.random.fork_rng():  # training draws the same numbers whether or not it is interrupted here
-        rollout = sample_batch(policy, ids, mask, tokenizer, answers)
+        rollout = sample_batch(policy, *prompts_mask, answers)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    scores, once = score_responses(rollout, reward, args), torch.arange(len(prompts), device=policy.device)
+    scores, once = score_responses(rollout, reward, args), torch.arange(len(prompts), device=args.torch_device)
     stats = rollout_stats(rollout.select(once), scores[once], torch.zeros_like(rollout.kl[once]))
     names = "objective/scores", "objective/kl", "val/eos_share", "val/response_length"
     return {f"eval/{name.split('/')[1]}": stats[name] for name in names}
@@ -776,38 +768,19 @@ def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], args: Args
 # --- Additions to PPO: score scaling, adaptive KL, pretraining texts --------------------------------------------------
 
 
-class AdaptiveKLController:
-    """Moves the coefficient by at most 20 % * episodes / horizon towards the KL target (Ziegler et al. 2019, 2.2)."""
-
-    def __init__(self, kl_coef: float, target: float, horizon: int):
-        self.value, self.target, self.horizon = kl_coef, target, horizon
-
-    def update(self, kl: float, episodes: int) -> None:
-        """`kl` is that of the last batch, in nats per response; `episodes` is the size of that batch."""
-        error = max(-0.2, min(0.2, kl / self.target - 1))
-        self.value *= 1 + error * episodes / self.horizon
+def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
+    """The next kl_coef: moved by at most 20 % * episodes / horizon towards the KL target (Ziegler et al. 2019, 2.2)."""
+    error = max(-0.2, min(0.2, kl / args.kl_target - 1))
+    return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
-class RunningMoments:
-    """Mean and standard deviation of all scores so far (TRL 0.7; Chan et al. 1979 for joining two sets)."""
-
-    def __init__(self):
-        self.mean, self.std, self.squares, self.count = 0.0, 1.0, 0.0, 0
-
-    def update(self, x: Tensor) -> None:
-        """Takes in the scores (B,) of a batch."""
-        n, shift = len(x), x.mean().item() - self.mean
-        self.squares += (x - x.mean()).square().sum().item() + shift**2 * self.count * n / (self.count + n)
-        self.count += n
-        self.mean += shift * n / self.count
-        self.std = (self.squares / max(1, self.count - 1)) ** 0.5
-
-
-def scale_scores(scores: Tensor, moments: RunningMoments, args: Args) -> Tensor:
-    """(B,) scores as they enter the reward: shifted and scaled by the moments so far, and clipped, each if asked."""
-    moments.update(scores)
+def scale_scores(scores: Tensor, history: list[float], args: Args) -> Tensor:
+    """(B,) scores as they enter the reward, each step if asked: less the mean of all scores so far, divided by their
+    standard deviation (TRL 0.7), clipped. Adds them to the history."""
     if args.use_score_scaling:
-        scores = (scores - moments.mean * args.use_score_norm) / (moments.std + torch.finfo(scores.dtype).eps)
+        history += scores.tolist()
+        std, mean = torch.std_mean(torch.tensor(history), correction=min(1, len(history) - 1))
+        scores = (scores - mean.item() * args.use_score_norm) / (std.item() + torch.finfo(scores.dtype).eps)
     return scores if args.score_clip is None else scores.clamp(-args.score_clip, args.score_clip)
 
 
@@ -815,7 +788,7 @@ def pretrain_gradient(policy: nn.Module, ids: Tensor, mask: Tensor, args: Args) 
     """Adds the gradient of ptx_coef * mean(-log pi) on texts (B, S), and returns that mean (InstructGPT, eq. 2)."""
     num_tokens, total, size = mask[:, 1:].sum(), torch.zeros((), device=ids.device), args.micro_batch_size
     for ids, mask in zip(*(x[RANK::WORLD_SIZE].split(size) for x in (ids, mask))):
-        with autocast(args, ids.device):
+        with autocast(args):
             logits = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
         logprobs = token_logprobs(logits[:, :-1].float(), ids[:, 1:])
         loss = -logprobs.masked_fill(~mask[:, 1:], 0.0).sum() / num_tokens
@@ -827,14 +800,13 @@ def pretrain_gradient(policy: nn.Module, ids: Tensor, mask: Tensor, args: Args) 
 # --- Models and rewards -----------------------------------------------------------------------------------------------
 
 
-def load_policy(args: Args) -> tuple[nn.Module, AutoTokenizer]:
-    """The policy in float32 and its tokenizer. Dropout stays off: rollout, scoring and loss see one distribution."""
+def load_policy(args: Args) -> nn.Module:
+    """The policy in float32. Dropout stays off: rollout, scoring and loss see one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model, args)
-    tokenizer = load_tokenizer(args.model, args, policy)
-    args.stop_token_id = find_stop_token(args, tokenizer)
+    args.stop_token_id = find_stop_token(args, policy.tokenizer)
     has_router = hasattr(policy.config, "output_router_logits")
     require(has_router or not args.aux_loss_coef, f"--aux-loss-coef {args.aux_loss_coef}: {args.model} has no router")
-    return policy.eval(), tokenizer
+    return policy.eval()
 
 
 def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
@@ -849,31 +821,26 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
     return ids[0]
 
 
-def load_reward_model(
-    args: Args, policy: nn.Module, tokenizer: AutoTokenizer
-) -> tuple[nn.Module | None, AutoTokenizer | None]:
-    """The reward model, frozen, and its tokenizer; (None, None) if a function gives the reward."""
+def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
+    """The reward model, frozen; None if a function gives the reward."""
     if args.reward_fn:
-        return None, None
+        return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
     labels = list(model.config.id2label.values())
     args.reward_label = args.reward_label or (labels[0] if len(labels) == 1 else None)
     require(args.reward_label in labels, f"the reward model {args.reward_model} has the labels {labels}; name with "
             "--reward-label the one whose logit is the reward")  # fmt: skip
-    reward_tokenizer, V = load_tokenizer(args.reward_model, args, model), policy.get_input_embeddings().num_embeddings
-    if same_tokens(tokenizer, reward_tokenizer) and V > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(V, mean_resizing=False)  # ids without a text, which the policy can draw
-    return model.eval().requires_grad_(False), reward_tokenizer
+    rows, own_rows = (m.get_input_embeddings().num_embeddings for m in (policy, model))
+    if same_tokens(policy, model) and rows > own_rows:
+        model.resize_token_embeddings(rows, mean_resizing=False)  # ids without a text, which the policy can draw
+    return model.eval().requires_grad_(False)
 
 
-def make_critic(
-    args: Args, policy: nn.Module, tokenizer: AutoTokenizer, reward_model: nn.Module | None,
-    reward_tokenizer: AutoTokenizer | None,
-) -> Critic:  # fmt: skip
+def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> Critic:
     """A copy of the reward model if it reads the policy's tokens (N+ details), else of the policy, or with --critic
     shared a head on the policy's own trunk; V then starts at 0."""
-    has_one_head = hasattr(reward_model, "score") and reward_model.config.num_labels == 1
-    if args.critic == "separate" and has_one_head and same_tokens(tokenizer, reward_tokenizer):
+    fits = same_tokens(policy, reward_model) and hasattr(reward_model, "score") and reward_model.config.num_labels == 1
+    if args.critic == "separate" and fits:
         print("critic: starts from the reward model")
         body, head = deepcopy(reward_model.base_model), deepcopy(reward_model.score)
         if head.bias is None:  # as in transformers' classifiers
@@ -928,20 +895,17 @@ def check_policy(policy: nn.Module, args: Args) -> None:
     If it does not heed positions, attention mask or cache, log-probabilities are off by a tenth of the logits' standard
     deviation or more; by rounding, by a millionth of it (on a GPU, with TF32 or flash attention, by up to a hundredth).
     """
-    prompts, mask = pad([list(range(5, 8)), list(range(5, 12))], 0, policy.device, left=True)
-    uniforms, errors = torch.linspace(0.1, 0.9, 8, device=policy.device).view(2, 4), []
-    needs_bf16 = "flash" in (args.attn_implementation or "")
+    prompts, mask = pad([list(range(5, 8)), list(range(5, 12))], 0, args, left=True)
+    uniforms, needs_bf16 = torch.linspace(0.1, 0.9, 8).view(2, 4), "flash" in (args.attn_implementation or "")
     with explain(f"{args.model} ({type(policy).__name__}) cannot be sampled from with a key-value cache, as GPT-2 can"):
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=needs_bf16), gathered(policy, args):
-            r = Rollout(prompts, mask, *sample(policy, prompts, mask, uniforms, 1.0, None, 0))
-            r.mask[0, 2:] = False  # as if the first had ended there
+        with torch.autocast(prompts.device.type, torch.bfloat16, enabled=needs_bf16), gathered(policy, args):
+            r = Rollout(prompts, mask, *sample(policy, prompts, mask, uniforms.to(prompts.device), 1.0, None, 0))
             beside = token_logprobs(response_forward(policy, r, 1.0)[0], r.responses)
-            for i, n in enumerate(r.mask.sum(1).tolist()):
-                text = r.inputs()["input_ids"][i][r.inputs()["attention_mask"][i].bool()][None]
-                logits = policy(input_ids=text, use_cache=False).logits[:, -n - 1 : -1].float()
-                alone = token_logprobs(logits, text[:, -n:])[0]
-                errors += [(x[i, :n] - alone).abs() / logits.std() for x in (r.old_logprobs, beside)]
-    error, bound = torch.cat(errors).mean().item(), 1e-3 if policy.device.type == "cpu" else 0.05
+            text = r.inputs()["input_ids"][:1, 4:]  # the first row, whose prompt has 3 tokens, without its padding
+            logits = policy(input_ids=text, use_cache=False).logits[:, -5:-1].float()  # (1, 4, V)
+            alone = token_logprobs(logits, r.responses[:1])[0]
+    errors = torch.stack([r.old_logprobs[0], beside[0]]) - alone
+    error, bound = (errors.abs().mean() / logits.std()).item(), 1e-3 if prompts.device.type == "cpu" else 0.05
     require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text differently beside padding or "
             f"with a cache than alone, by {error:.2g} of its logits' deviation: it cannot be used here")  # fmt: skip
 
@@ -971,9 +935,10 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
         [shard.reshard() for shard in shards], policy.enable_adapters()
 
 
-def same_tokens(a: AutoTokenizer, b: AutoTokenizer) -> bool:
-    """Whether two tokenizers give the same ids to the same texts, as far as their vocabularies tell."""
-    return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
+    """Whether there is a reward model whose tokenizer gives the same ids, as far as the vocabularies tell."""
+    a, b = policy.tokenizer, getattr(reward_model, "tokenizer", None)
+    return b is not None and a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -995,32 +960,30 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 
 
 def make_reward(
-    reward_fn: str | None, args: Args, tokenizer: AutoTokenizer, model: nn.Module | None = None,
-    reward_tokenizer: AutoTokenizer | None = None,
-) -> Callable[[Rollout], Tensor]:  # fmt: skip
+    reward_fn: str | None, args: Args, policy: nn.Module, model: nn.Module | None = None
+) -> Callable[[Rollout], Tensor]:
     """The function from a rollout to its rewards (B,): `reward_fn` on its texts, else the reward model on its tokens.
 
     If the reward model does not read the policy's tokens, the text is decoded and encoded again.
     """
+    texts_of = partial(decode, tokenizer=policy.tokenizer)
     if reward_fn is not None:
         function = load_function(reward_fn)
-        call_reward_function(function, ["A first text."] * WORLD_SIZE)  # a function that is wrong fails now, not later
-        return lambda rollout: call_reward_function(function, decode(rollout, tokenizer)).to(rollout.mask.device)
-    label = list(model.config.id2label.values()).index(args.reward_label)
-    is_ours = same_tokens(tokenizer, reward_tokenizer)
+        call_reward_function(function, ["A first text."] * WORLD_SIZE, args)  # a function that is wrong fails now
+        return lambda rollout: call_reward_function(function, texts_of(rollout), args)
+    label, is_ours = list(model.config.id2label.values()).index(args.reward_label), same_tokens(policy, model)
 
     def reward(r: Rollout) -> Tensor:
         """(b, 1) rewards of some episodes."""
         ids, mask = r.inputs()["input_ids"], r.inputs()["attention_mask"]
         if not is_ours:
-            rows = reward_tokenizer(decode(r, tokenizer))["input_ids"]
-            if reward_tokenizer.eos_token_id is not None and hasattr(model, "score"):  # for responses that ended
-                rows = [row + [reward_tokenizer.eos_token_id] * stop for row, stop in zip(rows, r.ended.tolist())]
-            rows = [row[-context_length(model) :] for row in rows]
-            ids, mask = pad(rows, reward_tokenizer.pad_token_id, ids.device)
+            rows, eos = model.tokenizer(texts_of(r))["input_ids"], model.tokenizer.eos_token_id
+            if eos is not None and hasattr(model, "score"):
+                rows = [row + [eos] * ended for row, ended in zip(rows, r.ended.tolist())]
+            ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer.pad_token_id, args)
         return read_reward(model, ids, mask.long())[:, [label]]
 
-    return lambda rollout: check_rewards(rollout.map(reward, args)[:, 0], decode(rollout, tokenizer))
+    return lambda rollout: check_rewards(rollout.map(reward, args)[:, 0], texts_of(rollout))
 
 
 def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
@@ -1029,11 +992,11 @@ def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
     return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in rows]
 
 
-def call_reward_function(function: Callable[[list[str]], list[float]], texts: list[str]) -> Tensor:
+def call_reward_function(function: Callable[[list[str]], list[float]], texts: list[str], args: Args) -> Tensor:
     """(B,) rewards of texts, of which each process asks for its share."""
     own = texts[RANK::WORLD_SIZE]
     with explain("the reward function failed"):
-        rewards = torch.tensor([float(x) for x in function(own)])
+        rewards = torch.tensor([float(x) for x in function(own)], device=args.torch_device)
     require(len(rewards) == len(own), f"the reward function gave {len(rewards)} rewards for {len(own)} texts")
     return all_gather(check_rewards(rewards, own))
 
@@ -1048,36 +1011,43 @@ def check_rewards(rewards: Tensor, texts: list[str]) -> Tensor:
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
-def load_prompts(args: Args, split, tokenizer: AutoTokenizer, readers: list[nn.Module]) -> list[list[int]]:
+def load_prompts(
+    args: Args, policy: nn.Module, reward_model: nn.Module | None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the prompts to train on, and of those to evaluate on."""
+    train, test = (encode_prompts(data, policy.tokenizer, args) if data else [] for data in load_data(args))
+    readers = [policy] + [reward_model] * same_tokens(policy, reward_model)
+    longest, limit = max(map(len, train + test)), min(map(context_length, readers))
+    require(longest + args.response_length <= limit, f"the longest prompt ({longest} tokens) and --response-length "
+            f"{args.response_length} exceed the {limit} tokens that policy and reward model can read")  # fmt: skip
+    return train, test[: args.num_eval_prompts]
+
+
+def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[list[int]]:
     """Token ids of a split's prompts; those over max_prompt_length, and empty ones, are dropped and counted."""
-    texts = read_column(split, args.prompt_column, args.dataset, "--prompt-column", (str, list))
+    texts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
     prompts = [encode_prompt(text, tokenizer) for text in tqdm(texts, desc="encoding prompts", leave=False)]
     kept = [p for p in prompts if 0 < len(p) <= args.max_prompt_length]
     dropped = f"{len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens"
     require(kept, f"--dataset {args.dataset}: dropped {dropped} (set --max-prompt-length)")
     if len(kept) < len(prompts):
         print(f"dropped {dropped}")
-    longest, limit = max(map(len, kept)), min(map(context_length, readers))
-    require(longest + args.response_length <= limit, f"the longest prompt ({longest} tokens) and --response-length "
-            f"{args.response_length} exceed the {limit} tokens that policy and reward model can read")  # fmt: skip
     return kept
 
 
-def load_pretrain_texts(
-    args: Args, queue: list[int], tokenizer: AutoTokenizer, policy: nn.Module
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of texts with their EOS for PPO-ptx, as many and as long as the rows of a mini-batch."""
+def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
+    """Token ids of texts with their EOS, for PPO-ptx."""
     rows = read_column(load_split(args.pretrain_data, None, "train"), "text", args.pretrain_data, "--pretrain-data")
     limit = min(args.max_prompt_length + args.response_length, context_length(policy))
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts = [(encode_prompt(text, tokenizer) + end)[:limit] for text in rows if text]
-    return batches(texts, queue, args.batch_size // args.num_mini_batches, tokenizer, policy.device)
+    end = [] if policy.tokenizer.eos_token_id is None else [policy.tokenizer.eos_token_id]
+    texts = [(encode_prompt(text, policy.tokenizer) + end)[:limit] for text in rows if text]
+    require(texts, f"--pretrain-data {args.pretrain_data} holds no text that is not empty")
+    return texts
 
 
 def batches(
-    rows: list[list[int]], queue: list[int], batch_size: int, tokenizer: AutoTokenizer, device: torch.device,
-    left: bool = False,
-) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    rows: list[list[int]], queue: list[int], batch_size: int, policy: nn.Module, args: Args, left: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches (B, S) of token lists and their mask; each pass over the rows is in a new random order.
 
     `queue` holds the rows that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
@@ -1086,7 +1056,7 @@ def batches(
         while len(queue) < batch_size:
             queue += torch.randperm(len(rows)).tolist()
         batch, queue[:] = queue[:batch_size], queue[batch_size:]
-        yield pad([rows[i] for i in batch], tokenizer.pad_token_id, device, left)
+        yield pad([rows[i] for i in batch], policy.tokenizer.pad_token_id, args, left)
 
 
 # --- Settings and checks ----------------------------------------------------------------------------------------------
@@ -1116,7 +1086,7 @@ def check_args(args: Args) -> None:
 
 def set_batch_sizes(args: Args, policy: nn.Module, num_prompts: int) -> None:
     """Fills in the learning rate, the batch sizes and the number of updates, and prints them in words."""
-    size, on_cpu = policy.num_parameters(), policy.device.type == "cpu"
+    size, on_cpu = policy.num_parameters(), args.torch_device == "cpu"
     # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
     args.learning_rate = args.learning_rate or max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     parts, per_device = args.num_mini_batches * WORLD_SIZE, args.per_device_train_batch_size
@@ -1133,7 +1103,7 @@ def set_batch_sizes(args: Args, policy: nn.Module, num_prompts: int) -> None:
     episodes = args.total_episodes or (passes if args.num_train_epochs else 2048)
     args.num_updates = episodes // args.batch_size
     require(args.num_updates, f"--total-episodes {episodes} is less than one batch of {args.batch_size} responses")
-    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {policy.device}, "
+    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.torch_device}, "
           f"learning rate {args.learning_rate:.2g}")  # fmt: skip
     print(f"batch: {args.batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
           f"mini-batches, {args.micro_batch_size} rows at a time; "
@@ -1186,16 +1156,17 @@ def locate(name: str) -> str:
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """A model from a folder or the hub, with float32 weights, whatever precision it was saved in.
+    """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
     Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
     """
-    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
+    options |= {"dtype": torch.float32, "use_safetensors": True}
     with explain(f"the model {name!r} could not be loaded"):
-        model, info = auto_class.from_pretrained(locate(name), **options)
+        model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
+    model.tokenizer = load_tokenizer(name, args, model)
     return model
 
 
@@ -1214,10 +1185,9 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
 
 
 def context_length(model: nn.Module) -> int:
-    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
-    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
-    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
-    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
+    """Most tokens that the model can read at once; its tokenizer knows of positions that do not count, as RoBERTa's."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(positions, model.tokenizer.model_max_length)
 
 
 def load_function(spec: str) -> Callable:
@@ -1231,28 +1201,23 @@ def load_function(spec: str) -> Callable:
 
 
 def load_split(name: str, config: str | None, split: str):
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
     require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
-    source = (kind, None, None, {split.split("[")[0]: path}) if Path(path).is_file() else (path, config)
+    source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
-        data = datasets.load_dataset(*source, split=split)
+        data = datasets.load_dataset(**source, split=split)
     require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
 
 
-def load_test_split(args: Args):
-    """The split to evaluate on, or None: by default `validation`, if the data have one. One file has no splits."""
-    path, split = locate(args.dataset), args.dataset_test_split
-    is_clear = split in (None, "none") or not Path(path).is_file()
-    require(is_clear, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
-    if split is None and not Path(path).is_file():
-        with explain(f"--dataset {args.dataset} could not be read"):
-            names = datasets.get_dataset_split_names(path, args.dataset_config)
-        split = "validation" if "validation" in names else None
-    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
+def load_data(args: Args) -> tuple:
+    """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
+    train, test = load_split(args.dataset, args.dataset_config, args.dataset_train_split), args.dataset_test_split
+    test = test or ("validation" if "validation" in train.info.splits else "none")
+    return train, None if test == "none" else load_split(args.dataset, args.dataset_config, test)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
@@ -1280,16 +1245,16 @@ def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) ->
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
 
-def pad(rows: list[list[int]], value: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
     ids, ones = [torch.tensor(row, dtype=torch.long) for row in rows], [torch.ones(len(row)).bool() for row in rows]
-    side = "left" if left else "right"
-    return pad_sequence(ids, True, value, side).to(device), pad_sequence(ones, True, False, side).to(device)
+    ids, mask = (pad_sequence(x, True, y, "left" if left else "right") for x, y in ((ids, value), (ones, False)))
+    return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
-def autocast(args: Args, device: torch.device) -> torch.autocast:
+def autocast(args: Args) -> torch.autocast:
     """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
 
 
 def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int) -> None:
@@ -1299,7 +1264,7 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
-    if next(models[0].parameters()).device.type != "cpu":
+    if args.torch_device != "cpu":
         return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
@@ -1347,13 +1312,14 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[nn.Module]:
+def place(args: Args, *models: nn.Module | None) -> list[nn.Module]:
     """Moves the models to the device, and returns those that exist, without duplicates.
 
     With --zero-stage they are sharded by torch's FSDP2, a layer at a time; with stage 2 only those in training, and
     gathered weights are kept until the backward pass. The gradient of a shard becomes the mean over processes.
     """
     models, size = list(dict.fromkeys(model for model in models if model is not None)), args.shard_size or WORLD_SIZE
+    device_type = torch.device(args.torch_device).type
     for model in models:
         is_trained = any(p.requires_grad for p in model.parameters())
         modules = list(model.modules())
@@ -1368,11 +1334,11 @@ def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[n
             if isinstance(module, (nn.Linear, Conv1D)) and not any(module.weight is x for x in embeddings):
                 module.to(torch.bfloat16)
         if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
-            model.to(device)
+            model.to(args.torch_device)
             continue
-        mesh = init_device_mesh(device.type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
         options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
-        options |= {"offload_policy": CPUOffloadPolicy(device.type == "cuda")} if args.offload else {}
+        options |= {"offload_policy": CPUOffloadPolicy(device_type == "cuda")} if args.offload else {}
         layers = {name for module in modules for name in getattr(module, "_no_split_modules", None) or []}
         roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
         for module in [module for module in modules if type(module).__name__ in layers] + roots:
@@ -1405,8 +1371,8 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def start_run(args: Args) -> torch.device:
-    """Checks the settings, joins the processes, seeds everything, names args.output_dir; returns the device."""
+def start_run(args: Args) -> None:
+    """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value = getattr(args, name)
@@ -1432,7 +1398,7 @@ def start_run(args: Args) -> torch.device:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
             torch.cuda.set_device(device)
-    return device
+    args.torch_device = str(device)
 
 
 class Run:
@@ -1576,9 +1542,7 @@ class Run:
             # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
-        for name, part in self.state.items():
-            part.clear()
-            part.extend(state["state"][name]) if isinstance(part, list) else part.update(state["state"][name])
+        self.state.update(state["state"])
         random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
         self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
         self.schedule.last_epoch = self.step - 1
@@ -1591,7 +1555,7 @@ class Run:
             self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
 
-    def finish(self, model: nn.Module, tokenizer: AutoTokenizer, panels: list[list[str]], **others) -> None:
+    def finish(self, model: nn.Module, panels: list[list[str]], **others) -> None:
         """Closes the files; unless no step was made, saves the model, its card and curves, and others in subfolders.
 
         Not if another process has failed: the model cannot be put together without it.
@@ -1600,7 +1564,7 @@ class Run:
         if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
             with explain(f"the model could not be saved in {self.output}"):
                 for name, part in {"": model, **others}.items():
-                    save_model(part, tokenizer, self.output / name, self.args) if part is not None else None
+                    save_model(part, self.output / name, self.args) if part is not None else None
                 if not RANK:
                     write_card(self.output, self.args, self.metrics), draw_curves(self.output, panels)
                     print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1622,18 +1586,19 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def save_model(model: nn.Module, tokenizer: AutoTokenizer, folder: Path, args: Args) -> None:
+def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
     weights, tied = dcp.get_model_state_dict(model, options=WHOLE), model.all_tied_weights_keys
     if RANK:
         return
     model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
-    tokenizer.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
     if getattr(model, "peft_config", None):
         from peft import PeftModel
 
         merged = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, args.model, args), folder)
-        merged.merge_and_unload().save_pretrained(folder / "merged"), tokenizer.save_pretrained(folder / "merged")
+        merged.merge_and_unload().save_pretrained(folder / "merged")
+        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:

@@ -48,7 +48,7 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
@@ -143,34 +143,35 @@ class Args:
     shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
 
+    # --- Computed
+    torch_device: str = field(init=False, default="cpu")
+
 
 # --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
 
 
 def train(args: Args) -> None:
     """Trains the reward model; leaves it, its metrics, curves and model card in args.output_dir."""
-    device = start_run(args)
-    model, tokenizer = load_classifier(args)
-    models = place(args, device, model)
-    train_split = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    pairs, test_split = encode_pairs(train_split, tokenizer, args), load_test_split(args)  # 1
-    test_pairs = encode_pairs(test_split, tokenizer, args) if test_split else []
+    start_run(args)
+    model = load_classifier(args)
+    models = place(args, model)
+    pairs, test_pairs = (encode_pairs(x, model.tokenizer, args) if x else [] for x in load_data(args))  # 1
     lengths = [max(len(p.chosen), len(p.rejected)) for p in pairs]
     num_steps, steps_per_epoch = plan_steps(args, model, len(pairs), fits_cpu=8192 // max(lengths))
     use_fast_kernels(args, models, 2 * args.micro_batch_size, max(lengths))
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = make_schedule(args, optimizer, num_steps)
     check_padding(model, args)
-    queue, bias = [], {}  # batches that the current pass over the data has yet to give; what centring sets in config
-    batches = length_grouped_batches(lengths, queue, args.batch_size)
-    run = Run(args, {"model": model}, optimizer, schedule, {"queue": queue, "bias": bias})
-    model.config.update(bias)
+    state = {"batches": [], "config": {}}  # what else changes during the run; config: what centring sets there
+    run = Run(args, {"model": model}, optimizer, schedule, state)
+    batches = length_grouped_batches(lengths, state["batches"], args.batch_size)
+    model.config.update(state["config"])
     separate_dropout(args)
     try:
         for step, rows in zip(run.steps(num_steps), batches):
             with run.clock("step"):
-                batch = drop_eos([pairs[i] for i in rows], tokenizer.eos_token_id, args)
-                stats = pair_gradient(model, batch, tokenizer.pad_token_id, args)  # 2 and 3
+                batch = drop_eos([pairs[i] for i in rows], model.tokenizer.eos_token_id, args)
+                stats = pair_gradient(model, batch, args)  # 2 and 3
                 grad_norm = clip_gradient(list(model.parameters()), args.max_grad_norm)  # 4
                 if grad_norm.isfinite():  # else the weights would be NaN for good
                     optimizer.step()
@@ -179,19 +180,19 @@ def train(args: Args) -> None:
             stats |= {"grad_norm": float(grad_norm)}
             schedule.step()
             if step == num_steps:
-                chosen, rejected = all_rewards(model, pairs[:2000], tokenizer, args)
-                bias |= shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
+                chosen, rejected = all_rewards(model, pairs[:2000], args)
+                state["config"] = shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
             if test_pairs and (step % args.eval_steps == 0 or step == num_steps):
-                test_stats, bins = evaluate_rewards(model, test_pairs, tokenizer, args)
+                test_stats, bins = evaluate_rewards(model, test_pairs, args)
                 stats |= test_stats
             run.write(step, stats, "loss", "eval/accuracy")
             if run.is_turn(step, args.num_sample_generations):
-                show_pairs(run, step, model, test_pairs or pairs, tokenizer, args)
+                show_pairs(run, step, model, test_pairs or pairs, args)
                 if test_pairs and step == num_steps:
                     run.table("calibration on the test split", ["predicted", "observed", "pairs"],
                               [[f"{p:.2f}", f"{share:.2f}", str(n)] for p, share, n in bins])  # fmt: skip
     finally:  # after an error or Ctrl-C, too: what was trained is on disk
-        run.finish(model, tokenizer, CURVES)
+        run.finish(model, CURVES)
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
@@ -297,10 +298,10 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     return rewards + getattr(model.config, "reward_bias", 0.0)
 
 
-def pair_rewards(model: nn.Module, pairs: list[Pair], pad_token_id: int, args: Args) -> tuple[Tensor, Tensor]:
+def pair_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
     """(B,) rewards of the chosen and of the rejected texts, in one forward pass over all of them."""
-    ids, mask = pad([p.chosen for p in pairs] + [p.rejected for p in pairs], pad_token_id, model.device)
-    with autocast(args, model.device):
+    ids, mask = pad([p.chosen for p in pairs] + [p.rejected for p in pairs], model.tokenizer.pad_token_id, args)
+    with autocast(args):
         rewards = read_reward(model, ids, mask.long()).squeeze(1)  # (2B,)
     return rewards[: len(pairs)], rewards[len(pairs) :]
 
@@ -347,15 +348,15 @@ def calibration(differences: Tensor, num_bins: int = 10) -> list[tuple[float, fl
 # --- 4. Update --------------------------------------------------------------------------------------------------------
 
 
-def pair_gradient(model: nn.Module, batch: list[Pair], pad_token_id: int, args: Args) -> dict[str, float]:
+def pair_gradient(model: nn.Module, batch: list[Pair], args: Args) -> dict[str, float]:
     """Adds up the gradient of the mean loss over a batch of pairs; returns means over them of what is logged.
 
     How the batch is cut, into micro-batches and among processes, changes nothing.
     """
-    sums = torch.zeros(3, device=model.device)
-    for pairs, counts in micro_batches(batch, model.device, args):
-        chosen, rejected = pair_rewards(model, pairs, pad_token_id, args)  # (b,) each
-        margin = torch.tensor([p.margin for p in pairs], device=model.device)
+    sums = torch.zeros(3, device=args.torch_device)
+    for pairs, counts in micro_batches(batch, args):
+        chosen, rejected = pair_rewards(model, pairs, args)  # (b,) each
+        margin = torch.tensor([p.margin for p in pairs], device=args.torch_device)
         losses = preference_loss(chosen, rejected, margin, args.center_rewards_coefficient) * counts
         (WORLD_SIZE * losses.sum() / len(batch)).backward()  # gradients become means over processes
         stats = losses.detach(), (chosen > rejected) * counts, (chosen - rejected).detach() * counts
@@ -367,21 +368,20 @@ def pair_gradient(model: nn.Module, batch: list[Pair], pad_token_id: int, args: 
 
 
 @torch.no_grad()
-def all_rewards(model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args) -> tuple[Tensor, Tensor]:
+def all_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
     """(N,) rewards of all chosen and all rejected texts, dropout off."""
     model.eval()
-    batches = micro_batches(pairs, model.device, args)
-    parts = [pair_rewards(model, part, tokenizer.pad_token_id, args) for part, _ in batches]
+    parts = [pair_rewards(model, part, args) for part, _ in micro_batches(pairs, args)]
     model.train()
     chosen, rejected = (all_gather(torch.cat(x))[: len(pairs)].cpu() for x in zip(*parts))
     return chosen, rejected
 
 
 def evaluate_rewards(
-    model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args
+    model: nn.Module, pairs: list[Pair], args: Args
 ) -> tuple[dict[str, float], list[tuple[float, float, int]]]:
     """Loss, accuracy and calibration over the test split, and the bins of the calibration."""
-    chosen, rejected = all_rewards(model, pairs, tokenizer, args)
+    chosen, rejected = all_rewards(model, pairs, args)
     bins = calibration(chosen - rejected)
     stats = {
         "eval/loss": preference_loss(chosen, rejected, torch.zeros(()), 0.0).mean().item(),
@@ -394,30 +394,28 @@ def evaluate_rewards(
     return stats, bins
 
 
-def show_pairs(
-    run: "Run", step: int, model: nn.Module, pairs: list[Pair], tokenizer: AutoTokenizer, args: Args
-) -> None:
+def show_pairs(run: "Run", step: int, model: nn.Module, pairs: list[Pair], args: Args) -> None:
     """A table of test pairs with their rewards."""
-    chosen, rejected = all_rewards(model, pairs[:4], tokenizer, args)
+    chosen, rejected = all_rewards(model, pairs[:4], args)
     rows = []
     for pair, a, b in zip(pairs, chosen.tolist(), rejected.tolist()):
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (pair.chosen, pair.rejected)]
+        texts = [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in (pair.chosen, pair.rejected)]
         rows.append([texts[0], f"{a:.2f}", texts[1], f"{b:.2f}", "yes" if a > b else "no"])
     run.table(f"step {step} of {run.bar.total}", ["chosen", "reward", "rejected", "reward", "right"], rows)
 
 
-def load_classifier(args: Args) -> tuple[nn.Module, AutoTokenizer]:
-    """The model with a new head of one output, and its tokenizer."""
+def load_classifier(args: Args) -> nn.Module:
+    """The model with a new head of one output."""
     model = load_model(AutoModelForSequenceClassification, args.model, args, new_head=True, num_labels=1)
-    tokenizer, kind = load_tokenizer(args.model, args, model), type(model).__name__
-    require(hasattr(model, "score"), f"{args.model} is no causal language model ({kind}): it has no last token to read")
+    require(hasattr(model, "score"), f"{args.model} ({type(model).__name__}) is no causal language model: it has no "
+            "last token to read")  # fmt: skip
     init_reward_head(model.score)
-    model.config.pad_token_id = tokenizer.pad_token_id  # for programs that use the library's own pooling
+    model.config.pad_token_id = model.tokenizer.pad_token_id  # for programs that use the library's own pooling
     model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
     # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
     args.learning_rate = args.learning_rate or max(3e-6, 1e-5 * (124e6 / model.num_parameters()) ** 0.75)
     args.max_length = min(args.max_length, context_length(model))
-    return model.train(), tokenizer
+    return model.train()
 
 
 # --- Settings and checks ----------------------------------------------------------------------------------------------
@@ -434,7 +432,7 @@ def plan_steps(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> tu
 
     `fits_cpu` rows at a time go through the model on a CPU, unless the settings say otherwise.
     """
-    per_device, on_cpu = args.per_device_train_batch_size, model.device.type == "cpu"
+    per_device, on_cpu = args.per_device_train_batch_size, args.torch_device == "cpu"
     require(per_device or args.gradient_accumulation_steps == 1, "--gradient-accumulation-steps goes with "
             "--per-device-train-batch-size; or give --batch-size and --micro-batch-size")  # fmt: skip
     args.batch_size = args.batch_size or (per_device or 0) * args.gradient_accumulation_steps * WORLD_SIZE or 64
@@ -442,7 +440,7 @@ def plan_steps(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> tu
     args.micro_batch_size = args.micro_batch_size or per_device or (max(1, min(share, fits_cpu)) if on_cpu else share)
     steps_per_epoch = math.ceil(num_rows / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-    print(f"model: {model.name_or_path}, {model.num_parameters() / 1e6:.2f}M parameters on {model.device}, "
+    print(f"model: {model.name_or_path}, {model.num_parameters() / 1e6:.2f}M parameters on {args.torch_device}, "
           f"learning rate {args.learning_rate:.2g}")  # fmt: skip
     print(f"batch: {args.batch_size} of {num_rows} rows per step, {args.micro_batch_size} at a time; {num_steps} steps")
     return num_steps, steps_per_epoch
@@ -457,16 +455,16 @@ def check_padding(model: nn.Module, args: Args) -> None:
     with TF32's or flash attention's products, by up to a hundredth).
     """
     body, n = model.base_model if hasattr(model, "score") else model, 5
-    ids = torch.arange(5, 14, device=model.device).repeat(2, 1)
+    ids = torch.arange(5, 14, device=args.torch_device).repeat(2, 1)
     mask = torch.ones_like(ids)
     mask[1, n:] = 0
     needs_bf16 = "flash" in (args.attn_implementation or "")
     model.eval()
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=needs_bf16):
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=needs_bf16):
         alone = body(input_ids=ids[:1, :n], use_cache=False)[0].float()  # (1, n, V or D)
         beside = body(input_ids=ids, attention_mask=mask, use_cache=False)[0][:, :n].float()  # (2, n, V or D)
     model.train()
-    error, bound = ((beside - alone).abs().mean() / alone.std()).item(), 1e-3 if model.device.type == "cpu" else 0.05
+    error, bound = ((beside - alone).abs().mean() / alone.std()).item(), 1e-3 if args.torch_device == "cpu" else 0.05
     require(not error > bound, f"{model.name_or_path} ({type(model).__name__}) reads a text beside padding or further "
             f"tokens not as alone, by {error:.2g} of the outputs' deviation: it cannot be used here")  # fmt: skip
 
@@ -496,10 +494,10 @@ def shard_rows(n: int) -> Tensor:
     return torch.arange(RANK, -(-n // WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE) % n
 
 
-def micro_batches(rows: Sequence, device: torch.device, args: Args) -> Iterator[tuple[list, Tensor]]:
+def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
     """This process's share of the rows, `micro_batch_size` at a time, and (b,) which of them are not there twice."""
     own = [rows[i] for i in shard_rows(len(rows))]
-    counts = torch.arange(len(own), device=device) < len(range(RANK, len(rows), WORLD_SIZE))
+    counts = torch.arange(len(own), device=args.torch_device) < len(range(RANK, len(rows), WORLD_SIZE))
     for i in range(0, len(own), args.micro_batch_size):
         yield own[i : i + args.micro_batch_size], counts[i : i + args.micro_batch_size]
 
@@ -541,16 +539,17 @@ def locate(name: str) -> str:
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """A model from a folder or the hub, with float32 weights, whatever precision it was saved in.
+    """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
     Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
     """
-    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
+    options |= {"dtype": torch.float32, "use_safetensors": True}
     with explain(f"the model {name!r} could not be loaded"):
-        model, info = auto_class.from_pretrained(locate(name), **options)
+        model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
+    model.tokenizer = load_tokenizer(name, args, model)
     return model
 
 
@@ -569,35 +568,29 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
 
 
 def context_length(model: nn.Module) -> int:
-    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
-    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
-    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
-    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
+    """Most tokens that the model can read at once; its tokenizer knows of positions that do not count, as RoBERTa's."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(positions, model.tokenizer.model_max_length)
 
 
 def load_split(name: str, config: str | None, split: str):
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
     require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
-    source = (kind, None, None, {split.split("[")[0]: path}) if Path(path).is_file() else (path, config)
+    source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
-        data = datasets.load_dataset(*source, split=split)
+        data = datasets.load_dataset(**source, split=split)
     require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
 
 
-def load_test_split(args: Args):
-    """The split to evaluate on, or None: by default `validation`, if the data have one. One file has no splits."""
-    path, split = locate(args.dataset), args.dataset_test_split
-    is_clear = split in (None, "none") or not Path(path).is_file()
-    require(is_clear, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
-    if split is None and not Path(path).is_file():
-        with explain(f"--dataset {args.dataset} could not be read"):
-            names = datasets.get_dataset_split_names(path, args.dataset_config)
-        split = "validation" if "validation" in names else None
-    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
+def load_data(args: Args) -> tuple:
+    """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
+    train, test = load_split(args.dataset, args.dataset_config, args.dataset_train_split), args.dataset_test_split
+    test = test or ("validation" if "validation" in train.info.splits else "none")
+    return train, None if test == "none" else load_split(args.dataset, args.dataset_config, test)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
@@ -618,16 +611,16 @@ def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) ->
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
 
-def pad(rows: list[list[int]], value: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
     ids, ones = [torch.tensor(row, dtype=torch.long) for row in rows], [torch.ones(len(row)).bool() for row in rows]
-    side = "left" if left else "right"
-    return pad_sequence(ids, True, value, side).to(device), pad_sequence(ones, True, False, side).to(device)
+    ids, mask = (pad_sequence(x, True, y, "left" if left else "right") for x, y in ((ids, value), (ones, False)))
+    return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
-def autocast(args: Args, device: torch.device) -> torch.autocast:
+def autocast(args: Args) -> torch.autocast:
     """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
 
 
 def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int) -> None:
@@ -637,7 +630,7 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
-    if next(models[0].parameters()).device.type != "cpu":
+    if args.torch_device != "cpu":
         return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
@@ -685,13 +678,14 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[nn.Module]:
+def place(args: Args, *models: nn.Module | None) -> list[nn.Module]:
     """Moves the models to the device, and returns those that exist, without duplicates.
 
     With --zero-stage they are sharded by torch's FSDP2, a layer at a time; with stage 2 only those in training, and
     gathered weights are kept until the backward pass. The gradient of a shard becomes the mean over processes.
     """
     models, size = list(dict.fromkeys(model for model in models if model is not None)), args.shard_size or WORLD_SIZE
+    device_type = torch.device(args.torch_device).type
     for model in models:
         is_trained = any(p.requires_grad for p in model.parameters())
         modules = list(model.modules())
@@ -706,11 +700,11 @@ def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[n
             if isinstance(module, (nn.Linear, Conv1D)) and not any(module.weight is x for x in embeddings):
                 module.to(torch.bfloat16)
         if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
-            model.to(device)
+            model.to(args.torch_device)
             continue
-        mesh = init_device_mesh(device.type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
         options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
-        options |= {"offload_policy": CPUOffloadPolicy(device.type == "cuda")} if args.offload else {}
+        options |= {"offload_policy": CPUOffloadPolicy(device_type == "cuda")} if args.offload else {}
         layers = {name for module in modules for name in getattr(module, "_no_split_modules", None) or []}
         roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
         for module in [module for module in modules if type(module).__name__ in layers] + roots:
@@ -732,8 +726,8 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def start_run(args: Args) -> torch.device:
-    """Checks the settings, joins the processes, seeds everything, names args.output_dir; returns the device."""
+def start_run(args: Args) -> None:
+    """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value = getattr(args, name)
@@ -759,7 +753,7 @@ def start_run(args: Args) -> torch.device:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
             torch.cuda.set_device(device)
-    return device
+    args.torch_device = str(device)
 
 
 class Run:
@@ -903,9 +897,7 @@ class Run:
             # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
-        for name, part in self.state.items():
-            part.clear()
-            part.extend(state["state"][name]) if isinstance(part, list) else part.update(state["state"][name])
+        self.state.update(state["state"])
         random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
         self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
         self.schedule.last_epoch = self.step - 1
@@ -918,7 +910,7 @@ class Run:
             self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
 
-    def finish(self, model: nn.Module, tokenizer: AutoTokenizer, panels: list[list[str]], **others) -> None:
+    def finish(self, model: nn.Module, panels: list[list[str]], **others) -> None:
         """Closes the files; unless no step was made, saves the model, its card and curves, and others in subfolders.
 
         Not if another process has failed: the model cannot be put together without it.
@@ -927,7 +919,7 @@ class Run:
         if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
             with explain(f"the model could not be saved in {self.output}"):
                 for name, part in {"": model, **others}.items():
-                    save_model(part, tokenizer, self.output / name, self.args) if part is not None else None
+                    save_model(part, self.output / name, self.args) if part is not None else None
                 if not RANK:
                     write_card(self.output, self.args, self.metrics), draw_curves(self.output, panels)
                     print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -949,18 +941,19 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def save_model(model: nn.Module, tokenizer: AutoTokenizer, folder: Path, args: Args) -> None:
+def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
     weights, tied = dcp.get_model_state_dict(model, options=WHOLE), model.all_tied_weights_keys
     if RANK:
         return
     model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
-    tokenizer.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
     if getattr(model, "peft_config", None):
         from peft import PeftModel
 
         merged = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, args.model, args), folder)
-        merged.merge_and_unload().save_pretrained(folder / "merged"), tokenizer.save_pretrained(folder / "merged")
+        merged.merge_and_unload().save_pretrained(folder / "merged")
+        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:

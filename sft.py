@@ -44,7 +44,7 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
@@ -142,19 +142,21 @@ class Args:
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
+    # --- Computed
+    torch_device: str = field(init=False, default="cpu")
+
 
 # --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
 
 
 def train(args: Args) -> None:
     """Trains the policy; leaves it, its metrics, curves and model card in args.output_dir."""
-    device = start_run(args)
-    model, tokenizer = load_language_model(args)
-    models = place(args, device, model)
+    start_run(args)
+    model = load_language_model(args)
+    models = place(args, model)
     limits = (None, context_length(model)) if args.packing else (args.max_length, args.max_length)
-    train_split = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    rows, test_split = encode_texts(train_split, tokenizer, args, limits[0]), load_test_split(args)  # 1
-    test_rows = encode_texts(test_split, tokenizer, args, limits[1]) if test_split else []
+    splits = zip(load_data(args), limits)
+    rows, test_rows = (encode_texts(x, model.tokenizer, args, limit) if x else [] for x, limit in splits)  # 1
     lengths = [len(ids) for ids, _ in rows]
     row_size = max(lengths) * model.config.get_text_config().vocab_size  # of the logits; in all, at most 128 MB
     num_steps, steps_per_epoch = plan_steps(args, model, len(rows), fits_cpu=2**25 // row_size)
@@ -162,14 +164,14 @@ def train(args: Args) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = make_schedule(args, optimizer, num_steps)
     check_padding(model, args)
-    queue = []  # batches of row numbers that the current pass over the data has yet to give
-    batches = length_grouped_batches(lengths, queue, args.batch_size)
-    run = Run(args, {"model": model}, optimizer, schedule, {"queue": queue})
+    state = {"batches": []}  # what else changes during the run
+    run = Run(args, {"model": model}, optimizer, schedule, state)
+    batches = length_grouped_batches(lengths, state["batches"], args.batch_size)
     separate_dropout(args)
     try:
         for step, batch in zip(run.steps(num_steps), batches):
             with run.clock("step"):
-                sums = text_gradient(model, [rows[i] for i in batch], tokenizer, args)  # 2
+                sums = text_gradient(model, [rows[i] for i in batch], args)  # 2
                 grad_norm = clip_gradient(list(model.parameters()), args.max_grad_norm)  # 3
                 if grad_norm.isfinite():  # else the weights would be NaN for good
                     optimizer.step()
@@ -186,12 +188,12 @@ def train(args: Args) -> None:
             }
             schedule.step()
             if test_rows and (step % args.eval_steps == 0 or step == num_steps):
-                stats |= evaluate_policy(model, test_rows, tokenizer, args)
+                stats |= evaluate_policy(model, test_rows, args)
             run.write(step, stats, "loss", "eval/perplexity")
             if run.is_turn(step, args.num_sample_generations):
-                show_samples(run, step, model, test_rows or rows, tokenizer, args)
+                show_samples(run, step, model, test_rows or rows, args)
     finally:  # after an error or Ctrl-C, too: what was trained is on disk
-        run.finish(model, tokenizer, CURVES)
+        run.finish(model, CURVES)
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
@@ -298,14 +300,14 @@ def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORE).view_as(targets)
 
 
-def label_sums(model: nn.Module, rows: list[Row], tokenizer: AutoTokenizer, args: Args) -> dict[str, Tensor]:
+def label_sums(model: nn.Module, rows: list[Row], args: Args) -> dict[str, Tensor]:
     """Sums over the labels of each row (B,): loss, number, hits of the likeliest token, and loss and number of EOS."""
-    ids, mask = pad([ids for ids, _ in rows], tokenizer.pad_token_id, model.device)
-    labels, _ = pad([labels for _, labels in rows], IGNORE, model.device)
-    with autocast(args, model.device):
+    ids, mask = pad([ids for ids, _ in rows], model.tokenizer.pad_token_id, args)
+    labels, _ = pad([labels for _, labels in rows], IGNORE, args)
+    with autocast(args):
         logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits  # (B, S, V)
     losses, targets = label_losses(logits, labels), labels[:, 1:]
-    is_eos = targets == tokenizer.eos_token_id
+    is_eos = targets == model.tokenizer.eos_token_id
     return {
         "loss": losses.sum(1),
         "tokens": (targets != IGNORE).sum(1),
@@ -318,16 +320,16 @@ def label_sums(model: nn.Module, rows: list[Row], tokenizer: AutoTokenizer, args
 # --- 3. Update --------------------------------------------------------------------------------------------------------
 
 
-def text_gradient(model: nn.Module, batch: list[Row], tokenizer: AutoTokenizer, args: Args) -> dict[str, float]:
+def text_gradient(model: nn.Module, batch: list[Row], args: Args) -> dict[str, float]:
     """Adds up the gradient of the mean loss over a batch's labels; returns sums over them of what is logged.
 
     The gradient is a sum over labels divided by their number, so how the batch is cut, into micro-batches and among
     processes, changes nothing.
     """
     num_labels = sum(label != IGNORE for _, labels in batch for label in labels[1:])
-    sums = torch.zeros(2, device=model.device)
-    for rows, counts in micro_batches(batch, model.device, args):
-        output = label_sums(model, rows, tokenizer, args)
+    sums = torch.zeros(2, device=args.torch_device)
+    for rows, counts in micro_batches(batch, args):
+        output = label_sums(model, rows, args)
         loss = (output["loss"] * counts).sum()
         (WORLD_SIZE * loss / num_labels).backward()  # gradients become means over processes
         sums += torch.stack([loss.detach(), (output["hits"] * counts).sum()])
@@ -339,11 +341,11 @@ def text_gradient(model: nn.Module, batch: list[Row], tokenizer: AutoTokenizer, 
 
 
 @torch.no_grad()
-def evaluate_policy(model: nn.Module, rows: list[Row], tokenizer: AutoTokenizer, args: Args) -> dict[str, float]:
+def evaluate_policy(model: nn.Module, rows: list[Row], args: Args) -> dict[str, float]:
     """Loss, perplexity and accuracy over all labels of the test split."""
     model.eval()
     rows = sorted(rows, key=lambda row: len(row[0]))
-    parts = [label_sums(model, part, tokenizer, args) for part, _ in micro_batches(rows, model.device, args)]
+    parts = [label_sums(model, part, args) for part, _ in micro_batches(rows, args)]
     model.train()
     sums = {name: all_gather(torch.cat([part[name] for part in parts]))[: len(rows)].double().sum().item()
             for name in parts[0]}  # fmt: skip
@@ -356,14 +358,12 @@ def evaluate_policy(model: nn.Module, rows: list[Row], tokenizer: AutoTokenizer,
     }
 
 
-def show_samples(
-    run: "Run", step: int, model: nn.Module, examples: list[Row], tokenizer: AutoTokenizer, args: Args
-) -> None:
+def show_samples(run: "Run", step: int, model: nn.Module, examples: list[Row], args: Args) -> None:
     """A table of prompts, sampled completions and the texts' own.
 
     The prompt is what stands before the first label; if nothing does, the first eight tokens.
     """
-    new_tokens, rows = min(53, args.max_length // 2), []
+    tokenizer, new_tokens, rows = model.tokenizer, min(53, args.max_length // 2), []
     stored, model.generation_config = model.generation_config, GenerationConfig()  # it would fill in what is unset
     config = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=new_tokens,
@@ -373,15 +373,15 @@ def show_samples(
         torch.manual_seed(args.seed)  # and all processes draw the same completions
         for ids, labels in examples[:3]:
             start = next(i for i, label in enumerate(labels) if label != IGNORE) or min(8, max(1, len(ids) // 2))
-            prompt = torch.tensor([ids[max(0, start + new_tokens - args.max_length) : start]], device=model.device)
+            prompt = torch.tensor([ids[max(0, start + new_tokens - args.max_length) : start]], device=args.torch_device)
             output = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[0]
             rows.append([tokenizer.decode(x) for x in (prompt[0], output[prompt.shape[1] :], ids[start:])])
     model.train().generation_config = stored
     run.table(f"step {step} of {run.bar.total}", ["prompt", "sampled completion", "the text's own"], rows)
 
 
-def load_language_model(args: Args) -> tuple[nn.Module, AutoTokenizer]:
-    """The model to train, pretrained or with random weights, and its tokenizer."""
+def load_language_model(args: Args) -> nn.Module:
+    """The model to train, pretrained or with random weights."""
     require(not (args.model and args.from_scratch), f"--model {args.model} and --from-scratch {args.from_scratch}: "
             "give one of them")  # fmt: skip
     if args.model:
@@ -393,14 +393,14 @@ def load_language_model(args: Args) -> tuple[nn.Module, AutoTokenizer]:
             config = AutoConfig.from_pretrained(locate(args.from_scratch), **options)
             options |= {"attn_implementation": args.attn_implementation, "dtype": torch.float32}
             model = AutoModelForCausalLM.from_config(config, **options)
-    tokenizer = load_tokenizer(args.model or args.from_scratch, args, model)
-    require(tokenizer.eos_token_id is not None, f"the tokenizer of {args.model or args.from_scratch} has no EOS token, "
-            "with which every text must end")  # fmt: skip
+        model.tokenizer = load_tokenizer(args.from_scratch, args, model)
+    has_eos = model.tokenizer.eos_token_id is not None
+    require(has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token, with which texts must end")
     args.learning_rate = args.learning_rate or (3e-3 if args.from_scratch else 2e-5)
     if args.max_length > context_length(model):
         print(f"--max-length lowered from {args.max_length} to {context_length(model)}, the context of this model")
         args.max_length = context_length(model)
-    return model.train(), tokenizer
+    return model.train()
 
 
 # --- Settings and checks ----------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def plan_steps(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> tu
 
     `fits_cpu` rows at a time go through the model on a CPU, unless the settings say otherwise.
     """
-    per_device, on_cpu = args.per_device_train_batch_size, model.device.type == "cpu"
+    per_device, on_cpu = args.per_device_train_batch_size, args.torch_device == "cpu"
     require(per_device or args.gradient_accumulation_steps == 1, "--gradient-accumulation-steps goes with "
             "--per-device-train-batch-size; or give --batch-size and --micro-batch-size")  # fmt: skip
     args.batch_size = args.batch_size or (per_device or 0) * args.gradient_accumulation_steps * WORLD_SIZE or 64
@@ -425,7 +425,7 @@ def plan_steps(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> tu
     args.micro_batch_size = args.micro_batch_size or per_device or (max(1, min(share, fits_cpu)) if on_cpu else share)
     steps_per_epoch = math.ceil(num_rows / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-    print(f"model: {model.name_or_path}, {model.num_parameters() / 1e6:.2f}M parameters on {model.device}, "
+    print(f"model: {model.name_or_path}, {model.num_parameters() / 1e6:.2f}M parameters on {args.torch_device}, "
           f"learning rate {args.learning_rate:.2g}")  # fmt: skip
     print(f"batch: {args.batch_size} of {num_rows} rows per step, {args.micro_batch_size} at a time; {num_steps} steps")
     return num_steps, steps_per_epoch
@@ -440,16 +440,16 @@ def check_padding(model: nn.Module, args: Args) -> None:
     with TF32's or flash attention's products, by up to a hundredth).
     """
     body, n = model.base_model if hasattr(model, "score") else model, 5
-    ids = torch.arange(5, 14, device=model.device).repeat(2, 1)
+    ids = torch.arange(5, 14, device=args.torch_device).repeat(2, 1)
     mask = torch.ones_like(ids)
     mask[1, n:] = 0
     needs_bf16 = "flash" in (args.attn_implementation or "")
     model.eval()
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=needs_bf16):
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=needs_bf16):
         alone = body(input_ids=ids[:1, :n], use_cache=False)[0].float()  # (1, n, V or D)
         beside = body(input_ids=ids, attention_mask=mask, use_cache=False)[0][:, :n].float()  # (2, n, V or D)
     model.train()
-    error, bound = ((beside - alone).abs().mean() / alone.std()).item(), 1e-3 if model.device.type == "cpu" else 0.05
+    error, bound = ((beside - alone).abs().mean() / alone.std()).item(), 1e-3 if args.torch_device == "cpu" else 0.05
     require(not error > bound, f"{model.name_or_path} ({type(model).__name__}) reads a text beside padding or further "
             f"tokens not as alone, by {error:.2g} of the outputs' deviation: it cannot be used here")  # fmt: skip
 
@@ -479,10 +479,10 @@ def shard_rows(n: int) -> Tensor:
     return torch.arange(RANK, -(-n // WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE) % n
 
 
-def micro_batches(rows: Sequence, device: torch.device, args: Args) -> Iterator[tuple[list, Tensor]]:
+def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
     """This process's share of the rows, `micro_batch_size` at a time, and (b,) which of them are not there twice."""
     own = [rows[i] for i in shard_rows(len(rows))]
-    counts = torch.arange(len(own), device=device) < len(range(RANK, len(rows), WORLD_SIZE))
+    counts = torch.arange(len(own), device=args.torch_device) < len(range(RANK, len(rows), WORLD_SIZE))
     for i in range(0, len(own), args.micro_batch_size):
         yield own[i : i + args.micro_batch_size], counts[i : i + args.micro_batch_size]
 
@@ -524,16 +524,17 @@ def locate(name: str) -> str:
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """A model from a folder or the hub, with float32 weights, whatever precision it was saved in.
+    """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
     Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
     """
-    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
+    options |= {"dtype": torch.float32, "use_safetensors": True}
     with explain(f"the model {name!r} could not be loaded"):
-        model, info = auto_class.from_pretrained(locate(name), **options)
+        model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
+    model.tokenizer = load_tokenizer(name, args, model)
     return model
 
 
@@ -552,35 +553,29 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
 
 
 def context_length(model: nn.Module) -> int:
-    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
-    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
-    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
-    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
+    """Most tokens that the model can read at once; its tokenizer knows of positions that do not count, as RoBERTa's."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(positions, model.tokenizer.model_max_length)
 
 
 def load_split(name: str, config: str | None, split: str):
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file, or a name on the hub."""
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
     require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
-    source = (kind, None, None, {split.split("[")[0]: path}) if Path(path).is_file() else (path, config)
+    source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
-        data = datasets.load_dataset(*source, split=split)
+        data = datasets.load_dataset(**source, split=split)
     require(len(data), f"--dataset {name}, split {split!r}, is empty")
     return data
 
 
-def load_test_split(args: Args):
-    """The split to evaluate on, or None: by default `validation`, if the data have one. One file has no splits."""
-    path, split = locate(args.dataset), args.dataset_test_split
-    is_clear = split in (None, "none") or not Path(path).is_file()
-    require(is_clear, f"--dataset {args.dataset} is one file, trained on as a whole; it has no split {split!r}")
-    if split is None and not Path(path).is_file():
-        with explain(f"--dataset {args.dataset} could not be read"):
-            names = datasets.get_dataset_split_names(path, args.dataset_config)
-        split = "validation" if "validation" in names else None
-    return None if split in (None, "none") else load_split(args.dataset, args.dataset_config, split)
+def load_data(args: Args) -> tuple:
+    """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
+    train, test = load_split(args.dataset, args.dataset_config, args.dataset_train_split), args.dataset_test_split
+    test = test or ("validation" if "validation" in train.info.splits else "none")
+    return train, None if test == "none" else load_split(args.dataset, args.dataset_config, test)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
@@ -601,16 +596,16 @@ def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) ->
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
 
-def pad(rows: list[list[int]], value: int, device: torch.device, left: bool = False) -> tuple[Tensor, Tensor]:
+def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
     ids, ones = [torch.tensor(row, dtype=torch.long) for row in rows], [torch.ones(len(row)).bool() for row in rows]
-    side = "left" if left else "right"
-    return pad_sequence(ids, True, value, side).to(device), pad_sequence(ones, True, False, side).to(device)
+    ids, mask = (pad_sequence(x, True, y, "left" if left else "right") for x, y in ((ids, value), (ones, False)))
+    return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
-def autocast(args: Args, device: torch.device) -> torch.autocast:
+def autocast(args: Args) -> torch.autocast:
     """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
 
 
 def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int) -> None:
@@ -620,7 +615,7 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
-    if next(models[0].parameters()).device.type != "cpu":
+    if args.torch_device != "cpu":
         return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
@@ -668,13 +663,14 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[nn.Module]:
+def place(args: Args, *models: nn.Module | None) -> list[nn.Module]:
     """Moves the models to the device, and returns those that exist, without duplicates.
 
     With --zero-stage they are sharded by torch's FSDP2, a layer at a time; with stage 2 only those in training, and
     gathered weights are kept until the backward pass. The gradient of a shard becomes the mean over processes.
     """
     models, size = list(dict.fromkeys(model for model in models if model is not None)), args.shard_size or WORLD_SIZE
+    device_type = torch.device(args.torch_device).type
     for model in models:
         is_trained = any(p.requires_grad for p in model.parameters())
         modules = list(model.modules())
@@ -689,11 +685,11 @@ def place(args: Args, device: torch.device, *models: nn.Module | None) -> list[n
             if isinstance(module, (nn.Linear, Conv1D)) and not any(module.weight is x for x in embeddings):
                 module.to(torch.bfloat16)
         if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
-            model.to(device)
+            model.to(args.torch_device)
             continue
-        mesh = init_device_mesh(device.type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
         options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
-        options |= {"offload_policy": CPUOffloadPolicy(device.type == "cuda")} if args.offload else {}
+        options |= {"offload_policy": CPUOffloadPolicy(device_type == "cuda")} if args.offload else {}
         layers = {name for module in modules for name in getattr(module, "_no_split_modules", None) or []}
         roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
         for module in [module for module in modules if type(module).__name__ in layers] + roots:
@@ -726,8 +722,8 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def start_run(args: Args) -> torch.device:
-    """Checks the settings, joins the processes, seeds everything, names args.output_dir; returns the device."""
+def start_run(args: Args) -> None:
+    """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
     logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value = getattr(args, name)
@@ -753,7 +749,7 @@ def start_run(args: Args) -> torch.device:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
             torch.cuda.set_device(device)
-    return device
+    args.torch_device = str(device)
 
 
 class Run:
@@ -897,9 +893,7 @@ class Run:
             # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
-        for name, part in self.state.items():
-            part.clear()
-            part.extend(state["state"][name]) if isinstance(part, list) else part.update(state["state"][name])
+        self.state.update(state["state"])
         random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
         self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
         self.schedule.last_epoch = self.step - 1
@@ -912,7 +906,7 @@ class Run:
             self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
 
-    def finish(self, model: nn.Module, tokenizer: AutoTokenizer, panels: list[list[str]], **others) -> None:
+    def finish(self, model: nn.Module, panels: list[list[str]], **others) -> None:
         """Closes the files; unless no step was made, saves the model, its card and curves, and others in subfolders.
 
         Not if another process has failed: the model cannot be put together without it.
@@ -921,7 +915,7 @@ class Run:
         if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
             with explain(f"the model could not be saved in {self.output}"):
                 for name, part in {"": model, **others}.items():
-                    save_model(part, tokenizer, self.output / name, self.args) if part is not None else None
+                    save_model(part, self.output / name, self.args) if part is not None else None
                 if not RANK:
                     write_card(self.output, self.args, self.metrics), draw_curves(self.output, panels)
                     print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -943,18 +937,19 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def save_model(model: nn.Module, tokenizer: AutoTokenizer, folder: Path, args: Args) -> None:
+def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
     weights, tied = dcp.get_model_state_dict(model, options=WHOLE), model.all_tied_weights_keys
     if RANK:
         return
     model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
-    tokenizer.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
     if getattr(model, "peft_config", None):
         from peft import PeftModel
 
         merged = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, args.model, args), folder)
-        merged.merge_and_unload().save_pretrained(folder / "merged"), tokenizer.save_pretrained(folder / "merged")
+        merged.merge_and_unload().save_pretrained(folder / "merged")
+        model.tokenizer.save_pretrained(folder / "merged")
 
 
 def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:
