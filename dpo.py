@@ -56,6 +56,7 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -772,8 +773,10 @@ def explain(sentence: str) -> Iterator[None]:
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
-        reason = " ".join(str(error.__cause__ or error).split())  # its cause tells more
-        raise UserError(f"{sentence}: {type(error).__name__}: {reason[:500]}") from error
+        reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((__file__, "<"))]
+        where = "".join(f" ({f.filename}, line {f.lineno})" for f in frames[:1] if "site-packages" not in f.filename)
+        raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
 
 
 def locate(name: str) -> str:
@@ -1012,7 +1015,8 @@ def start_run(args: Args) -> None:
         print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
     random.seed(args.seed), torch.manual_seed(args.seed)
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    is_used = any(Path(args.output_dir, name).exists() for name in ("metrics.jsonl", "config.json", "README.md"))
+    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
+    is_used = any(file.exists() and file.stat().st_size for file in files)
     require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
             f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
     with explain(f"--device {args.device} cannot be used on this machine"):
@@ -1173,7 +1177,7 @@ class Run:
             self.file.truncate(state["bytes"])
             for later in (self.output / "checkpoints").glob("step-*.pt"):
                 later.unlink() if later.name > file.name else None
-        for line in metrics.read_text().splitlines():
+        for line in metrics.read_bytes()[: state["bytes"]].splitlines():
             self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
 
