@@ -855,8 +855,10 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
 
 def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
     """Whether there is a reward model whose tokenizer gives the same ids, as far as the vocabularies tell."""
-    a, b = policy.tokenizer, getattr(reward_model, "tokenizer", None)
-    return b is not None and a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+    if reward_model is None:
+        return False
+    a, b = policy.tokenizer, reward_model.tokenizer
+    return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -137,13 +137,10 @@ def test_eos_penalty_is_subtracted_where_there_is_no_stop():
 
 
 def test_controller_raises_the_coefficient_above_the_target_only():
-    controller = ppo.AdaptiveKLController(0.1, target=6.0, horizon=1000)
-    controller.update(12.0, 100)
-    assert controller.value == pytest.approx(0.1 * 1.02)
-    controller.update(6.0, 100)
-    assert controller.value == pytest.approx(0.1 * 1.02)
-    controller.update(0.0, 100)
-    assert controller.value == pytest.approx(0.1 * 1.02 * 0.98)
+    args = ppo.Args(kl_target=6.0, kl_horizon=1000, batch_size=100)
+    assert ppo.adapt_kl_coef(0.1, 12.0, args) == pytest.approx(0.1 * 1.02)
+    assert ppo.adapt_kl_coef(0.1, 6.0, args) == pytest.approx(0.1)
+    assert ppo.adapt_kl_coef(0.1, 0.0, args) == pytest.approx(0.1 * 0.98)
 
 
 # --- losses

@@ -164,8 +164,10 @@ def test_pairs_that_a_cut_makes_equal_are_dropped(tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def policy():
-    return AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").eval()
+def policy(tokenizer):
+    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").eval()
+    policy.tokenizer = tokenizer
+    return policy
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +177,10 @@ def pairs(tokenizer):
     return [dpo.encode_preference(row["prompt"], row["chosen"], row["rejected"], tokenizer) for row in rows]
 
 
-def test_logps_are_those_of_each_text_alone(policy, pairs, tokenizer):
+def test_logps_are_those_of_each_text_alone(policy, pairs):
     """No padding, no neighbour, nothing cut: plain passes over one text at a time; for ipo their means."""
-    sums = dpo.completion_logps(policy, pairs, tokenizer, dpo.Args())
-    means = dpo.completion_logps(policy, pairs, tokenizer, dpo.Args(loss_type="ipo"))
+    sums = dpo.completion_logps(policy, pairs, dpo.Args())
+    means = dpo.completion_logps(policy, pairs, dpo.Args(loss_type="ipo"))
     for side, summed, mean in zip(("chosen", "rejected"), sums, means):
         for i, pair in enumerate(pairs):
             end = getattr(pair, side)
@@ -189,36 +191,37 @@ def test_logps_are_those_of_each_text_alone(policy, pairs, tokenizer):
             torch.testing.assert_close(mean[i].detach(), logprobs.mean(), rtol=1e-4, atol=1e-4)
 
 
-def test_padding_holds_nothing(policy, pairs, tokenizer):
+def test_padding_holds_nothing(policy, pairs, monkeypatch):
     """Another pad token, and no number changes."""
-    other = SimpleNamespace(pad_token_id=17)
-    for a, b in zip(*(dpo.completion_logps(policy, pairs, t, dpo.Args()) for t in (tokenizer, other))):
+    before = dpo.completion_logps(policy, pairs, dpo.Args())
+    monkeypatch.setattr(policy, "tokenizer", SimpleNamespace(pad_token_id=17))
+    for a, b in zip(before, dpo.completion_logps(policy, pairs, dpo.Args())):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 4, 9])
-def test_cutting_a_batch_changes_nothing(policy, pairs, tokenizer, size):
+def test_cutting_a_batch_changes_nothing(policy, pairs, size):
     ref = torch.randn(9, 2) * 3 - 30
     results = []
     for micro_batch in (9, size):
         policy.zero_grad()
         args = dpo.Args(micro_batch_size=micro_batch)
-        stats = dpo.preference_gradient(policy, pairs, ref, tokenizer, args)
+        stats = dpo.preference_gradient(policy, pairs, ref, args)
         results.append((stats, torch.cat([p.grad.flatten() for p in policy.parameters()])))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-4, abs=1e-5)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-5)
 
 
-def test_the_reference_is_read_once(policy, pairs, tokenizer, monkeypatch):
+def test_the_reference_is_read_once(policy, pairs, monkeypatch):
     """And what it has said of a pair stays with the pair, in whatever batch it comes back."""
     args, calls, read = dpo.Args(micro_batch_size=9), [], dpo.completion_logps
     monkeypatch.setattr(dpo, "completion_logps", lambda *a: calls.append(1) or read(*a))
-    ref = dpo.ReferenceLogps(9)
-    first = ref.read([3, 1, 8], pairs, policy, policy_copy(policy), tokenizer, args)
-    again = ref.read([8, 3], pairs, policy, None, tokenizer, args)
+    known = torch.full((9, 2), math.nan)
+    first = dpo.read_reference([3, 1, 8], known, pairs, policy, policy_copy(policy), args)
+    again = dpo.read_reference([8, 3], known, pairs, policy, None, args)
     assert len(calls) == 1 and torch.equal(again, first[[2, 0]])
     free = dpo.Args(reference_free=True)
-    assert not ref.read([0, 1], pairs, policy, None, tokenizer, free).any()
+    assert not dpo.read_reference([0, 1], known, pairs, policy, None, free).any()
 
 
 def policy_copy(policy):
@@ -267,7 +270,7 @@ def gold_before(tokenizer, policy):
         rows = [json.loads(line) for line, _ in zip(file, range(64))]
     pairs = [dpo.encode_preference(row["prompt"], row["chosen"], row["rejected"], tokenizer) for row in rows]
     args = dpo.Args(**LEARNING)
-    stats = dpo.evaluate_responses(policy, None, pairs, tokenizer, args, dpo.load_gold_reward(args))
+    stats = dpo.evaluate_responses(policy, None, pairs, args, dpo.load_gold_reward(args))
     return stats["objective/gold_scores"]
 
 

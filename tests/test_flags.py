@@ -236,7 +236,8 @@ def test_the_default_folder_has_name_and_seed(script, tmp_path, monkeypatch, tin
 @pytest.mark.parametrize("script", MODULES)
 def test_device(script, tmp_path):
     args = MODULES[script].Args(device="meta", output_dir=str(tmp_path / "x"))
-    assert MODULES[script].start_run(args).type == "meta"
+    MODULES[script].start_run(args)
+    assert args.torch_device == "meta"
 
 
 def test_rollout_in_parts_is_the_same_rollout(tmp_path, monkeypatch, tiny):

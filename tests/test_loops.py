@@ -69,7 +69,7 @@ class Watch:
         for name in "sample shape_rewards gae policy_loss value_loss evaluate".split():
             if hasattr(script, name):
                 self.spy(script, name)
-        self.spy(script.AdaptiveKLController, "update")
+        self.spy(script, "adapt_kl_coef")
         self.spy(script, "rollout_stats", self.note_rollout)
         patch.setattr(script, "check_policy", lambda *_: None)  # which samples, too
         backward, forward = torch.Tensor.backward, GPT2LMHeadModel.forward
@@ -318,9 +318,8 @@ def test_the_coefficient_follows_kl(run):
     for line, following, error in zip(lines, lines[1:], errors):
         factor = 1 + error * 8 / args.kl_horizon if args.adaptive_kl else 1
         assert following["objective/kl_coef"] == pytest.approx(line["objective/kl_coef"] * factor, rel=1e-6)
-    calls = run.watch.of("update")
-    given = [(line["objective/kl"], 8) for line in lines] if args.adaptive_kl else []
-    assert [tuple(call.args[1:]) for call in calls] == given
+    given = [(line["objective/kl_coef"], line["objective/kl"]) for line in lines] if args.adaptive_kl else []
+    assert [tuple(call.args[:2]) for call in run.watch.of("adapt_kl_coef")] == given
 
 
 def expected_rates(run):
@@ -693,7 +692,7 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, name):
     """Two processes get equally many rows of three prompts, and the row that fills up the second is not counted."""
     script, args = SCRIPTS[name], SCRIPTS[name].Args(response_length=8, response_length_min=4)
 
-    def answer(policy, ids, mask, tokenizer, answers):
+    def answer(policy, ids, mask, answers):
         assert answers.temperature == args.eval_temperature and answers.response_length_min is None
         assert ids.flatten().tolist() == [5, 6, 7, 5]
         return script.Rollout(ids, mask, ids.repeat(1, 8), torch.arange(8) < ids, ids.flatten() == 7, torch.zeros(4, 8))
@@ -705,9 +704,9 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, name):
     monkeypatch.setattr(script, "sample_batch", answer)
     monkeypatch.setattr(script, "compute_logprobs", lambda *_: torch.zeros(4, 8))
     monkeypatch.setattr(script, "score_reference", compare)
-    policy, tokenizer = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(pad_token_id=0)
+    policy = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
     reward = lambda r: 2.0 * r.prompts.flatten()  # noqa: E731
-    stats = script.evaluate(policy, None, reward, [[5], [6], [7]], tokenizer, args)
+    stats = script.evaluate(policy, None, reward, [[5], [6], [7]], args)
     expected = {"eval/scores": 12.0, "eval/kl": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
     assert stats == pytest.approx(expected)
 
@@ -718,9 +717,9 @@ def test_evaluation_of_fewer_prompts_than_processes(monkeypatch, name):
     script, rows = SCRIPTS[name], []
     monkeypatch.setattr(script, "WORLD_SIZE", 5)
     monkeypatch.setattr(script, "sample_batch", lambda policy, ids, *_: rows.append(len(ids)) or 1 / 0)
-    policy, tokenizer = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(pad_token_id=0)
+    policy = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
     with pytest.raises(ZeroDivisionError):
-        script.evaluate(policy, None, None, [[5], [6]], tokenizer, script.Args())
+        script.evaluate(policy, None, None, [[5], [6]], script.Args())
     assert rows == [5]
 
 

@@ -266,9 +266,9 @@ def test_frozen_models_in_bfloat16_say_the_same(kind):
             return model(input_ids=ids).logits
 
     before, of_trained = logits(), {p.dtype for p in model.parameters()}
-    ppo.place(ppo.Args(bf16=True), here, model)
+    ppo.place(ppo.Args(bf16=True), model)
     assert of_trained == {p.dtype for p in model.parameters()} == {torch.float32}  # a model that is trained stays
-    ppo.place(ppo.Args(bf16=True), here, model.requires_grad_(False))
+    ppo.place(ppo.Args(bf16=True), model.requires_grad_(False))
     assert torch.equal(logits(), before)
     layers = [m for m in model.modules() if type(m).__name__ in ("Linear", "Conv1D") and m is not model.lm_head]
     assert all(m.weight.dtype == torch.bfloat16 for m in layers)

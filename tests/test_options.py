@@ -38,9 +38,9 @@ def a_rollout(policy, **settings):
     """Args, and a rollout of six prompts with everything that an update needs."""
     settings = dict(micro_batch_size=6, num_ppo_epochs=1, response_length=8, temperature=0.9) | settings
     args = ppo.Args(**settings)
-    args.stop_token_id, tokenizer = STOP, SimpleNamespace(pad_token_id=PAD, decode=str)
+    args.stop_token_id, policy.tokenizer = STOP, SimpleNamespace(pad_token_id=PAD, decode=str)
     torch.manual_seed(0)
-    rollout = ppo.sample_batch(policy, *left_padded_prompts(), tokenizer, args)
+    rollout = ppo.sample_batch(policy, *left_padded_prompts(), args)
     ppo.score_reference(rollout, policy, deepcopy(policy), args)
     rollout.advantages = torch.randn_like(rollout.old_logprobs)
     rollout.values = torch.zeros_like(rollout.old_logprobs)
@@ -50,7 +50,7 @@ def a_rollout(policy, **settings):
 
 def a_critic(args, policy):
     """The critic as make_critic makes it where there is no reward model, with a head that is not zero."""
-    critic = ppo.make_critic(args, policy, None, None, None)
+    critic = ppo.make_critic(args, policy, None)
     nn.init.normal_(critic.head.weight)
     return critic
 
@@ -60,7 +60,7 @@ def a_critic(args, policy):
 
 def test_running_moments_are_trls():
     i, o = golden("trl0711_score_scaling")
-    moments = ppo.RunningMoments()
+    history = []
     for step in o["sequence"]:
         for options, name in (
             ({}, "scores"),
@@ -68,23 +68,19 @@ def test_running_moments_are_trls():
             ({"use_score_scaling": True, "use_score_norm": True}, "scaled_and_normed"),
             ({"use_score_scaling": True, "use_score_norm": True, "score_clip": 0.5}, "scaled_normed_clip0p5"),
         ):
-            trial = deepcopy(moments)
-            close(ppo.scale_scores(step["scores"], trial, ppo.Args(**options)), step[name], rtol=1e-5, atol=1e-6)
-        moments.update(step["scores"])
-        close(moments.mean, step["running_mean"], rtol=1e-5)
-        close(moments.std, step["running_std"], rtol=1e-5)
+            scaled = ppo.scale_scores(step["scores"], list(history), ppo.Args(**options))
+            close(scaled, step[name], rtol=1e-5, atol=1e-6)
+        history += step["scores"].tolist()
 
 
-def test_running_moments_are_those_of_all_scores_together():
+def test_scores_are_scaled_by_the_moments_of_all_of_them():
     _, o = golden("trl07_running_moments")
-    moments, seen = ppo.RunningMoments(), []
+    history, args = [], ppo.Args(use_score_scaling=True, use_score_norm=True)
     for row in o["rows"]:
-        moments.update(row["batch"])
-        seen.append(row["batch"])
-        everything = torch.cat(seen)
-        close(moments.mean, everything.mean())
-        close(moments.std, everything.std())
-        close(moments.std, row["running_std"], rtol=1e-5)
+        scaled = ppo.scale_scores(row["batch"], history, args)
+        everything = torch.tensor(history)
+        close(scaled, (row["batch"] - everything.mean()) / everything.std(), rtol=1e-5, atol=1e-6)
+        close(everything.std(), row["running_std"], rtol=1e-5)
 
 
 def test_scaled_scores_do_not_hide_the_score(tmp_path, tiny):
@@ -350,7 +346,7 @@ def test_checkpointing_brings_no_dropout_back():
     args, rollout = a_rollout(policy)
     before = ppo.compute_logprobs(policy, rollout, args)
     args.gradient_checkpointing = True
-    ppo.place(args, CPU, policy)
+    ppo.place(args, policy)
     policy.train()
     torch.testing.assert_close(ppo.compute_logprobs(policy, rollout, args), before)
 
@@ -359,8 +355,8 @@ def test_checkpointing_brings_no_dropout_back():
 def test_attention_implementation(module):
     for name in ("eager", "sdpa"):
         args = module.Args(attn_implementation=name)
-        policy, tokenizer = module.load_policy(args)
-        reward_model, _ = module.load_reward_model(args, policy, tokenizer)
+        policy = module.load_policy(args)
+        reward_model = module.load_reward_model(args, policy)
         assert policy.config._attn_implementation == reward_model.config._attn_implementation == name
     with pytest.raises(module.UserError, match="(?i)flash"):
         module.load_policy(module.Args(attn_implementation="flash_attention_2"))
@@ -456,9 +452,7 @@ def test_prompts_as_messages(tmp_path, module):
     prompt = [{"role": "user", "content": "The film"}]
     (tmp_path / "d.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 8)
     args = module.Args(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"))
-    policy, tokenizer = module.load_policy(args)
-    data = module.load_split(args.dataset, None, "train")
-    prompts = module.load_prompts(args, data, tokenizer, [policy])
+    prompts, _ = module.load_prompts(args, module.load_policy(args), None)
     assert tokenizer.decode(prompts[0]) == "user: The film<|end|>assistant:"
     settings = dict(model=args.model, dataset=args.dataset, batch_size=8, total_episodes=8, response_length=4)
     run(module, tmp_path / "out", **settings)
@@ -487,13 +481,14 @@ def test_a_single_file_is_not_evaluated_on(tmp_path):
     """All of it is trained on, so nothing is held out."""
     (tmp_path / "d.jsonl").write_text('{"prompt": "The film"}\n' * 4)
     args = ppo.Args(dataset=str(tmp_path / "d.jsonl"))
-    assert ppo.load_test_split(args) is None
+    train, test = ppo.load_data(args)
+    assert len(train) == 4 and test is None
 
 
 def test_a_single_file_has_no_other_split(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"prompt": "The film"}\n' * 4)
-    with pytest.raises(ppo.UserError, match="one file"):
-        ppo.load_test_split(ppo.Args(dataset=str(tmp_path / "d.jsonl"), dataset_test_split="validation"))
+    with pytest.raises(ppo.UserError, match="(?i)unknown split"):
+        ppo.load_data(ppo.Args(dataset=str(tmp_path / "d.jsonl"), dataset_test_split="validation"))
 
 
 def test_a_part_of_a_single_file(tmp_path):

@@ -234,7 +234,7 @@ def test_shares(monkeypatch, n, processes):
     for rank in range(processes):
         monkeypatch.setattr(sft, "RANK", rank)
         shares.append(sft.shard_rows(n))
-        for rows, counts in sft.micro_batches(range(n), torch.device("cpu"), sft.Args(micro_batch_size=2)):
+        for rows, counts in sft.micro_batches(range(n), sft.Args(micro_batch_size=2)):
             counted += [row for row, counts_here in zip(rows, counts) if counts_here]
     assert sorted(counted) == list(range(n)) and {len(share) for share in shares} == {-(-n // processes)}
     assert torch.equal(torch.stack(shares, 1).flatten()[:n], torch.arange(n))

@@ -104,10 +104,10 @@ def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_no
     """On reviews the two agree; on a heap of praise, which no human of this world wrote, the learned one is carried away."""
     args = ppo.Args()
     model = ppo.load_model(AutoModelForSequenceClassification, "toy/reward_model", args)
-    tokenizer = ppo.load_tokenizer("toy/reward_model", args, model)
+    tokenizer = model.tokenizer
 
     def learned(texts):
-        ids, mask = ppo.pad([tokenizer(t)["input_ids"] + [tokenizer.eos_token_id] for t in texts], 0, "cpu")
+        ids, mask = ppo.pad([tokenizer(t)["input_ids"] + [tokenizer.eos_token_id] for t in texts], 0, args)
         with torch.no_grad():
             return ppo.read_reward(model, ids, mask.long())[:, 0]
 

@@ -118,10 +118,10 @@ def test_accumulation_changes_nothing(tmp_path, module, tiny):
 def test_policy_and_critic_are_clipped_apart():
     """One SGD step at rate 1 moves each of the two by exactly max_grad_norm."""
     args = ppo.Args(micro_batch_size=4, num_ppo_epochs=1, response_length=6, max_grad_norm=0.01)
-    policy, tokenizer = ppo.load_policy(args)
-    critic = ppo.make_critic(args, policy, tokenizer, *ppo.load_reward_model(args, policy, tokenizer))
-    prompts = ppo.pad([[20, 30], [40], [50, 60], [70]], tokenizer.pad_token_id, policy.device, left=True)
-    rollout = ppo.sample_batch(policy, *prompts, tokenizer, args)
+    policy = ppo.load_policy(args)
+    critic = ppo.make_critic(args, policy, ppo.load_reward_model(args, policy))
+    prompts = ppo.pad([[20, 30], [40], [50, 60], [70]], policy.tokenizer.pad_token_id, args, left=True)
+    rollout = ppo.sample_batch(policy, *prompts, args)
     ppo.score_reference(rollout, policy, deepcopy(policy), args)
     rollout.values = rollout.map(critic, args)
     rollout.advantages, rollout.returns = torch.randn_like(rollout.values), rollout.values + 10
@@ -230,19 +230,19 @@ def other_ids(folder):
 
 def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, tiny):
     """Text is decoded and encoded again, so that the same texts get the same scores; and a run goes through."""
-    args, device = ppo.Args(micro_batch_size=7), torch.device("cpu")
-    policy, ours = ppo.load_policy(args)
-    same = ppo.load_reward_model(args, policy, ours)
+    args = ppo.Args(micro_batch_size=7)
+    policy = ppo.load_policy(args)
+    same, ours = ppo.load_reward_model(args, policy), policy.tokenizer
     args.reward_model = other_ids(tmp_path / "rm")
-    other = ppo.load_reward_model(args, policy, ours)
-    assert other[1].get_vocab() != ours.get_vocab()
+    other = ppo.load_reward_model(args, policy)
+    assert other.tokenizer.get_vocab() != ours.get_vocab()
     rows = list(ppo.load_split("toy/data/sft", None, "validation"))[:20]
-    prompts = ppo.pad([ours(r["prompt"])["input_ids"] for r in rows], ours.pad_token_id, device, left=True)
+    prompts = ppo.pad([ours(r["prompt"])["input_ids"] for r in rows], ours.pad_token_id, args, left=True)
     ended = torch.arange(20) % 2 == 0
     ids = [ours(r["completion"])["input_ids"] + [ours.eos_token_id] * e for r, e in zip(rows, ended.tolist())]
-    responses, mask = ppo.pad(ids, ours.pad_token_id, device)
+    responses, mask = ppo.pad(ids, ours.pad_token_id, args)
     rollout = ppo.Rollout(*prompts, responses, mask, ended, torch.zeros(mask.shape))
-    a, b = (ppo.make_reward(None, args, ours, *pair)(rollout) for pair in (same, other))
+    a, b = (ppo.make_reward(None, args, policy, model)(rollout) for model in (same, other))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     run(ppo, tmp_path / "out", reward_model=args.reward_model, **tiny["ppo"])
     assert "starts from the policy" in capsys.readouterr().out
@@ -350,7 +350,7 @@ def test_a_half_precision_checkpoint_is_loaded_as_float32(tmp_path):
     AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").half().save_pretrained(tmp_path / "m")
     AutoTokenizer.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
     args = ppo.Args(model=str(tmp_path / "m"))
-    assert ppo.load_policy(args)[0].dtype == torch.float32
+    assert ppo.load_policy(args).dtype == torch.float32
 
 
 def test_hyphens_underscores_and_other_trainers_names(tmp_path):
