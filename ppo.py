@@ -1190,9 +1190,10 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
 
 
 def context_length(model: nn.Module) -> int:
-    """Most tokens that the model can read at once; its tokenizer knows of positions that do not count, as RoBERTa's."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return min(positions, model.tokenizer.model_max_length)
+    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
+    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
+    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
+    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
 
 
 def load_function(spec: str) -> Callable:

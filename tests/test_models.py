@@ -280,7 +280,9 @@ def test_tf32_on_a_gpu_and_the_ratio_that_goes_with_it():
     try:
         for script in (ppo, rloo, dpo, sft, reward_model):
             torch.set_float32_matmul_precision("highest")
-            script.use_fast_kernels(script.Args(), [make("gpt2").to("meta")], 64, 64)
+            args = script.Args()
+            args.torch_device = "meta"
+            script.use_fast_kernels(args, [make("gpt2").to("meta")], 64, 64)
             assert torch.get_float32_matmul_precision() == "high"
         for script in (ppo, rloo):
             script.check_first_ratio(5e-3, script.Args())
