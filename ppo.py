@@ -915,13 +915,7 @@ def make_reference(policy: nn.Module, args: Args) -> nn.Module:
     """A frozen copy of the policy; with LoRA the policy itself, which is then given its adapter."""
     if not args.lora_r:
         return deepcopy(policy).requires_grad_(False)
-    with explain(f"--lora-r {args.lora_r} --lora-target-modules {args.lora_target_modules} (pip install peft?)"):
-        from peft import LoraConfig
-
-        policy.add_adapter(LoraConfig(
-            task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules,
-            fan_in_fan_out=any(isinstance(m, Conv1D) for m in policy.modules()),  # GPT-2 keeps its weights transposed
-        ))  # fmt: skip
+    add_adapter(policy, args, task_type="CAUSAL_LM")
     return policy
 
 
@@ -1171,7 +1165,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
-    model.tokenizer = load_tokenizer(name, args, model)
+    model.auto_class, model.tokenizer = auto_class, load_tokenizer(name, args, model)
     return model
 
 
@@ -1187,6 +1181,17 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
     return tokenizer
+
+
+def add_adapter(model: nn.Module, args: Args, **options) -> None:
+    """Freezes the model and gives it LoRA adapters to train (Hu et al. 2021)."""
+    with explain(f"--lora-r {args.lora_r} --lora-target-modules {args.lora_target_modules} (pip install peft?)"):
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(
+            r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options,
+            fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2 keeps its weights transposed
+        ))  # fmt: skip
 
 
 def context_length(model: nn.Module) -> int:
@@ -1603,7 +1608,8 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     if getattr(model, "peft_config", None):
         from peft import PeftModel
 
-        merged = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, args.model, args), folder)
+        whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        merged = PeftModel.from_pretrained(whole, folder)
         merged.merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 

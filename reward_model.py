@@ -71,8 +71,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from transformers import get_scheduler
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, get_scheduler
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
@@ -94,7 +93,7 @@ class Args:
     max_length: Count = 512  # longer texts lose their end, and are counted (TRL drops them)
 
     # --- Optimisation
-    learning_rate: Positive | None = None  # AdamW's; by default from the size of the model
+    learning_rate: Positive | None = None  # AdamW's; by default from the size of the model, ten times as high with LoRA
     lr_scheduler_type: str = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
@@ -109,6 +108,9 @@ class Args:
 
     # --- Model: a folder, or a name on the hub
     model: str = "toy/sft"  # the model to start from, ideally the policy that sft.py made; any causal architecture
+    lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the head is trained whole
+    lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
+    lora_target_modules: str | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -160,7 +162,8 @@ def train(args: Args) -> None:
     lengths = [max(len(p.chosen), len(p.rejected)) for p in pairs]
     num_steps, steps_per_epoch = plan_steps(args, model, len(pairs), fits_cpu=8192 // max(lengths))
     use_fast_kernels(args, models, 2 * args.micro_batch_size, max(lengths))
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = make_schedule(args, optimizer, num_steps)
     check_padding(model, args)
     state = {"batches": [], "config": {}}  # what else changes during the run; config: what centring sets there
@@ -173,7 +176,7 @@ def train(args: Args) -> None:
             with run.clock("step"):
                 batch = drop_eos([pairs[i] for i in rows], model.tokenizer.eos_token_id, args)
                 stats = pair_gradient(model, batch, args)  # 2 and 3
-                grad_norm = clip_gradient(list(model.parameters()), args.max_grad_norm)  # 4
+                grad_norm = clip_gradient(trained, args.max_grad_norm)  # 4
                 if grad_norm.isfinite():  # else the weights would be NaN for good
                     optimizer.step()
                 optimizer.zero_grad()
@@ -317,10 +320,10 @@ def shift_rewards(model: nn.Module, shift: float) -> dict[str, float]:
 
     The head of transformers' classifiers has no bias. But if the last layer is h = norm(x) g + c, moving c by
     shift w / |w|^2 moves every w . h by the shift: a plain weight that any program which loads the model sees. If that
-    norm has no c (RMSNorm), the shift stands in the config as `reward_bias`, which read_reward adds.
+    norm has no c (RMSNorm) or is frozen (LoRA), the config holds the shift as `reward_bias`, which read_reward adds.
     """
     norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
-    if len(norms) != 1:
+    if len(norms) != 1 or not norms[0].weight.requires_grad:
         model.config.reward_bias = getattr(model.config, "reward_bias", 0.0) + shift
         return {"reward_bias": model.config.reward_bias}
     everywhere = dcp.StateDictOptions(full_state_dict=True)  # put together from shards, in every process
@@ -414,7 +417,10 @@ def load_classifier(args: Args) -> nn.Module:
     model.config.pad_token_id = model.tokenizer.pad_token_id  # for programs that use the library's own pooling
     model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
     # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
-    args.learning_rate = args.learning_rate or max(3e-6, 1e-5 * (124e6 / model.num_parameters()) ** 0.75)
+    default = max(3e-6, 1e-5 * (124e6 / model.num_parameters()) ** 0.75) * (10 if args.lora_r else 1)
+    args.learning_rate = args.learning_rate or default
+    if args.lora_r:
+        add_adapter(model, args, task_type="SEQ_CLS", modules_to_save=["score"])
     args.max_length = min(args.max_length, context_length(model))
     return model.train()
 
@@ -552,7 +558,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
-    model.tokenizer = load_tokenizer(name, args, model)
+    model.auto_class, model.tokenizer = auto_class, load_tokenizer(name, args, model)
     return model
 
 
@@ -568,6 +574,17 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
     return tokenizer
+
+
+def add_adapter(model: nn.Module, args: Args, **options) -> None:
+    """Freezes the model and gives it LoRA adapters to train (Hu et al. 2021)."""
+    with explain(f"--lora-r {args.lora_r} --lora-target-modules {args.lora_target_modules} (pip install peft?)"):
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(
+            r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options,
+            fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2 keeps its weights transposed
+        ))  # fmt: skip
 
 
 def context_length(model: nn.Module) -> int:
@@ -956,7 +973,8 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     if getattr(model, "peft_config", None):
         from peft import PeftModel
 
-        merged = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, args.model, args), folder)
+        whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        merged = PeftModel.from_pretrained(whole, folder)
         merged.merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 

@@ -91,7 +91,7 @@ class Args:
     packing: bool = False  # join all texts, EOS between them, and cut them into blocks of max_length: no padding (TRL)
 
     # --- Optimisation
-    learning_rate: Positive | None = None  # AdamW's; by default 2e-5 (TRL), from scratch 3e-3
+    learning_rate: Positive | None = None  # AdamW's; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
     lr_scheduler_type: str = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
@@ -107,6 +107,9 @@ class Args:
     # --- Model: a folder, or a name on the hub
     model: str = ""  # the pretrained model to fine-tune
     from_scratch: str | None = None  # instead: random weights, with the config and tokenizer of this; default toy/base
+    lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none
+    lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
+    lora_target_modules: str | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -162,7 +165,8 @@ def train(args: Args) -> None:
     row_size = max(lengths) * model.config.get_text_config().vocab_size  # of the logits; in all, at most 128 MB
     num_steps, steps_per_epoch = plan_steps(args, model, len(rows), fits_cpu=2**25 // row_size)
     use_fast_kernels(args, models, args.micro_batch_size, max(lengths))
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = make_schedule(args, optimizer, num_steps)
     check_padding(model, args)
     state = {"batches": []}  # what else changes during the run
@@ -173,7 +177,7 @@ def train(args: Args) -> None:
         for step, batch in zip(run.steps(num_steps), batches):
             with run.clock("step"):
                 sums = text_gradient(model, [rows[i] for i in batch], args)  # 2
-                grad_norm = clip_gradient(list(model.parameters()), args.max_grad_norm)  # 3
+                grad_norm = clip_gradient(trained, args.max_grad_norm)  # 3
                 if grad_norm.isfinite():  # else the weights would be NaN for good
                     optimizer.step()
                 optimizer.zero_grad()
@@ -395,9 +399,12 @@ def load_language_model(args: Args) -> nn.Module:
             options |= {"attn_implementation": args.attn_implementation, "dtype": torch.float32}
             model = AutoModelForCausalLM.from_config(config, **options)
         model.tokenizer = load_tokenizer(args.from_scratch, args, model)
+    require(args.model or not args.lora_r, "--lora-r trains an adapter of a pretrained model; name it with --model")
+    if args.lora_r:
+        add_adapter(model, args, task_type="CAUSAL_LM")
     has_eos = model.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token, with which texts must end")
-    args.learning_rate = args.learning_rate or (3e-3 if args.from_scratch else 2e-5)
+    args.learning_rate = args.learning_rate or (3e-3 if args.from_scratch else 2e-4 if args.lora_r else 2e-5)
     if args.max_length > context_length(model):
         print(f"--max-length lowered from {args.max_length} to {context_length(model)}, the context of this model")
         args.max_length = context_length(model)
@@ -537,7 +544,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
-    model.tokenizer = load_tokenizer(name, args, model)
+    model.auto_class, model.tokenizer = auto_class, load_tokenizer(name, args, model)
     return model
 
 
@@ -553,6 +560,17 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
     return tokenizer
+
+
+def add_adapter(model: nn.Module, args: Args, **options) -> None:
+    """Freezes the model and gives it LoRA adapters to train (Hu et al. 2021)."""
+    with explain(f"--lora-r {args.lora_r} --lora-target-modules {args.lora_target_modules} (pip install peft?)"):
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(
+            r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options,
+            fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2 keeps its weights transposed
+        ))  # fmt: skip
 
 
 def context_length(model: nn.Module) -> int:
@@ -952,7 +970,8 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     if getattr(model, "peft_config", None):
         from peft import PeftModel
 
-        merged = PeftModel.from_pretrained(load_model(AutoModelForCausalLM, args.model, args), folder)
+        whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        merged = PeftModel.from_pretrained(whole, folder)
         merged.merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 

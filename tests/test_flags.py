@@ -74,7 +74,9 @@ CHANGES = {
         "completion_only_loss": False, "max_length": 12, "packing": (True, {"max_length": 12}), "num_train_epochs": 2.0,
         **TEXT_BATCHES, "learning_rate": 1e-4,
         "lr_scheduler_type": "constant", "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}), "weight_decay": 1.0,
-        "max_grad_norm": 1e-3, "eval_steps": 1,
+        "max_grad_norm": 1e-3, "eval_steps": 1, "lora_r": (2, {"model": "toy/sft"}),
+        "lora_alpha": (1.0, {"model": "toy/sft", "lora_r": 2}),
+        "lora_target_modules": (".*c_proj", {"model": "toy/sft", "lora_r": 2}),
     },
     "reward_model": {
         "seed": 2, "bf16": True, "model": "{tmp}/policy", "dataset": "{tmp}/preferences.csv",
@@ -84,6 +86,7 @@ CHANGES = {
         "rejected_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
         "prompt_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
         "margin_column": ("points", {"dataset": "{tmp}/preferences.csv"}),
+        "lora_r": 2, "lora_alpha": (1.0, {"lora_r": 2}), "lora_target_modules": (".*c_proj", {"lora_r": 2}),
         "max_length": 12, "eos_dropout": 0.5, "num_train_epochs": 2.0, **TEXT_BATCHES,
         "learning_rate": 1e-4, "lr_scheduler_type": "constant",
         "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}), "weight_decay": 1.0, "max_grad_norm": 1e-3,

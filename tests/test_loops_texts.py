@@ -379,8 +379,9 @@ def resumed_is_the_same(module, whole, tmp_path):
     shutil.copytree(whole.folder, copy)
     for file in [*copy.glob("*.safetensors"), *sorted(copy.glob("checkpoints/*.pt"))[1:]]:
         file.unlink()
-    settings = vars(whole.args) | dict(resume=str(copy), output_dir=str(copy))
-    lines = run(module, copy, **{name: x for name, x in settings.items() if name not in ("output_dir", "device")})
+    settings = vars(whole.args) | dict(resume=str(copy))
+    skipped = ("output_dir", "device", "torch_device")
+    lines = run(module, copy, **{name: x for name, x in settings.items() if name not in skipped})
     assert untimed(lines) == untimed(whole.lines)
     for file in whole.folder.glob("*.safetensors"):
         a, b = load_file(file), load_file(copy / file.name)
@@ -562,6 +563,53 @@ def test_a_new_head_starts_small(reward_run):
 
 def test_a_resumed_reward_run_is_the_same(reward_run, tmp_path):
     resumed_is_the_same(reward_model, reward_run, tmp_path)
+
+
+ADAPTER = dict(lora_r=2, lora_alpha=8.0, learning_rate=5e-2)
+
+
+def only_adapted(run, base):
+    """Of the saved whole model, the layers with an adapter alone have moved; the weights of both in one dict."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, run.folder / "merged"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all("c_attn.weight" in name for name in moved)
+    assert not any(".lora_" in name or "base_layer" in name for name in after)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_sft_adapter_by_hand(models, completions, tokenizer, tmp_path, resumed):
+    """What is saved as a whole model is what was trained; and a run that was killed ends in the same bits."""
+    settings = SFT | ADAPTER | dict(model=str(models / "plain"), dataset=completions.folder, save_steps=3)
+    run = watched(sft, tmp_path / "run", save_total_limit=3, **settings)
+    if resumed:
+        return resumed_is_the_same(sft, run, tmp_path)
+    only_adapted(run, models / "plain")
+    tests = labelled(tokenizer, completions.tests, SFT["max_length"])
+    agree(run.lines[-1], sft_evaluation(tests, tokenizer.eos_token_id)(saved(run.folder / "merged")))
+    start = sft_evaluation(tests, tokenizer.eos_token_id)(saved(models / "plain"))
+    assert run.lines[-1]["eval/loss"] < start["eval/loss"] - 0.05
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_reward_adapter_by_hand(models, preferences, tokenizer, tmp_path, resumed):
+    """The head is trained whole, and saved with the adapter; what centres the rewards is in the config."""
+    settings = REWARD | ADAPTER | dict(model=str(models / "plain"), dataset=preferences.folder)
+    run = watched(reward_model, tmp_path / "run", **settings)
+    if resumed:
+        return resumed_is_the_same(reward_model, run, tmp_path)
+    only_adapted(run, models / "plain")
+    pairs, tests = (encoded(tokenizer, x, REWARD["max_length"]) for x in (preferences.rows, preferences.tests))
+    model = classifier(run.folder / "merged")
+    agree(run.lines[-1], reward_evaluation(tests)(model))
+    with torch.no_grad():
+        assert torch.cat([*rewards(model, pairs)]).mean().item() == pytest.approx(0, abs=1e-4)
+    head = next(x for x in run.watch.before if x.shape == (1, 16))
+    assert not torch.equal(head, model.score.weight) and model.config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_an_adapter_of_random_weights_is_refused(tmp_path):
+    with pytest.raises(sft.UserError, match="--lora-r trains an adapter of a pretrained model"):
+        run(sft, tmp_path, lora_r=2)
 
 
 def test_all_eos_dropped(models, preferences, tokenizer, tmp_path):

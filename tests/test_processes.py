@@ -57,8 +57,10 @@ RUNS = {
     "sft, stage 0": ("sft", {}, HALF),
     "sft, stage 2": ("sft", dict(model="toy/sft"), dict(zero_stage=2)),
     "sft, stage 3": ("sft", {}, dict(zero_stage=3)),
+    "sft, adapter, stage 3": ("sft", dict(model="toy/sft", lora_r=2), dict(zero_stage=3)),
     "reward_model, stage 0": ("reward_model", dict(eos_dropout=0.5), {}),
     "reward_model, stage 2": ("reward_model", {}, dict(zero_stage=2)),
+    "reward_model, adapter, stage 3": ("reward_model", dict(lora_r=2), dict(zero_stage=3)),
     "reward_model, stage 3": ("reward_model", dict(center_rewards_coefficient=0.1), dict(zero_stage=3)),
 }  # fmt: skip
 
