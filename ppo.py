@@ -213,7 +213,7 @@ class Args:
     # --- Computed
     stop_token_id: int | None = field(init=False, default=None)
     num_updates: int = field(init=False, default=0)
-    torch_device: str = field(init=False, default="cpu")
+    torch_device: str = field(init=False, default="cpu")  # where the models are
 
 
 # --- The loop: its numbers are those of the steps above ---------------------------------------------------------------

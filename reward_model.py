@@ -147,7 +147,7 @@ class Args:
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
 
     # --- Computed
-    torch_device: str = field(init=False, default="cpu")
+    torch_device: str = field(init=False, default="cpu")  # where the models are
 
 
 # --- The loop: its numbers are those of the steps above ---------------------------------------------------------------

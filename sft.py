@@ -147,7 +147,7 @@ class Args:
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
     # --- Computed
-    torch_device: str = field(init=False, default="cpu")
+    torch_device: str = field(init=False, default="cpu")  # where the models are
 
 
 # --- The loop: its numbers are those of the steps above ---------------------------------------------------------------

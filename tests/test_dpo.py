@@ -277,16 +277,16 @@ def gold_before(tokenizer, policy):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_dpo_learns(seed, tmp_path, part_of, gold_before):
     """The gold score of sampled responses rises, and unseen pairs are told apart."""
-    last = run(dpo, tmp_path, seed=seed, dataset=part_of("preferences", 1920), **LEARNING)[-1]
-    assert last["objective/gold_scores"] > gold_before + 0.8
-    assert last["eval/rewards/accuracies"] > 0.55 and last["objective/kl"] > 0.3
+    last = run(dpo, tmp_path, seed=seed, dataset=part_of("preferences", 960), **LEARNING)[-1]
+    assert last["objective/gold_scores"] > gold_before + 0.7
+    assert last["eval/rewards/accuracies"] > 0.53 and last["objective/kl"] > 0.3
 
 
 def test_dpo_unlearns_with_the_sign_turned(tmp_path, part_of, monkeypatch, gold_before):
     """The test above can fail."""
     loss = dpo.dpo_loss
     monkeypatch.setattr(dpo, "dpo_loss", lambda a, b, c, d, args: loss(b, a, d, c, args))
-    last = run(dpo, tmp_path, dataset=part_of("preferences", 1920), **LEARNING)[-1]
+    last = run(dpo, tmp_path, dataset=part_of("preferences", 960), **LEARNING)[-1]
     assert last["objective/gold_scores"] < gold_before
 
 

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from test_train import untimed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -76,7 +75,6 @@ class Watch:
         noted = lambda x, *a, **k: (self.losses.append(x.item()), backward(x, *a, **k))[1]  # noqa: E731
         patch.setattr(torch.Tensor, "backward", noted)
         patch.setattr(GPT2LMHeadModel, "forward", self.around_forward(forward))
-        patch.setattr(Figure, "savefig", lambda *_, **__: None)  # which would take longer than an update
         self.handle = register_optimizer_step_pre_hook(self.note_step)
 
     def spy(self, owner, name, note=None):

@@ -87,12 +87,6 @@ def train(tmp_path, part_of):
     return run
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Curves take more time than all else in runs as short as these."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
-
-
 def left_padded_prompts(V):
     """(6, 7) random prompts of 1 to 7 tokens, and their mask."""
     prompts = torch.randint(4, V, (6, 7), generator=torch.Generator().manual_seed(1))

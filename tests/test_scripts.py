@@ -25,8 +25,8 @@ LAST_LINE = "# === The algorithm ends here."
 # Most lines of a script, and of its part with the algorithm. They are what the scripts have now: a line that is added
 # is to take the place of another one, or to be worth a higher number here.
 CEILINGS = {
-    "ppo.py": (1720, 720), "rloo.py": (1620, 670), "dpo.py": (1320, 465), "reward_model.py": (1045, 370),
-    "sft.py": (1040, 340),
+    "ppo.py": (1692, 692), "rloo.py": (1607, 645), "dpo.py": (1312, 459), "reward_model.py": (1057, 371),
+    "sft.py": (1054, 345),
 }  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_shared_arguments_have_the_same_help():
         "cliprange", "ratio_threshold", "max_grad_norm", "learning_rate", "lr_scheduler_type",
         "batch_size", "micro_batch_size", "per_device_train_batch_size", "num_train_epochs", "model",
         "chosen_column", "rejected_column", "prompt_column", "max_length", "max_prompt_length", "seed", "eval_steps",
-        "save_steps", "num_sample_generations", "num_eval_prompts", "response_length", "temperature",
+        "save_steps", "num_sample_generations", "num_eval_prompts", "response_length", "temperature", "lora_r",
     }  # fmt: skip
     texts = {}
     for script in SCRIPTS:
