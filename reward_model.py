@@ -542,7 +542,7 @@ def explain(sentence: str) -> Iterator[None]:
 def locate(name: str) -> str:
     """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
     here = next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+    is_path = name.startswith((".", "/", "~", "toy/")) or name.count("/") > 1 or "\\" in name
     require(here or (name and not is_path), f"{name!r}: there is no such file or folder")
     return str(here or name)
 

@@ -331,5 +331,6 @@ def test_settings_that_contradict_each_other(run):
 
 @pytest.mark.parametrize("module", [ppo, rloo, dpo, sft, reward_model])
 def test_accumulation_without_a_size_per_device(run, module):
-    sizes = ("--batch-size", 4, "--total-episodes", 4, "--response-length", 4) if module in (ppo, rloo) else ()
+    sizes = ("--batch-size", 4, "--total-episodes", 4, "--response-length", 4)
+    sizes = sizes if module in (ppo, rloo) else ("--dataset-train-split", "validation[:8]", "--dataset-test-split", "none")
     assert "--per-device-train-batch-size" in run(module, "--gradient-accumulation-steps", 4, *sizes)
