@@ -1532,7 +1532,7 @@ class Run:
                     old.unlink()
         except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
             (folder / "unfinished").unlink(missing_ok=True)
-            print(f"warning: the checkpoint after step {step} was not written: {error}", file=sys.stderr)
+            print(f"warning: no checkpoint after step {step} (is the disk full?): {error}", file=sys.stderr)
 
     def restore(self, path: Path) -> None:
         """Brings everything back to a checkpoint and removes what came after it; without any, the run starts over."""
@@ -1572,7 +1572,9 @@ class Run:
 
         Not if another process has failed: the model cannot be put together without it.
         """
-        self.bar.close(), self.file.close()
+        self.bar.close()
+        with suppress(OSError):  # what a full disk did not take was reported where it was written
+            self.file.close()
         if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
             with explain(f"the model could not be saved in {self.output}"):
                 for name, part in {"": model, **others}.items():

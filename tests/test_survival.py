@@ -224,7 +224,7 @@ def test_a_full_disk_does_not_end_the_run(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "save", save)
     rloo.train(arguments("rloo", tiny, tmp_path / "run"))
     error = capsys.readouterr().err
-    assert "checkpoint after step 2 was not written: " in error and "No space left" in error
+    assert "no checkpoint after step 2 (is the disk full?): " in error and "No space left" in error
     assert (tmp_path / "run/model.safetensors").exists()
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
@@ -317,6 +317,15 @@ def test_refusals_name_both_values(whole, monkeypatch, capsys, tmp_path):
         sft.main()
     error = capsys.readouterr().err
     assert end.value.code == 2 and "--seed 7" in error and " 1;" in error and "Traceback" not in error
+
+
+def test_files_that_cannot_grow(tmp_path, tiny):
+    """As on a full disk, writing fails: of metrics.jsonl in the third update, then of the model. One sentence, no more."""
+    flags = [x for name, value in tiny["rloo"].items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    command = shlex.join([sys.executable, "rloo.py", *flags, "--save-steps", "1", "--output-dir", str(tmp_path / "out")])
+    done = subprocess.run(["bash", "-c", f"ulimit -f 3; {command}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("rloo.py: error: ") == 1
+    assert "error: the model could not be saved" in done.stderr and "(is the disk full?)" in done.stderr
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError()])
