@@ -95,7 +95,7 @@ Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
 NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
 Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
 Count = Annotated[int, "1 or more", lambda x: x >= 1]
-Natural = Annotated[int, "0 or more", lambda x: x >= 0]
+Natural = Annotated[int, "0 or more, and below 2**63", lambda x: 0 <= x < 2**63]
 MinorShare = Annotated[float, "at least 0 and below 0.5", lambda x: 0 <= x < 0.5]
 
 
@@ -150,7 +150,7 @@ class Args:
     response_length: Count = 53  # most tokens in an answer (ppo.py's)
     temperature: Positive = 0.7  # divides the logits of the answers, and in the KL measured on them (ppo.py's)
     gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
-    seed: int = 1  # seed of the order of pairs and of the answers
+    seed: Natural = 1  # seed of the order of pairs and of the answers
 
     # --- Run. From here on, a resumed run may differ from what it was
     resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
@@ -652,7 +652,7 @@ def load_gold_reward(args: Args) -> Callable[[list[str]], list[float]] | None:
     if args.gold_reward_fn is None:
         return None
     function = load_function(args.gold_reward_fn)
-    call_reward_function(function, ["A first text."] * WORLD_SIZE, args)
+    call_reward_function(function, ["A first text.", "A second."] * WORLD_SIZE, args)
     return function
 
 
@@ -768,8 +768,9 @@ def explain(sentence: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((__file__, "<"))]
-        where = "".join(f" ({f.filename}, line {f.lineno})" for f in frames[:1] if "site-packages" not in f.filename)
+        known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
+        user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(known)]
+        where = f" ({user[-1].filename}, line {user[-1].lineno})" if user else ""
         raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
 
 
@@ -788,7 +789,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     """
     options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
     options |= {"dtype": torch.float32, "use_safetensors": True}
-    with explain(f"the model {name!r} could not be loaded"):
+    with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
         model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")

@@ -82,7 +82,7 @@ Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
 NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
 Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
 Count = Annotated[int, "1 or more", lambda x: x >= 1]
-Natural = Annotated[int, "0 or more", lambda x: x >= 0]
+Natural = Annotated[int, "0 or more, and below 2**63", lambda x: 0 <= x < 2**63]
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Args:
     rejected_column: str = "rejected"  # the other texts
     prompt_column: str = "prompt"  # what both texts continue, if there is such a column
     margin_column: str = "margin"  # how much better the chosen text is (Llama 2, eq. 2), if there is such a column
-    seed: int = 1  # seed of the order of pairs, of dropout, and of the new head
+    seed: Natural = 1  # seed of the order of pairs, of dropout, and of the new head
 
     # --- Run. From here on, a resumed run may differ from what it was
     resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
@@ -534,8 +534,9 @@ def explain(sentence: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((__file__, "<"))]
-        where = "".join(f" ({f.filename}, line {f.lineno})" for f in frames[:1] if "site-packages" not in f.filename)
+        known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
+        user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(known)]
+        where = f" ({user[-1].filename}, line {user[-1].lineno})" if user else ""
         raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
 
 
@@ -554,7 +555,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     """
     options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
     options |= {"dtype": torch.float32, "use_safetensors": True}
-    with explain(f"the model {name!r} could not be loaded"):
+    with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
         model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")

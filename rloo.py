@@ -99,8 +99,9 @@ from transformers.utils import ModelOutput, logging
 Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
 NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
 Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
+Decay = Annotated[float, "at least 0 and below 1", lambda x: 0 <= x < 1]
 Count = Annotated[int, "1 or more", lambda x: x >= 1]
-Natural = Annotated[int, "0 or more", lambda x: x >= 0]
+Natural = Annotated[int, "0 or more, and below 2**63", lambda x: 0 <= x < 2**63]
 
 
 @dataclass
@@ -138,7 +139,7 @@ class Args:
     lr_scheduler_type: str = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
-    adam_betas: tuple[Share, Share] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
     adam_epsilon: Positive = 1e-8  # AdamW's (torch and TRL; the N+ details take 1e-5)
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
@@ -174,11 +175,11 @@ class Args:
     # --- Additions to RLOO
     pretrain_data: str | None = None  # folder, file or hub name of texts (column text, split train): PPO-ptx
     ptx_coef: NonNegative = 0.0  # weight of their language-modelling loss (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
-    ema_decay: Share = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
+    ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
     aux_loss_coef: NonNegative = 0.0  # weight of the load-balancing loss of a mixture of experts; varies with the cut
     num_eval_prompts: Count = 64  # prompts of the test split that are answered in an evaluation
     eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
-    seed: int = 1  # seed of the sampling and the order of the prompts
+    seed: Natural = 1  # seed of the sampling and the order of the prompts
 
     # --- Run. Settings from here on may change when a run is resumed
     resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
@@ -883,7 +884,7 @@ def make_reward(
     texts_of = partial(decode, tokenizer=policy.tokenizer)
     if reward_fn is not None:
         function = load_function(reward_fn)
-        call_reward_function(function, ["A first text."] * WORLD_SIZE, args)  # a function that is wrong fails now
+        call_reward_function(function, ["A first text.", "A second."] * WORLD_SIZE, args)  # a wrong one fails now
         return lambda rollout: call_reward_function(function, texts_of(rollout), args)
     label, is_ours = list(model.config.id2label.values()).index(args.reward_label), same_tokens(policy, model)
 
@@ -1056,8 +1057,9 @@ def explain(sentence: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((__file__, "<"))]
-        where = "".join(f" ({f.filename}, line {f.lineno})" for f in frames[:1] if "site-packages" not in f.filename)
+        known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
+        user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(known)]
+        where = f" ({user[-1].filename}, line {user[-1].lineno})" if user else ""
         raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
 
 
@@ -1076,7 +1078,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     """
     options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
     options |= {"dtype": torch.float32, "use_safetensors": True}
-    with explain(f"the model {name!r} could not be loaded"):
+    with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
         model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
     missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
     require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")

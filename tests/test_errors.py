@@ -95,7 +95,8 @@ def test_numbers_out_of_range(run, module):
     wrong = {
         "above 0": ("temperature cliprange learning_rate max_grad_norm num_train_epochs beta", "0 -1 nan inf"),
         "0 or more": ("kl_coef missing_eos_penalty weight_decay vf_coef", "-1 nan inf -inf"),
-        "between 0 and 1": ("lam gamma warmup_ratio ema_decay eos_dropout", "-0.1 1.5 nan inf"),
+        "between 0 and 1": ("lam gamma warmup_ratio eos_dropout", "-0.1 1.5 nan inf"),
+        "at least 0 and below 1": ("ema_decay", "-0.1 1 nan inf"),
     }
     for allowed, (names, values) in wrong.items():
         for name in set(names.split()) & set(vars(module.Args())):
