@@ -1207,6 +1207,7 @@ def load_function(spec: str) -> Callable:
     """file.py:name -> the function."""
     file, _, name = spec.rpartition(":")
     require(file.endswith(".py") and name, f"{spec!r} should be file.py:name")
+    print(f"runs the code in {locate(file)}")  # which may be somebody else's, with --resume
     with explain(f"{file} could not be imported"):
         names = runpy.run_path(locate(file))
     require(callable(names.get(name)), f"{file} defines no function {name!r}")
@@ -1581,9 +1582,10 @@ class Run:
             with explain(f"the model could not be saved in {self.output}"):
                 for name, part in {"": model, **others}.items():
                     save_model(part, self.output / name, self.args) if part is not None else None
-                if not RANK:
+            if not RANK:
+                with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
                     write_card(self.output, self.args, self.metrics), draw_curves(self.output, panels)
-                    print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+                print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.wandb:
             self.wandb.finish()
 

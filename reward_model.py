@@ -945,9 +945,10 @@ class Run:
             with explain(f"the model could not be saved in {self.output}"):
                 for name, part in {"": model, **others}.items():
                     save_model(part, self.output / name, self.args) if part is not None else None
-                if not RANK:
+            if not RANK:
+                with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
                     write_card(self.output, self.args, self.metrics), draw_curves(self.output, panels)
-                    print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+                print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.wandb:
             self.wandb.finish()
 

@@ -109,7 +109,7 @@ def test_numbers_out_of_range(run, module):
     ("module", "flag", "value"),
     [(ppo, "--kl-coef", "nan"), (ppo, "--lam", 1.5), (ppo, "--temperature", "inf"),
      (ppo, "--missing_eos_penalty=nan", ""), (ppo, "--response-length", 0), (ppo, "--num-mini-batches", 0),
-     (ppo, "--kl-horizon", 0), (ppo, "--adam-betas", "0.9 1.5"), (rloo, "--rloo-k", 1), (rloo, "--lora-r", -1),
+     (ppo, "--kl-horizon", 0), (ppo, "--adam-betas", "0.9 1"), (ppo, "--seed", 2**63), (rloo, "--rloo-k", 1), (rloo, "--lora-r", -1),
      (dpo, "--label-smoothing", 0.5), (sft, "--max-length", 1), (reward_model, "--save-total-limit", 0)],
 )  # fmt: skip
 def test_a_number_out_of_range_ends_in_a_sentence(run, module, flag, value):
@@ -121,20 +121,23 @@ def test_a_number_out_of_range_ends_in_a_sentence(run, module, flag, value):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("return [1.0] * 2", "2 rewards for 1 texts"),
+        ("return [1.0]", "1 rewards for 2 texts"),
         ("return [float('nan')] * len(texts)", "nan"),
         ("return [None] * len(texts)", "None"),
-        ("raise KeyError('mood')", "mood"),
+        ("raise KeyError('mood')", "KeyError: 'mood' ({file}, line 2)"),
+        ("return helper(texts)\n\n\ndef helper(texts):\n    return json.loads(texts[0])", "({file}, line 6)"),
     ],
 )
 def test_reward_function_that_is_wrong(run, tmp_path, body, expected):
-    (tmp_path / "r.py").write_text(f"def reward(texts):\n    {body}\n")
-    assert expected in run(ppo, "--reward-fn", f"{tmp_path}/r.py:reward")
+    """The sentence names the deepest line of the user's own code."""
+    file = tmp_path / "r.py"
+    file.write_text(f"def reward(texts):\n    {body}\n\n\nimport json\n")
+    assert expected.format(file=file) in run(ppo, "--reward-fn", f"{file}:reward")
 
 
 def test_nan_reward_in_the_run_names_the_text(run, tmp_path):
     """The probe at the start is passed; the text that made the NaN is in the sentence."""
-    code = "def reward(texts):\n    return [1.0 if t.endswith('text.') else float('nan') for t in texts]\n"
+    code = "def reward(texts):\n    return [1.0 if t in ('A first text.', 'A second.') else float('nan') for t in texts]\n"
     (tmp_path / "r.py").write_text(code)
     message = run(ppo, "--reward-fn", f"{tmp_path}/r.py:reward", "--batch-size", 4, "--response-length", 5)
     assert "nan for the text '" in message

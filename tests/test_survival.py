@@ -319,6 +319,21 @@ def test_refusals_name_both_values(whole, monkeypatch, capsys, tmp_path):
     assert end.value.code == 2 and "--seed 7" in error and " 1;" in error and "Traceback" not in error
 
 
+def test_a_folder_removed_midway(tmp_path, tiny, capsys):
+    """The run goes on to its end, and saves its model."""
+    out, file = tmp_path / "out", tmp_path / "r.py"
+    file.write_text(
+        "import shutil\n\ncalls = []\n\n\ndef reward(texts):\n    calls.append(texts)\n"
+        f"    shutil.rmtree({str(out)!r}) if len(calls) == 3 else None\n    return [float(len(x)) for x in texts]\n"
+    )
+    settings = tiny["rloo"] | dict(output_dir=str(out), reward_fn=f"{file}:reward", save_steps=1, dataset_test_split="none")
+    with pytest.raises(rloo.UserError, match="the model is saved .*, but its card or curves could not be made"):
+        rloo.train(rloo.Args(**settings))
+    said = capsys.readouterr()
+    assert f"runs the code in {file}" in said.out and said.err.count("no checkpoint after step") == 2
+    assert load_file(out / "model.safetensors")
+
+
 def test_files_that_cannot_grow(tmp_path, tiny):
     """As on a full disk, writing fails: of metrics.jsonl in the third update, then of the model. One sentence, no more."""
     flags = [x for name, value in tiny["rloo"].items() for x in (f"--{name.replace('_', '-')}", str(value))]
