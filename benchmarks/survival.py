@@ -45,23 +45,41 @@ def score(texts):
     calls.append(1)
     return [float("nan") if len(calls) > 2 and os.environ["RANK"] == "1" else 0.0 for _ in texts]
 """,
+    "removes.py": """import pathlib, shutil
+calls = []
+def score(texts):
+    calls.append(1)
+    if len(calls) == 3:
+        shutil.rmtree(pathlib.Path(__file__).parent / "run")
+    return [float(len(text)) for text in texts]
+""",
+    "exits.py": "import sys\ndef score(texts):\n    sys.exit(0)\n",
     "escapes.jsonl": '{"prompt": "The film\\u001b]0;owned\\u0007 [red]x[/red]"}\n' * 8,
     "cut.jsonl": '{"prompt": "The film"}\n{"prompt": "The bo',
 }
 RUN = "ppo.py --batch-size 8 --total-episodes 32 --response-length 8 --output-dir {tmp}/run"
 FAULTS = {  # name -> shell command; `python` is this one
     "reward function raises": f"python {RUN} --reward-fn {{tmp}}/raises.py:score",
+    "reward function exits": f"python {RUN} --reward-fn {{tmp}}/exits.py:score",
     "disk full": f"(ulimit -f 3000; python {RUN} --save-steps 1)",
+    "no room for metrics.jsonl": f"(ulimit -f 3; python {RUN} --save-steps 1)",
+    "folder removed midway": f"python {RUN} --reward-fn {{tmp}}/removes.py:score --save-steps 1",
     "W&B out of reach": f"WANDB_BASE_URL=http://127.0.0.1:9 WANDB_API_KEY={'a' * 40} python {RUN} --track",
     "damaged checkpoint": f"python {RUN} --save-steps 1 && truncate -s 5000 {{tmp}}/run/checkpoints/step-00000004.pt "
     "&& python ppo.py --resume {tmp}/run",
     "checkpoint with a wrong byte": f"python {RUN} --save-steps 1 && printf X | dd of={{tmp}}/run/checkpoints/"
     "step-00000004.pt bs=1 seek=1000000 conv=notrunc && python ppo.py --resume {tmp}/run",
+    "an older checkpoint": f"python {RUN} --save-steps 1 && "
+    "python ppo.py --resume {tmp}/run/checkpoints/step-00000003.pt --total-episodes 40",
+    "checkpoint of another script": f"python {RUN} --save-steps 1 && python rloo.py --resume {{tmp}}/run",
+    "killed before the first checkpoint": f"python {RUN} --total-episodes 4096 & sleep 12; kill -KILL $!; wait $!; "
+    "python ppo.py --resume {tmp}/run --total-episodes 32",
     "two runs in one folder": f"python {RUN} --total-episodes 4096 & sleep 20; python ppo.py --resume {{tmp}}/run; "
     "code=$?; kill -TERM $!; wait $!; exit $code",
     "truncated data file": f"python {RUN} --dataset {{tmp}}/cut.jsonl",
     "learning rate too high": f"python {RUN} --learning-rate 1e30",
     "SIGTERM": f"python {RUN} --total-episodes 4096 & sleep 12; kill -TERM $!; wait $!",
+    "closed terminal": f"python {RUN} --total-episodes 4096 & sleep 12; kill -HUP $!; wait $!",
     "out of memory": "(ulimit -v 6000000; python ppo.py --batch-size 2048 --micro-batch-size 2048 --response-length 120 "
     "--total-episodes 2048 --output-dir {tmp}/run)",
     "one of two processes fails": f"python -m torch.distributed.run --standalone --nproc-per-node 2 {RUN} "
