@@ -79,7 +79,7 @@ FAULTS = {  # name -> shell command; `python` is this one
     "truncated data file": f"python {RUN} --dataset {{tmp}}/cut.jsonl",
     "learning rate too high": f"python {RUN} --learning-rate 1e30",
     "SIGTERM": f"python {RUN} --total-episodes 4096 & sleep 12; kill -TERM $!; wait $!",
-    "closed terminal": f"python {RUN} --total-episodes 4096 & sleep 12; kill -HUP $!; wait $!",
+    "closed terminal": f"python {RUN} --total-episodes 999 & sleep 12; kill -HUP $!; wait $!",
     "out of memory": "(ulimit -v 6000000; python ppo.py --batch-size 2048 --micro-batch-size 2048 --response-length 120 "
     "--total-episodes 2048 --output-dir {tmp}/run)",
     "one of two processes fails": f"python -m torch.distributed.run --standalone --nproc-per-node 2 {RUN} "
