@@ -1246,17 +1246,12 @@ def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
 
 
 def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
+    """Token ids of a text, or of a conversation, by the chat template, up to where the assistant is to speak."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    return apply_template(prompt, tokenizer, add_generation_prompt=True)
-
-
-def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
-    """Token ids of a conversation through the tokenizer's chat template."""
     require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
-    with explain(f"the tokenizer's chat template refuses {messages!r}"):
-        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    with explain(f"the tokenizer's chat template refuses {prompt!r}"):
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:

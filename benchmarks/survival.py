@@ -62,7 +62,7 @@ FAULTS = {  # name -> shell command; `python` is this one
     "reward function raises": f"python {RUN} --reward-fn {{tmp}}/raises.py:score",
     "reward function exits": f"python {RUN} --reward-fn {{tmp}}/exits.py:score",
     "disk full": f"(ulimit -f 3000; python {RUN} --save-steps 1)",
-    "no room for metrics.jsonl": f"(ulimit -f 3; python {RUN} --save-steps 1)",
+    "no room for metrics.jsonl": f"(ulimit -f 4; python {RUN} --total-episodes 64 --save-steps 1)",
     "folder removed midway": f"python {RUN} --reward-fn {{tmp}}/removes.py:score --save-steps 1",
     "W&B out of reach": f"WANDB_BASE_URL=http://127.0.0.1:9 WANDB_API_KEY={'a' * 40} python {RUN} --track",
     "damaged checkpoint": f"python {RUN} --save-steps 1 && truncate -s 5000 {{tmp}}/run/checkpoints/step-00000004.pt "

@@ -335,10 +335,11 @@ def test_a_folder_removed_midway(tmp_path, tiny, capsys):
 
 
 def test_files_that_cannot_grow(tmp_path, tiny):
-    """As on a full disk, writing fails: of metrics.jsonl in the third update, then of the model. One sentence, no more."""
-    flags = [x for name, value in tiny["rloo"].items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    """As on a full disk, writing fails: of metrics.jsonl in the fourth update, then of the model. One sentence, no more."""
+    settings = tiny["rloo"] | {"total_episodes": 48}
+    flags = [x for name, value in settings.items() for x in (f"--{name.replace('_', '-')}", str(value))]
     command = shlex.join([sys.executable, "rloo.py", *flags, "--save-steps", "1", "--output-dir", str(tmp_path / "out")])
-    done = subprocess.run(["bash", "-c", f"ulimit -f 3; {command}"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", f"ulimit -f 4; {command}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("rloo.py: error: ") == 1
     assert "error: the model could not be saved" in done.stderr and "(is the disk full?)" in done.stderr
 
