@@ -107,7 +107,7 @@ class Args:
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = "sigmoid"
     label_smoothing: MinorShare = 0.0  # share of pairs whose label is taken to be wrong (conservative DPO, sigmoid)
     reference_free: bool = False  # leave the reference out, as if it found all completions equally likely (TRL)
-    precompute_ref: bool = False  # read all pairs with the reference first, then drop it: saves a model, logs no KL
+    precompute_ref: bool = False  # read all pairs with the reference first; without LoRA, then drop it, and log no KL
 
     # --- Optimisation
     learning_rate: Positive | None = None  # AdamW's; by default from the policy's size, ten times as high with LoRA
@@ -118,7 +118,7 @@ class Args:
 
     # --- Batch sizes
     batch_size: Count | None = None  # pairs per optimiser step, on all GPUs together; by default 64
-    micro_batch_size: Count | None = None  # pairs per forward/backward pass; no effect on the result (kto_pair: on KL)
+    micro_batch_size: Count | None = None  # pairs per forward/backward pass; no effect, except with kto_pair
     # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
@@ -260,7 +260,9 @@ def encode_preference(
     if list in map(type, (prompt, chosen, rejected)):
         turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if prompt else []
         texts = [x if isinstance(x, list) else [{"role": "assistant", "content": x}] for x in (chosen, rejected)]
-        whole = [apply_template(turns + text, tokenizer) for text in texts]
+        texts = [text if text[: len(turns)] == turns else turns + text for text in texts]  # some hold the prompt, too
+        whole = [apply_template(text, tokenizer) for text in texts]
+        whole = [ids[:-1] if ids[-2:-1] == eos else ids for ids in whole]  # ChatML writes a newline behind EOS
     elif prompt:
         ends = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (chosen, rejected)]
         return Preference(tokenizer(prompt)["input_ids"], *(ids if ids[-1:] == eos else ids + eos for ids in ends))
@@ -268,7 +270,8 @@ def encode_preference(
         whole = [tokenizer(text)["input_ids"] for text in (chosen, rejected)]
     a, b = (ids if ids[-1:] == eos else ids + eos for ids in whole)
     shared = len(os.path.commonprefix([a, b]))
-    start = [] if shared else [tokenizer.bos_token_id or tokenizer.eos_token_id]  # something to continue
+    bos = eos if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    start = [] if shared else bos  # something to continue
     return Preference(start + a[:shared], a[shared:], b[shared:])
 
 
@@ -378,9 +381,9 @@ def completion_logps(model: nn.Module, pairs: list[Preference], args: Args) -> t
 def read_reference(
     rows: list[int], known: Tensor, pairs: list[Preference], policy: nn.Module, reference: nn.Module | None, args: Args
 ) -> Tensor:
-    """(n, 2) log pi_ref of the chosen and rejected completions of these rows of pairs; without a reference, 0.
+    """(n, 2) log pi_ref of the chosen and rejected completions of these rows of pairs; with reference_free, 0.
 
-    Each pair is read when it first comes, and kept in `known` (N, 2), where NaN stands for what is not known yet.
+    Each pair is read when it first comes up, and kept in `known` (N, 2), where NaN stands for what is not known yet.
     """
     if args.reference_free:
         return torch.zeros(len(rows), 2)
@@ -392,11 +395,13 @@ def read_reference(
     return known[rows]
 
 
-def read_all(known: Tensor, pairs: list[Preference], *models_and_args) -> None:
-    """The same for all pairs, so that the reference is not needed any more."""
-    order, batch_size = sorted(range(len(pairs)), key=lambda i: len(pairs[i])), models_and_args[-1].batch_size
-    for i in tqdm(range(0, len(order), batch_size), desc="reading pairs with the reference", leave=False):
-        read_reference(order[i : i + batch_size], known, pairs, *models_and_args)
+def read_all(
+    known: Tensor, pairs: list[Preference], policy: nn.Module, reference: nn.Module | None, args: Args
+) -> None:
+    """Reads all pairs with the reference, which is then needed no more."""
+    order = sorted(range(len(pairs)), key=lambda i: len(pairs[i]))
+    for i in tqdm(range(0, len(order), args.batch_size), desc="reading pairs with the reference", leave=False):
+        read_reference(order[i : i + args.batch_size], known, pairs, policy, reference, args)
 
 
 # --- 3. Loss ----------------------------------------------------------------------------------------------------------
@@ -438,7 +443,7 @@ def preference_gradient(
     nothing (except for kto_pair, whose KL is a mean over a micro-batch, as in TRL).
     """
     n, sums = len(batch), defaultdict(float)
-    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    policy.train(args.gradient_checkpointing)  # which works in training mode only; dropout stays off (see place)
     for rows, counts in micro_batches(range(n), args):
         logps = completion_logps(policy, [batch[i] for i in rows], args)  # (b,) each
         losses, chosen, rejected = dpo_loss(*logps, *ref_logps[rows].to(args.torch_device).unbind(1), args)
@@ -473,7 +478,7 @@ def respond(model: nn.Module, pairs: list[Preference], args: Args) -> Rollout:
     """Responses to the prompts of pairs, drawn with the same random numbers for every model and at any time."""
     tokenizer = model.tokenizer
     prompts, mask = pad([p.prompt for p in pairs], tokenizer.pad_token_id, args, left=True)
-    n, T = len(pairs), min(args.response_length, context_length(model) - prompts.shape[1])
+    n, T = len(pairs), min(args.response_length, context_length(model) - prompts.shape[1])  # the longest prompt tells
     uniforms = torch.rand(n, T, generator=torch.Generator().manual_seed(args.seed)).to(args.torch_device)
     inputs, own = (prompts, mask, uniforms), shard_rows(n).to(args.torch_device)
     settings = args.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -497,7 +502,8 @@ def evaluate_responses(
         stats["objective/kl"] = (r.old_logprobs - ref_logprobs).masked_fill(~r.mask, 0.0).sum(1).mean().item()
     if gold_reward:
         texts = decode(r, policy.tokenizer)
-        scores = call_reward_function(gold_reward, texts + texts[: -len(texts) % WORLD_SIZE], args)
+        padded = (texts * WORLD_SIZE)[: len(texts) + -len(texts) % WORLD_SIZE]  # as many for each process
+        scores = call_reward_function(gold_reward, padded, args)
         stats["objective/gold_scores"] = scores[: len(texts)].mean().item()
     return stats
 
@@ -506,13 +512,13 @@ def show_responses(
     run: "Run", step: int, policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args
 ) -> None:
     """A table of three prompts with the responses of reference and policy, drawn with the same random numbers."""
-    decode = policy.tokenizer.decode
-    columns = {"prompt": [decode(p.prompt) for p in pairs[:3]]}
+    tokenizer = policy.tokenizer
+    columns = {"prompt": [tokenizer.decode(p.prompt) for p in pairs[:3]]}
     for name, model in (("reference", reference), ("policy", policy)):
         if model is not None:
             with adapter_off(policy, reference if name == "reference" else None):
                 r = respond(model, pairs[:3], args)
-            columns[name] = [decode(row[real]) for row, real in zip(r.responses, r.mask)]
+            columns[name] = [tokenizer.decode(row[real]) for row, real in zip(r.responses, r.mask)]
     run.table(f"step {step} of {run.bar.total}", list(columns), [list(row) for row in zip(*columns.values())])
 
 
@@ -565,7 +571,7 @@ def sample(
     tokens, positions = prompts, (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (rows, P), after the first pass (rows, 1)
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones(B, dtype=torch.bool, device=device)  # (rows,) those without a stop token so far
-    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # one shape, and never copied
+    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # allocated once: it never grows
     for t in range(T):
         output = policy(
             input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
@@ -596,10 +602,7 @@ def load_trained_policy(args: Args) -> nn.Module:
     require(has_eos, f"the tokenizer of {args.model} has no EOS token to end completions with")
     # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 5e-7 (DPO's Pythia 2.8B: 1e-6)
     default = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6) * (10 if args.lora_r else 1)
-    args.learning_rate, limit = args.learning_rate or default, context_length(policy)
-    if args.max_length > limit:
-        print(f"--max-length lowered from {args.max_length} to {limit}, the context of this model")
-        args.max_length = limit
+    args.learning_rate, args.max_length = args.learning_rate or default, min(args.max_length, context_length(policy))
     fits = args.max_prompt_length < args.max_length
     require(fits, f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion in {args.max_length} "
             "tokens")  # fmt: skip
@@ -761,7 +764,7 @@ def require(condition: object, sentence: str) -> None:
 
 @contextmanager
 def explain(sentence: str) -> Iterator[None]:
-    """Other people's code runs in here: whatever goes wrong in it ends in one sentence, ours with its own reason."""
+    """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -844,12 +847,12 @@ def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
-    require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
+    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
     source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
+    with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
-    require(len(data), f"--dataset {name}, split {split!r}, is empty")
+    require(len(data), f"the dataset {name}, split {split!r}, is empty")
     return data
 
 
@@ -863,11 +866,11 @@ def load_data(args: Args) -> tuple:
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
-    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"--dataset {name}, column {column!r}, could not be read"):
+    require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    with explain(f"the dataset {name}, column {column!r}, could not be read"):
         rows = list(data[column])
     for i, row in enumerate(rows):
-        require(isinstance(row, kind), f"--dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
+        require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
 
 
@@ -898,14 +901,14 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
     if args.torch_device != "cpu":
-        return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
+        return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
         libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    shape = next(module.config for module in modules if isinstance(module, PreTrainedModel)).get_text_config()
+    shape = models[0].config.get_text_config()
     heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
     if args.attn_implementation or rows * length**2 * heads > 2**24:
-        return  # with eager attention, all attention weights would stay in memory until the backward pass
+        return  # eager attention, below, would keep all attention weights in memory until the backward pass
     for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
@@ -1096,8 +1099,8 @@ class Run:
         """Takes the seconds of a phase of this step."""
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.args.torch_device != "cpu":
+            torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
     def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
@@ -1216,7 +1219,7 @@ def printable(text: str) -> str:
 
 def peak_memory_mb() -> float:
     """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.is_available() or sys.platform == "win32":
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
@@ -1306,7 +1309,7 @@ def main() -> None:
         has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
         print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
         sys.exit(130)
-    except RuntimeError as error:
+    except Exception as error:
         sys.stderr = terminal
         if "by peer" not in str(error):
             raise

@@ -39,7 +39,7 @@ is subtracted from the reward (InstructGPT): a token pays for its own KL and, th
 tokens. GRPO adds a KL term to the loss instead, which pulls on each token alone.
 
 How this departs from the textbook: there is no environment, and an episode is one response; the state is the text so
-far; every token has an advantage although the score comes once; means over tokens never count padding; and tokens are
+far; every token has an advantage, although there is one score; means over tokens never count padding; and tokens are
 drawn from softmax(logits / temperature) alone (no top-k, no top-p), since that is the distribution in the loss.
 Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2016 (GAE, 1506.02438, eq. 16);
 Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024
@@ -48,7 +48,8 @@ Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 220
   python ppo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to 4.7
   python ppo.py --model gpt2 --bf16   # GPT-2 on a GPU, with the same prompts and reward (on a CPU, without --bf16)
 
-Shapes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary, D hidden size.
+Shapes: B rows of a batch, b of a micro-batch, P prompt tokens (left-padded), T response tokens (right-padded), S tokens
+of any text, V vocabulary, D hidden size.
 """
 
 import ctypes
@@ -113,10 +114,10 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     cliprange_value: Positive = 0.2  # eps_v of the clipped value (TRL, N+ details)
-    vf_coef: NonNegative = 0.1  # weight of the value loss (TRL). No effect on a separate critic, as Adam cancels it
+    vf_coef: NonNegative = 0.1  # weight of the value loss (TRL); a separate critic feels it in gradient clipping alone
     gamma: Share = 1.0  # discount; 1 because an episode is short
     lam: Share = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
-    whiten_rewards: bool = False  # divide per-token rewards by their standard deviation, keeping their mean (TRL)
+    whiten_rewards: bool = False  # scale per-token rewards to variance 1, keeping their mean (TRL)
     whiten_advantages: bool = True  # shift and scale advantages to mean 0, variance 1 over the batch (TRL: always)
     use_score_scaling: bool = False  # divide scores by their running standard deviation (TRL 0.7)
     use_score_norm: bool = False  # with use_score_scaling: subtract their running mean first (TRL 0.7)
@@ -152,9 +153,9 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradients of policy and critic are each clipped to this norm
 
     # --- Batch sizes
-    batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (8: over 30M on a CPU)
+    batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * num_mini_batches * GPUs is batch_size
+    # TRL's way: the micro_batch_size; times gradient_accumulation_steps, num_mini_batches and GPUs, the batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
@@ -185,10 +186,10 @@ class Args:
     pretrain_data: str | None = None  # folder, file or hub name of texts (column text, split train): PPO-ptx
     ptx_coef: NonNegative = 0.0  # weight of their language-modelling loss (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
-    aux_loss_coef: NonNegative = 0.0  # weight of the load-balancing loss of a mixture of experts; varies with the cut
+    aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss; depends on micro-batches
     num_eval_prompts: Count = 64  # prompts of the test split that are answered in an evaluation
     eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
-    seed: Natural = 1  # seed of the sampling, the order of the prompts and the head of a new critic
+    seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run. Settings from here on may change when a run is resumed
     resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
@@ -328,7 +329,7 @@ class Rollout:
         """(B, T) from a function of b episodes to (b, T): `micro_batch_size` at a time, each process its share."""
         result = torch.zeros_like(self.old_logprobs)
         order = self.by_length(torch.arange(len(result), device=result.device))
-        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):
+        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):  # of every batch, each process has its share
             part = self.select(index)
             with autocast(args):
                 result[index, : part.mask.shape[1]] = function(part)
@@ -375,7 +376,7 @@ def sample(
     tokens, positions = prompts, (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (rows, P), after the first pass (rows, 1)
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones(B, dtype=torch.bool, device=device)  # (rows,) those without a stop token so far
-    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # one shape, and never copied
+    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # allocated once: it never grows
     for t in range(T):
         output = policy(
             input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
@@ -408,10 +409,10 @@ def sample_batch(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, args: 
             for part in zip(*(x[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size) for x in inputs))
         ]
     rollout = Rollout(prompts, prompt_mask, *(all_gather(torch.cat(x)) for x in zip(*parts)))
-    for i in (~rollout.old_logprobs.isfinite().all(1)).nonzero():
-        prompt = tokenizer.decode(prompts[i[0]], skip_special_tokens=True)
-        require(False, f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: the model is "
-                "broken, or a --learning-rate that is too high has broken it")  # fmt: skip
+    finite = rollout.old_logprobs.isfinite().all(1)
+    prompt = tokenizer.decode(prompts[finite.long().argmin()], skip_special_tokens=True)  # the first bad one, if any
+    require(finite.all(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: the model is "
+            "broken, or a --learning-rate that is too high has broken it")  # fmt: skip
     return rollout.select(torch.arange(B, device=prompts.device))
 
 
@@ -466,7 +467,7 @@ class Critic(nn.Module):
 
 
 def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
-    """(b, T) values of the critic; for a shared one, a pass of the policy."""
+    """(b, T) values of the critic; a shared one needs a pass through the policy."""
     if critic.body is not None:
         return critic(r)
     output = policy(**r.inputs(), use_cache=False, logits_to_keep=1, output_hidden_states=True)
@@ -536,8 +537,8 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> t
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns (B, T), 0 on padding.
 
-    Nothing follows the last real token: the value there is 0, since the episode is over. With lam = 1 the returns are
-    the discounted sums of the rewards to come, whatever the critic says. For gamma = 1, lam = .5 and values of .5:
+    Nothing follows the last real token: the value after it is 0, since the episode is over. With lam = 1 the returns
+    are the discounted sums of the rewards to come, whatever the critic says. For gamma = 1, lam = .5, values of .5:
         rewards [0, 0, 1]  ->  deltas [0, 0, .5], advantages [.125, .25, .5], returns [.625, .75, 1]
     """
     rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
@@ -584,7 +585,7 @@ def value_loss(
 
 
 def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probability of each token under logits (B, T, V), and without gradient the entropy there, in nats."""
+    """(B, T) log-probability of each token under logits (B, T, V), and, without gradient, the entropy there in nats."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
@@ -606,8 +607,8 @@ def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
 def policy_forward(
     policy: nn.Module, r: Rollout, args: Args, **options
 ) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
-    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), the loss of its router if it
-    has one, and the states (b, P+T, D) of its last layer if asked.
+    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), the loss of its router
+    and the states (b, P+T, D) of its last layer, each if asked for.
 
     The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
     """
@@ -727,12 +728,13 @@ def evaluate(
     answers, extra = copy(args), -len(prompts) % WORLD_SIZE
     answers.temperature, answers.response_length_min = args.eval_temperature, None
     prompts_mask = pad((prompts * WORLD_SIZE)[: len(prompts) + extra], policy.tokenizer.pad_token_id, args, left=True)
-    with torch.random.fork_rng():  # training draws the same numbers whether or not it is interrupted here
+    with torch.random.fork_rng(devices=[]):  # all numbers are drawn on the CPU; training must not notice
         rollout = sample_batch(policy, *prompts_mask, answers)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    scores, once = score_responses(rollout, reward, args), torch.arange(len(prompts), device=args.torch_device)
-    stats = rollout_stats(rollout.select(once), scores[once], torch.zeros_like(rollout.kl[once]))
+    scores = score_responses(rollout, reward, args)[: len(prompts)]
+    once = rollout.select(torch.arange(len(prompts), device=args.torch_device))  # without the prompts that fill up
+    stats = rollout_stats(once, scores, torch.zeros_like(once.kl))
     names = "objective/scores", "objective/kl", "val/eos_share", "val/response_length"
     return {f"eval/{name.split('/')[1]}": stats[name] for name in names}
 
@@ -777,8 +779,8 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 
 
 def scale_scores(scores: Tensor, history: list[float], args: Args) -> Tensor:
-    """(B,) scores as they enter the reward, each step if asked: less the mean of all scores so far, divided by their
-    standard deviation (TRL 0.7), clipped. Adds them to the history."""
+    """(B,) scores as they enter the reward: shifted by the mean of all scores so far, divided by their standard
+    deviation (TRL 0.7) and clipped, each only if asked. With scaling, adds the scores to the history."""
     if args.use_score_scaling:
         history += scores.tolist()
         std, mean = torch.std_mean(torch.tensor(history), correction=min(1, len(history) - 1))
@@ -864,7 +866,7 @@ def make_optimizer(args: Args, policy: nn.Module, critic: Critic) -> torch.optim
     return torch.optim.AdamW([policy_group, critic_group], *settings, fused=True)  # fused: ten times as fast on a CPU
 
 
-# --- From here to the end, no line knows of PPO: the same text is in rloo.py
+# --- From here to the end: the same text as in rloo.py, but for one of the checks in check_args
 
 
 def follow(ema: nn.Module | None, policy: nn.Module, optimizer: torch.optim.Optimizer, args: Args) -> None:
@@ -1095,10 +1097,10 @@ def set_batch_sizes(args: Args, policy: nn.Module, num_prompts: int) -> None:
     require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is not divisible by {args.num_mini_batches} "
             f"mini-batches x {WORLD_SIZE} process(es); {-(-args.batch_size // parts) * parts} is")  # fmt: skip
     logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
-    fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # a compromise of speed and memory
+    fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # 4 to 16 rows, by their memory
     args.micro_batch_size = args.micro_batch_size or per_device or (fits_cpu if on_cpu else args.batch_size // parts)
-    passes = max(args.batch_size, round((args.num_train_epochs or 0) * num_prompts))
-    episodes = args.total_episodes or (passes if args.num_train_epochs else 2048)
+    by_epochs = args.num_train_epochs and max(args.batch_size, round(args.num_train_epochs * num_prompts))
+    episodes = args.total_episodes or by_epochs or 2048
     args.num_updates = episodes // args.batch_size
     require(args.num_updates, f"--total-episodes {episodes} is less than one batch of {args.batch_size} responses")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.torch_device}, "
@@ -1135,7 +1137,7 @@ def require(condition: object, sentence: str) -> None:
 
 @contextmanager
 def explain(sentence: str) -> Iterator[None]:
-    """Other people's code runs in here: whatever goes wrong in it ends in one sentence, ours with its own reason."""
+    """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -1218,12 +1220,12 @@ def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
-    require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
+    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
     source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
+    with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
-    require(len(data), f"--dataset {name}, split {split!r}, is empty")
+    require(len(data), f"the dataset {name}, split {split!r}, is empty")
     return data
 
 
@@ -1237,11 +1239,11 @@ def load_data(args: Args) -> tuple:
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
-    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"--dataset {name}, column {column!r}, could not be read"):
+    require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    with explain(f"the dataset {name}, column {column!r}, could not be read"):
         rows = list(data[column])
     for i, row in enumerate(rows):
-        require(isinstance(row, kind), f"--dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
+        require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
 
 
@@ -1274,14 +1276,14 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
     if args.torch_device != "cpu":
-        return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
+        return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
         libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    shape = next(module.config for module in modules if isinstance(module, PreTrainedModel)).get_text_config()
+    shape = models[0].config.get_text_config()
     heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
     if args.attn_implementation or rows * length**2 * heads > 2**24:
-        return  # with eager attention, all attention weights would stay in memory until the backward pass
+        return  # eager attention, below, would keep all attention weights in memory until the backward pass
     for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
@@ -1472,8 +1474,8 @@ class Run:
         """Takes the seconds of a phase of this step."""
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.args.torch_device != "cpu":
+            torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
     def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
@@ -1592,7 +1594,7 @@ def printable(text: str) -> str:
 
 def peak_memory_mb() -> float:
     """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.is_available() or sys.platform == "win32":
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
@@ -1682,7 +1684,7 @@ def main() -> None:
         has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
         print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
         sys.exit(130)
-    except RuntimeError as error:
+    except Exception as error:
         sys.stderr = terminal
         if "by peer" not in str(error):
             raise

@@ -18,7 +18,7 @@ For each batch of pairs (chosen, rejected) with the same prompt:
   2. read     r = w . h, with h the last layer at the last real token and w a new head
   3. loss     -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
   4. update   AdamW, with the learning rate warmed up and annealed
-At the end the rewards are shifted to mean 0 over the training texts, since the loss leaves their zero open.
+At the end the rewards are shifted to mean 0 over the first 2,000 training pairs: the loss leaves their zero open.
 
   text          The  film  |  is   a    joy   .   EOS   -   -
   reward                                           *             one per text, on its last real token
@@ -101,7 +101,7 @@ class Args:
 
     # --- Batch sizes
     batch_size: Count | None = None  # pairs per optimiser step, on all GPUs together; by default 64
-    micro_batch_size: Count | None = None  # pairs per forward/backward pass; no effect on the result
+    micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding and dropout only
     # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
@@ -222,9 +222,10 @@ def encode_text(prompt: str, text: str, tokenizer: AutoTokenizer) -> list[int]:
 
 def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
     """Token ids of a conversation: the prompt's turns if it has any, then those of the text, or the text as a turn."""
-    turns = prompt if isinstance(prompt, list) else []
+    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if prompt else []
     turn = text if isinstance(text, list) else [{"role": "assistant", "content": text}]
-    return apply_template(turns + turn, tokenizer)
+    ids = apply_template(turn if turn[: len(turns)] == turns else turns + turn, tokenizer)  # some hold the prompt, too
+    return ids[:-1] if ids[-2:-1] == [tokenizer.eos_token_id] else ids  # ChatML writes a newline behind EOS
 
 
 def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
@@ -237,15 +238,15 @@ def encode_pairs(data, tokenizer: AutoTokenizer, args: Args) -> list[Pair]:
     if args.margin_column in data.column_names:
         margins = read_column(data, args.margin_column, args.dataset, "--margin-column", (int, float))
     require(all(map(math.isfinite, margins)), f"--dataset {args.dataset}: NaN or infinity in {args.margin_column!r}")
-    pairs, cut, limit = [], [], args.max_length
-    for prompt, margin, *texts in tqdm(zip(prompts, margins, chosen, rejected), desc="encoding", leave=False):
+    pairs, limit = [], args.max_length
+    rows = tqdm(zip(prompts, margins, chosen, rejected), total=len(prompts), desc="encoding", leave=False)
+    for prompt, margin, *texts in rows:
         encode = encode_conversation if list in map(type, (prompt, *texts)) else encode_text
         pairs.append(Pair(*(encode(prompt, text, tokenizer) for text in texts), float(margin)))
-        cut.append(Pair(pairs[-1].chosen[:limit], pairs[-1].rejected[:limit], float(margin)))
-    kept = [p for p in cut if p.chosen != p.rejected]
-    same, too_long = (sum(x) for x in zip(*(
-        (p.chosen == p.rejected, (len(p.chosen) > limit) + (len(p.rejected) > limit)) for p in pairs
-    )))  # fmt: skip
+    kept = [Pair(p.chosen[:limit], p.rejected[:limit], p.margin) for p in pairs]
+    kept = [p for p in kept if p.chosen != p.rejected]
+    same = sum(p.chosen == p.rejected for p in pairs)
+    too_long = sum(len(ids) > limit for p in pairs for ids in (p.chosen, p.rejected))
     if too_long:
         print(f"cut {too_long} of {2 * len(pairs)} texts to --max-length {limit} tokens")
     dropped = (f"{len(pairs) - len(kept)} of {len(pairs)} pairs: in {same} both texts are the same, in "
@@ -311,7 +312,7 @@ def pair_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tenso
 
 
 def init_reward_head(head: nn.Linear) -> None:
-    """Weights of standard deviation 1/sqrt(D+1), so that rewards begin within about +-1 (N+ details)."""
+    """Weights of standard deviation 1/sqrt(D+1), so that rewards begin with a deviation of about 1 (N+ details)."""
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
 
@@ -339,14 +340,6 @@ def shift_rewards(model: nn.Module, shift: float) -> dict[str, float]:
 def preference_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, center_rewards_coefficient: float) -> Tensor:
     """(B,) losses: -log sigmoid(chosen - rejected - margin) + c (chosen + rejected)^2, all of shape (B,)."""
     return -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
-
-
-def calibration(differences: Tensor, num_bins: int = 10) -> list[tuple[float, float, int]]:
-    """For ten bins of |r_chosen - r_rejected|, equally full: mean predicted probability that the higher reward was
-    chosen, the share of pairs in which it was, and their number. A calibrated model has the first two equal."""
-    ordered = differences[differences.abs().argsort()]
-    bins = [b for b in ordered.tensor_split(num_bins) if len(b)]
-    return [(b.abs().sigmoid().mean().item(), (b > 0).float().mean().item(), len(b)) for b in bins]
 
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------
@@ -381,10 +374,18 @@ def all_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tensor
     return chosen, rejected
 
 
+def calibration(differences: Tensor) -> list[tuple[float, float, int]]:
+    """For ten bins of |r_chosen - r_rejected|, equally full: mean predicted probability that the higher reward was
+    chosen, the share of pairs in which it was, and their number. A calibrated model has the first two equal."""
+    ordered = differences[differences.abs().argsort()]
+    bins = [b for b in ordered.tensor_split(10) if len(b)]
+    return [(b.abs().sigmoid().mean().item(), (b > 0).float().mean().item(), len(b)) for b in bins]
+
+
 def evaluate_rewards(
     model: nn.Module, pairs: list[Pair], args: Args
 ) -> tuple[dict[str, float], list[tuple[float, float, int]]]:
-    """Loss, accuracy and calibration over the test split, and the bins of the calibration."""
+    """Loss (without margin and centring), accuracy and calibration over the test split, and the calibration's bins."""
     chosen, rejected = all_rewards(model, pairs, args)
     bins = calibration(chosen - rejected)
     stats = {
@@ -399,7 +400,7 @@ def evaluate_rewards(
 
 
 def show_pairs(run: "Run", step: int, model: nn.Module, pairs: list[Pair], args: Args) -> None:
-    """A table of test pairs with their rewards."""
+    """A table of four pairs with their rewards."""
     chosen, rejected = all_rewards(model, pairs[:4], args)
     rows = []
     for pair, a, b in zip(pairs, chosen.tolist(), rejected.tolist()):
@@ -527,7 +528,7 @@ def require(condition: object, sentence: str) -> None:
 
 @contextmanager
 def explain(sentence: str) -> Iterator[None]:
-    """Other people's code runs in here: whatever goes wrong in it ends in one sentence, ours with its own reason."""
+    """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -599,12 +600,12 @@ def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
-    require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
+    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
     source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
+    with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
-    require(len(data), f"--dataset {name}, split {split!r}, is empty")
+    require(len(data), f"the dataset {name}, split {split!r}, is empty")
     return data
 
 
@@ -618,11 +619,11 @@ def load_data(args: Args) -> tuple:
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
-    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"--dataset {name}, column {column!r}, could not be read"):
+    require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    with explain(f"the dataset {name}, column {column!r}, could not be read"):
         rows = list(data[column])
     for i, row in enumerate(rows):
-        require(isinstance(row, kind), f"--dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
+        require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
 
 
@@ -653,14 +654,14 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
     if args.torch_device != "cpu":
-        return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
+        return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
         libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    shape = next(module.config for module in modules if isinstance(module, PreTrainedModel)).get_text_config()
+    shape = models[0].config.get_text_config()
     heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
     if args.attn_implementation or rows * length**2 * heads > 2**24:
-        return  # with eager attention, all attention weights would stay in memory until the backward pass
+        return  # eager attention, below, would keep all attention weights in memory until the backward pass
     for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
@@ -840,8 +841,8 @@ class Run:
         """Takes the seconds of a phase of this step."""
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.args.torch_device != "cpu":
+            torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
     def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
@@ -960,7 +961,7 @@ def printable(text: str) -> str:
 
 def peak_memory_mb() -> float:
     """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.is_available() or sys.platform == "win32":
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
@@ -1050,7 +1051,7 @@ def main() -> None:
         has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
         print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
         sys.exit(130)
-    except RuntimeError as error:
+    except Exception as error:
         sys.stderr = terminal
         if "by peer" not in str(error):
             raise

@@ -144,9 +144,9 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes
-    batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (8: over 30M on a CPU)
+    batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * num_mini_batches * GPUs is batch_size
+    # TRL's way: the micro_batch_size; times gradient_accumulation_steps, num_mini_batches and GPUs, the batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
@@ -176,10 +176,10 @@ class Args:
     pretrain_data: str | None = None  # folder, file or hub name of texts (column text, split train): PPO-ptx
     ptx_coef: NonNegative = 0.0  # weight of their language-modelling loss (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
-    aux_loss_coef: NonNegative = 0.0  # weight of the load-balancing loss of a mixture of experts; varies with the cut
+    aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss; depends on micro-batches
     num_eval_prompts: Count = 64  # prompts of the test split that are answered in an evaluation
     eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
-    seed: Natural = 1  # seed of the sampling and the order of the prompts
+    seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run. Settings from here on may change when a run is resumed
     resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
@@ -365,7 +365,7 @@ def sample(
     tokens, positions = prompts, (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (rows, P), after the first pass (rows, 1)
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones(B, dtype=torch.bool, device=device)  # (rows,) those without a stop token so far
-    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # one shape, and never copied
+    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # allocated once: it never grows
     for t in range(T):
         output = policy(
             input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
@@ -398,10 +398,10 @@ def sample_batch(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, args: 
             for part in zip(*(x[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size) for x in inputs))
         ]
     rollout = Rollout(prompts, prompt_mask, *(all_gather(torch.cat(x)) for x in zip(*parts)))
-    for i in (~rollout.old_logprobs.isfinite().all(1)).nonzero():
-        prompt = tokenizer.decode(prompts[i[0]], skip_special_tokens=True)
-        require(False, f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: the model is "
-                "broken, or a --learning-rate that is too high has broken it")  # fmt: skip
+    finite = rollout.old_logprobs.isfinite().all(1)
+    prompt = tokenizer.decode(prompts[finite.long().argmin()], skip_special_tokens=True)  # the first bad one, if any
+    require(finite.all(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: the model is "
+            "broken, or a --learning-rate that is too high has broken it")  # fmt: skip
     return rollout.select(torch.arange(B, device=prompts.device))
 
 
@@ -541,7 +541,7 @@ def policy_loss(
 
 
 def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probability of each token under logits (B, T, V), and without gradient the entropy there, in nats."""
+    """(B, T) log-probability of each token under logits (B, T, V), and, without gradient, the entropy there in nats."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
@@ -563,8 +563,8 @@ def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
 def policy_forward(
     policy: nn.Module, r: Rollout, args: Args, **options
 ) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
-    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), the loss of its router if it
-    has one, and the states (b, P+T, D) of its last layer if asked.
+    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), the loss of its router
+    and the states (b, P+T, D) of its last layer, each if asked for.
 
     The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
     """
@@ -680,12 +680,13 @@ def evaluate(
     answers, extra = copy(args), -len(prompts) % WORLD_SIZE
     answers.temperature, answers.response_length_min = args.eval_temperature, None
     prompts_mask = pad((prompts * WORLD_SIZE)[: len(prompts) + extra], policy.tokenizer.pad_token_id, args, left=True)
-    with torch.random.fork_rng():  # training draws the same numbers whether or not it is interrupted here
+    with torch.random.fork_rng(devices=[]):  # all numbers are drawn on the CPU; training must not notice
         rollout = sample_batch(policy, *prompts_mask, answers)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    scores, once = score_responses(rollout, reward, args), torch.arange(len(prompts), device=args.torch_device)
-    stats = rollout_stats(rollout.select(once), scores[once], torch.zeros_like(rollout.kl[once]))
+    scores = score_responses(rollout, reward, args)[: len(prompts)]
+    once = rollout.select(torch.arange(len(prompts), device=args.torch_device))  # without the prompts that fill up
+    stats = rollout_stats(once, scores, torch.zeros_like(once.kl))
     names = "objective/scores", "objective/kl", "val/eos_share", "val/response_length"
     return {f"eval/{name.split('/')[1]}": stats[name] for name in names}
 
@@ -1010,10 +1011,10 @@ def set_batch_sizes(args: Args, policy: nn.Module, num_prompts: int) -> None:
     require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is not divisible by {args.num_mini_batches} "
             f"mini-batches x {WORLD_SIZE} process(es); {-(-args.batch_size // parts) * parts} is")  # fmt: skip
     logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
-    fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # a compromise of speed and memory
+    fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # 4 to 16 rows, by their memory
     args.micro_batch_size = args.micro_batch_size or per_device or (fits_cpu if on_cpu else args.batch_size // parts)
-    passes = max(args.batch_size, round((args.num_train_epochs or 0) * num_prompts))
-    episodes = args.total_episodes or (passes if args.num_train_epochs else 2048)
+    by_epochs = args.num_train_epochs and max(args.batch_size, round(args.num_train_epochs * num_prompts))
+    episodes = args.total_episodes or by_epochs or 2048
     args.num_updates = episodes // args.batch_size
     require(args.num_updates, f"--total-episodes {episodes} is less than one batch of {args.batch_size} responses")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.torch_device}, "
@@ -1050,7 +1051,7 @@ def require(condition: object, sentence: str) -> None:
 
 @contextmanager
 def explain(sentence: str) -> Iterator[None]:
-    """Other people's code runs in here: whatever goes wrong in it ends in one sentence, ours with its own reason."""
+    """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -1133,12 +1134,12 @@ def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
-    require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
+    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
     source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
+    with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
-    require(len(data), f"--dataset {name}, split {split!r}, is empty")
+    require(len(data), f"the dataset {name}, split {split!r}, is empty")
     return data
 
 
@@ -1152,11 +1153,11 @@ def load_data(args: Args) -> tuple:
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
-    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"--dataset {name}, column {column!r}, could not be read"):
+    require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    with explain(f"the dataset {name}, column {column!r}, could not be read"):
         rows = list(data[column])
     for i, row in enumerate(rows):
-        require(isinstance(row, kind), f"--dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
+        require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
 
 
@@ -1189,14 +1190,14 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
     if args.torch_device != "cpu":
-        return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
+        return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
         libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    shape = next(module.config for module in modules if isinstance(module, PreTrainedModel)).get_text_config()
+    shape = models[0].config.get_text_config()
     heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
     if args.attn_implementation or rows * length**2 * heads > 2**24:
-        return  # with eager attention, all attention weights would stay in memory until the backward pass
+        return  # eager attention, below, would keep all attention weights in memory until the backward pass
     for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
@@ -1387,8 +1388,8 @@ class Run:
         """Takes the seconds of a phase of this step."""
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.args.torch_device != "cpu":
+            torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
     def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
@@ -1507,7 +1508,7 @@ def printable(text: str) -> str:
 
 def peak_memory_mb() -> float:
     """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.is_available() or sys.platform == "win32":
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
@@ -1597,7 +1598,7 @@ def main() -> None:
         has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
         print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
         sys.exit(130)
-    except RuntimeError as error:
+    except Exception as error:
         sys.stderr = terminal
         if "by peer" not in str(error):
             raise

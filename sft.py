@@ -99,7 +99,7 @@ class Args:
 
     # --- Batch sizes
     batch_size: Count | None = None  # rows per optimiser step, on all GPUs together; by default 64
-    micro_batch_size: Count | None = None  # rows per forward/backward pass; no effect on the result
+    micro_batch_size: Count | None = None  # rows per forward/backward pass; affects rounding and dropout only
     # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
@@ -158,7 +158,7 @@ def train(args: Args) -> None:
     start_run(args)
     model = load_language_model(args)
     models = place(args, model)
-    limits = (None, context_length(model)) if args.packing else (args.max_length, args.max_length)
+    limits = (None, context_length(model)) if args.packing else (args.max_length, args.max_length)  # None: packed
     splits = zip(load_data(args), limits)
     rows, test_rows = (encode_texts(x, model.tokenizer, args, limit) if x else [] for x, limit in splits)  # 1
     lengths = [len(ids) for ids, _ in rows]
@@ -210,21 +210,22 @@ Row = tuple[list[int], list[int]]  # token ids and labels of a text
 def encode_pair(
     prompt: str | list[dict], completion: str | list[dict], tokenizer: AutoTokenizer, completion_only: bool
 ) -> Row:
-    """Prompt + completion + EOS. An empty prompt makes it a plain text, all of it labelled.
+    """Prompt + completion + EOS, or what the chat template writes. An empty prompt makes it a plain text, all labelled.
 
     Prompt and completion are encoded apart, as in a rollout, where the prompt is encoded before its completion exists.
     A prompt that is a list of messages goes through the chat template; its completion is the assistant's next turn.
     """
-    if isinstance(prompt, list):
+    if list in (type(prompt), type(completion)):
+        turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if prompt else []
         turn = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        ids, labels = encode_messages(prompt + turn, tokenizer, completion_only)
-        start = len(apply_template(prompt, tokenizer)) if completion_only else 0
+        ids, labels = encode_messages(turns + turn, tokenizer, completion_only)
+        start = len(apply_template(turns, tokenizer)) if completion_only and turns else 0
         return ids, [IGNORE] * start + labels[start:]
-    start = tokenizer(prompt)["input_ids"] if prompt else []
-    end = tokenizer(completion, add_special_tokens=not prompt)["input_ids"]
-    if end[-1:] != [tokenizer.eos_token_id]:
-        end = end + [tokenizer.eos_token_id]
-    return start + end, ([IGNORE] * len(start) if completion_only else start) + end
+    head = tokenizer(prompt)["input_ids"] if prompt else []
+    tail = tokenizer(completion, add_special_tokens=not prompt)["input_ids"]
+    if tail[-1:] != [tokenizer.eos_token_id]:
+        tail = tail + [tokenizer.eos_token_id]
+    return head + tail, ([IGNORE] * len(head) if completion_only else head) + tail
 
 
 def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_only: bool) -> Row:
@@ -259,13 +260,13 @@ def encode_texts(data, tokenizer: AutoTokenizer, args: Args, limit: int | None) 
     has_label = lambda row: set(row[1][1:]) - {IGNORE}  # noqa: E731 - nothing predicts the first token
     kept = [row for row in ((ids[:limit], labels[:limit]) for ids, labels in rows) if has_label(row)]
     if limit and (too_long := sum(len(ids) > limit for ids, _ in rows)):
-        print(f"cut {too_long} of {len(rows)} texts to --max-length {limit} tokens; they lose their EOS")
+        print(f"cut {too_long} of {len(rows)} texts to {limit} tokens; they lose their EOS")
     if len(kept) < len(rows):
-        print(f"dropped {len(rows) - len(kept)} of {len(rows)} texts: empty, or no completion within --max-length")
+        print(f"dropped {len(rows) - len(kept)} of {len(rows)} texts: empty, or with nothing left to predict")
     if limit is None:
         kept = [row for row in pack(kept, args.max_length) if has_label(row)]
     require(kept, f"--dataset {name}: no text of two or more tokens has a completion within --max-length "
-            f"{args.max_length}" + (limit is None) * ", or all of them do not fill a block of that length")  # fmt: skip
+            f"{args.max_length}" + (limit is None) * ", or all together do not fill a block of it")  # fmt: skip
     return kept
 
 
@@ -347,7 +348,7 @@ def text_gradient(model: nn.Module, batch: list[Row], args: Args) -> dict[str, f
 
 @torch.no_grad()
 def evaluate_policy(model: nn.Module, rows: list[Row], args: Args) -> dict[str, float]:
-    """Loss, perplexity and accuracy over all labels of the test split."""
+    """Loss, perplexity, accuracy, and the loss on EOS, over all labels of the test split."""
     model.eval()
     rows = sorted(rows, key=lambda row: len(row[0]))
     parts = [label_sums(model, part, args) for part, _ in micro_batches(rows, args)]
@@ -366,15 +367,16 @@ def evaluate_policy(model: nn.Module, rows: list[Row], args: Args) -> dict[str, 
 def show_samples(run: "Run", step: int, model: nn.Module, examples: list[Row], args: Args) -> None:
     """A table of prompts, sampled completions and the texts' own.
 
-    The prompt is what stands before the first label; if nothing does, the first eight tokens.
+    The prompt is what stands before the first label; if nothing does, eight tokens, or half of a shorter text.
     """
     tokenizer, new_tokens, rows = model.tokenizer, min(53, args.max_length // 2), []
-    stored, model.generation_config = model.generation_config, GenerationConfig()  # it would fill in what is unset
+    stored, model.generation_config = model.generation_config, GenerationConfig()  # else it fills in what is unset
     config = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=new_tokens,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    with torch.random.fork_rng(), gathered(model.eval(), args):  # training draws the same numbers however often
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(gpus), gathered(model.eval(), args):  # training must not notice
         torch.manual_seed(args.seed)  # and all processes draw the same completions
         for ids, labels in examples[:3]:
             start = next(i for i, label in enumerate(labels) if label != IGNORE) or min(8, max(1, len(ids) // 2))
@@ -405,9 +407,7 @@ def load_language_model(args: Args) -> nn.Module:
     has_eos = model.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token, with which texts must end")
     args.learning_rate = args.learning_rate or (3e-3 if args.from_scratch else 2e-4 if args.lora_r else 2e-5)
-    if args.max_length > context_length(model):
-        print(f"--max-length lowered from {args.max_length} to {context_length(model)}, the context of this model")
-        args.max_length = context_length(model)
+    args.max_length = min(args.max_length, context_length(model))
     return model.train()
 
 
@@ -513,7 +513,7 @@ def require(condition: object, sentence: str) -> None:
 
 @contextmanager
 def explain(sentence: str) -> Iterator[None]:
-    """Other people's code runs in here: whatever goes wrong in it ends in one sentence, ours with its own reason."""
+    """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -585,12 +585,12 @@ def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
-    require(kind or not Path(path).is_file(), f"--dataset {name}: a file must be jsonl, json, csv or parquet")
+    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
     source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    with explain(f"--dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # an empty jsonl
+    with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
-    require(len(data), f"--dataset {name}, split {split!r}, is empty")
+    require(len(data), f"the dataset {name}, split {split!r}, is empty")
     return data
 
 
@@ -604,11 +604,11 @@ def load_data(args: Args) -> tuple:
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
-    require(column in data.column_names, f"--dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"--dataset {name}, column {column!r}, could not be read"):
+    require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    with explain(f"the dataset {name}, column {column!r}, could not be read"):
         rows = list(data[column])
     for i, row in enumerate(rows):
-        require(isinstance(row, kind), f"--dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
+        require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
 
 
@@ -639,14 +639,14 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
             if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
                 setattr(module, name, nn.GELU(approximate="tanh"))
     if args.torch_device != "cpu":
-        return torch.set_float32_matmul_precision("high")  # TF32: else float32 runs beside a GPU's tensor cores
+        return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
         libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    shape = next(module.config for module in modules if isinstance(module, PreTrainedModel)).get_text_config()
+    shape = models[0].config.get_text_config()
     heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
     if args.attn_implementation or rows * length**2 * heads > 2**24:
-        return  # with eager attention, all attention weights would stay in memory until the backward pass
+        return  # eager attention, below, would keep all attention weights in memory until the backward pass
     for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
         os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
     torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
@@ -837,8 +837,8 @@ class Run:
         """Takes the seconds of a phase of this step."""
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.args.torch_device != "cpu":
+            torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
     def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
@@ -957,7 +957,7 @@ def printable(text: str) -> str:
 
 def peak_memory_mb() -> float:
     """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.is_available() or sys.platform == "win32":
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
@@ -1047,7 +1047,7 @@ def main() -> None:
         has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
         print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
         sys.exit(130)
-    except RuntimeError as error:
+    except Exception as error:
         sys.stderr = terminal
         if "by peer" not in str(error):
             raise

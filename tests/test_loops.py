@@ -693,14 +693,16 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, name):
     def answer(policy, ids, mask, answers):
         assert answers.temperature == args.eval_temperature and answers.response_length_min is None
         assert ids.flatten().tolist() == [5, 6, 7, 5]
-        return script.Rollout(ids, mask, ids.repeat(1, 8), torch.arange(8) < ids, ids.flatten() == 7, torch.zeros(4, 8))
+        lengths = torch.tensor([[5], [6], [7], [20]])  # the row that is not counted is the longest
+        mask_of_24 = torch.arange(24) < lengths
+        return script.Rollout(ids, mask, ids.repeat(1, 24), mask_of_24, ids.flatten() == 7, torch.zeros(4, 24))
 
     def compare(rollout, *_):
-        rollout.ref_logprobs, rollout.kl = torch.zeros(4, 8), torch.ones(4, 8)
+        rollout.ref_logprobs, rollout.kl = torch.zeros(4, 24), torch.ones(4, 24)
 
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     monkeypatch.setattr(script, "sample_batch", answer)
-    monkeypatch.setattr(script, "compute_logprobs", lambda *_: torch.zeros(4, 8))
+    monkeypatch.setattr(script, "compute_logprobs", lambda *_: torch.zeros(4, 24))
     monkeypatch.setattr(script, "score_reference", compare)
     policy = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
     reward = lambda r: 2.0 * r.prompts.flatten()  # noqa: E731

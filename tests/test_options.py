@@ -474,6 +474,27 @@ def test_prompts_as_messages_before_completions_and_pairs():
         assert tokenizer.decode(reward_model.encode_conversation(prompt, completion, tokenizer)) == whole
 
 
+def test_a_prompt_beside_messages_is_read_once():
+    """A text as prompt, beside messages that hold it too (as in ultrafeedback_binarized), or that go on from it."""
+    import dpo
+    import reward_model
+    import sft
+
+    tokenizer, eos = chat_tokenizer(), AutoTokenizer.from_pretrained(ROOT / "toy/sft").eos_token
+    tokenizer.chat_template += "{{ '\\n' }}"  # as ChatML ends
+    turn = lambda role, text: [{"role": role, "content": text}]  # noqa: E731
+    good, bad, user = turn("assistant", "good."), turn("assistant", "bad."), turn("user", "The film")
+    for start in (user, []):
+        text = reward_model.encode_conversation("The film", start + good, tokenizer)
+        assert tokenizer.decode(text) == f"user: The film{eos}assistant: good.{eos}"
+        pair = dpo.encode_preference("The film", start + good, start + bad, tokenizer)
+        assert tokenizer.decode(pair.prompt) == f"user: The film{eos}assistant:"
+        assert [tokenizer.decode(x) for x in (pair.chosen, pair.rejected)] == [f" good.{eos}", f" bad.{eos}"]
+    ids, labels = sft.encode_pair("The film", good, chat_tokenizer(), True)
+    assert tokenizer.decode(ids) == f"user: The film{eos}assistant: good.{eos}"
+    assert tokenizer.decode([x for x in labels if x != sft.IGNORE]).strip() == f"good.{eos}"
+
+
 # --- one file as data
 
 
