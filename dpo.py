@@ -1284,6 +1284,8 @@ def read_command_line() -> Args:
     for name in names[: names.index("resume")]:
         old, new, flag = getattr(before, name), getattr(args, name), f"--{name.replace('_', '-')}"
         require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
+    same = args.output_dir in (before.output_dir, str(folder))
+    require(same, f"--output-dir {args.output_dir}: a run that is resumed stays in its folder, {folder}")
     args.output_dir = str(folder)
     return args
 

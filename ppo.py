@@ -243,14 +243,14 @@ def train(args: Args) -> None:
     follow(ema, policy, optimizer, args)
     state = {"kl_coef": args.kl_coef, "scores": [], "prompts": [], "texts": []}  # what else changes during the run
     run = Run(args, {"policy": policy, "critic": critic, "ema": ema}, optimizer, schedule, state)
-    prompts = batches(prompts, state["prompts"], args.batch_size, policy, args, left=True)
-    texts = texts and batches(texts, state["texts"], args.batch_size // args.num_mini_batches, policy, args)
+    prompt_batches = batches(prompts, state["prompts"], args.batch_size, policy, args, left=True)
+    text_batches = texts and batches(texts, state["texts"], args.batch_size // args.num_mini_batches, policy, args)
     try:
         for update in run.steps(args.num_updates):
             if update <= args.critic_warmup_updates:
                 optimizer.param_groups[0]["lr"] = 0.0  # the policy's
             with run.clock("rollout"):
-                rollout = sample_batch(policy, *next(prompts), args)  # 1
+                rollout = sample_batch(policy, *next(prompt_batches), args)  # 1
             with run.clock("score"):
                 score_reference(rollout, policy, reference, args)  # 2
                 rollout.values = rollout.map(lambda r: critic_values(policy, critic, r), args)
@@ -263,7 +263,7 @@ def train(args: Args) -> None:
             advantages, rollout.returns = gae(rewards, rollout.values, rollout.mask, args.gamma, args.lam)  # 4
             rollout.advantages = masked_whiten(advantages, rollout.mask) if args.whiten_advantages else advantages
             with run.clock("update"):
-                stats = optimize(policy, critic, optimizer, rollout, args, texts)  # 5 and 6
+                stats = optimize(policy, critic, optimizer, rollout, args, text_batches)  # 5 and 6
             stats |= rollout_stats(rollout, scores, non_score_reward)
             stats |= {"val/explained_variance": explained_variance(rollout), "lr": optimizer.param_groups[0]["lr"]}
             if gold_reward:
@@ -326,7 +326,7 @@ class Rollout:
 
     @torch.no_grad()
     def map(self, function: Callable[["Rollout"], Tensor], args: Args) -> Tensor:
-        """(B, T) from a function of b episodes to (b, T): `micro_batch_size` at a time, each process its share."""
+        """(B, T) from a function of b episodes to (b, T) or (b, 1): micro-batches of them, each process its share."""
         result = torch.zeros_like(self.old_logprobs)
         order = self.by_length(torch.arange(len(result), device=result.device))
         for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):  # of every batch, each process has its share
@@ -691,7 +691,7 @@ def optimize(
     return means
 
 
-# === The algorithm ends here. What follows is needed by every program of this kind ====================================
+# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
 
 
 def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) -> dict[str, float]:
@@ -1659,6 +1659,8 @@ def read_command_line() -> Args:
     for name in names[: names.index("resume")]:
         old, new, flag = getattr(before, name), getattr(args, name), f"--{name.replace('_', '-')}"
         require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
+    same = args.output_dir in (before.output_dir, str(folder))
+    require(same, f"--output-dir {args.output_dir}: a run that is resumed stays in its folder, {folder}")
     args.output_dir = str(folder)
     return args
 

@@ -235,12 +235,12 @@ def train(args: Args) -> None:
     follow(ema, policy, optimizer, args)
     state = {"kl_coef": args.kl_coef, "prompts": [], "texts": []}  # what else changes during the run
     run = Run(args, {"policy": policy, "ema": ema}, optimizer, schedule, state)
-    prompts = batches(prompts, state["prompts"], args.batch_size // args.rloo_k, policy, args, left=True)
-    texts = texts and batches(texts, state["texts"], args.batch_size // args.num_mini_batches, policy, args)
+    prompt_batches = batches(prompts, state["prompts"], args.batch_size // args.rloo_k, policy, args, left=True)
+    text_batches = texts and batches(texts, state["texts"], args.batch_size // args.num_mini_batches, policy, args)
     try:
         for update in run.steps(args.num_updates):
             with run.clock("rollout"):
-                k_prompts = [x.repeat_interleave(args.rloo_k, 0) for x in next(prompts)]  # neighbouring rows
+                k_prompts = [x.repeat_interleave(args.rloo_k, 0) for x in next(prompt_batches)]  # neighbouring rows
                 rollout = sample_batch(policy, *k_prompts, args)  # 1
             with run.clock("score"):
                 score_reference(rollout, policy, reference, args)  # 2
@@ -253,7 +253,7 @@ def train(args: Args) -> None:
                 actions = rollout.mask if args.token_level_kl else torch.ones_like(rollout.advantages).bool()
                 rollout.advantages = masked_whiten(rollout.advantages, actions)
             with run.clock("update"):
-                stats = optimize_policy(policy, optimizer, rollout, args, texts)  # 5 and 6
+                stats = optimize_policy(policy, optimizer, rollout, args, text_batches)  # 5 and 6
             stats |= rollout_stats(rollout, scores, non_score_reward)
             stats |= {"objective/equal_groups": equal_groups(scores, args.rloo_k), "val/clipfrac_avg": 0.0}
             stats["lr"] = optimizer.param_groups[0]["lr"]
@@ -315,10 +315,10 @@ class Rollout:
 
     @torch.no_grad()
     def map(self, function: Callable[["Rollout"], Tensor], args: Args) -> Tensor:
-        """(B, T) from a function of b episodes to (b, T): `micro_batch_size` at a time, each process its share."""
+        """(B, T) from a function of b episodes to (b, T) or (b, 1): micro-batches of them, each process its share."""
         result = torch.zeros_like(self.old_logprobs)
         order = self.by_length(torch.arange(len(result), device=result.device))
-        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):
+        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):  # of every batch, each process has its share
             part = self.select(index)
             with autocast(args):
                 result[index, : part.mask.shape[1]] = function(part)
@@ -643,7 +643,7 @@ def optimize_policy(
     return means
 
 
-# === The algorithm ends here. What follows is needed by every program of this kind ====================================
+# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
 
 
 def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) -> dict[str, float]:
@@ -1573,6 +1573,8 @@ def read_command_line() -> Args:
     for name in names[: names.index("resume")]:
         old, new, flag = getattr(before, name), getattr(args, name), f"--{name.replace('_', '-')}"
         require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
+    same = args.output_dir in (before.output_dir, str(folder))
+    require(same, f"--output-dir {args.output_dir}: a run that is resumed stays in its folder, {folder}")
     args.output_dir = str(folder)
     return args
 

@@ -317,7 +317,7 @@ GOLD = {
     "raises": ("raise KeyError('x')", "the reward function failed: KeyError: 'x'"),
     "none": ("return None", "the reward function failed"),
     "nan": ("return [float('nan') for _ in texts]", "the reward is nan for the text"),
-    "few": ("return [1.0] * (len(texts) - 1)", "gave 0 rewards for 1 texts"),
+    "few": ("return [1.0] * (len(texts) - 1)", "gave 1 rewards for 2 texts"),
     "missing": ("return [1.0 for _ in texts]", "defines no function 'missing'"),
 }
 

@@ -38,7 +38,7 @@ def a_rollout(policy, **settings):
     """Args, and a rollout of six prompts with everything that an update needs."""
     settings = dict(micro_batch_size=6, num_ppo_epochs=1, response_length=8, temperature=0.9) | settings
     args = ppo.Args(**settings)
-    args.stop_token_id, policy.tokenizer = STOP, SimpleNamespace(pad_token_id=PAD, decode=str)
+    args.stop_token_id, policy.tokenizer = STOP, SimpleNamespace(pad_token_id=PAD, decode=lambda ids, **_: str(ids))
     torch.manual_seed(0)
     rollout = ppo.sample_batch(policy, *left_padded_prompts(), args)
     ppo.score_reference(rollout, policy, deepcopy(policy), args)

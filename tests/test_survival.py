@@ -319,6 +319,12 @@ def test_refusals_name_both_values(whole, monkeypatch, capsys, tmp_path):
     assert end.value.code == 2 and "--seed 7" in error and " 1;" in error and "Traceback" not in error
 
 
+def test_a_resumed_run_stays_in_its_folder(whole, tmp_path, monkeypatch):
+    copy = cut(whole("rloo"), tmp_path, 1)
+    with pytest.raises(rloo.UserError, match="a run that is resumed stays in its folder"):
+        command_line(rloo, monkeypatch, "--resume", copy, "--output-dir", tmp_path / "elsewhere")
+
+
 def test_a_folder_removed_midway(tmp_path, tiny, capsys):
     """The run goes on to its end, and saves its model."""
     out, file = tmp_path / "out", tmp_path / "r.py"
