@@ -1042,11 +1042,6 @@ def main() -> None:
         train(args := read_command_line())
         if dist.is_initialized():
             dist.destroy_process_group()
-    except (UserError, MemoryError, torch.OutOfMemoryError) as error:
-        time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        is_full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
-        print(printable(f"{script}: error: {error if isinstance(error, UserError) else is_full}"), file=terminal)
-        sys.exit(2)
     except KeyboardInterrupt as stop:
         launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
         command = f"; to resume: {launcher} {script} --resume {shlex.quote(args.output_dir or '')}" if args else ""
@@ -1055,9 +1050,15 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         sys.stderr = terminal
-        if "by peer" not in str(error):
+        if "by peer" in str(error):
+            sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
+        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        if not (is_full or isinstance(error, UserError)):
             raise
-        sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
+        time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
+        full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
+        print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -350,7 +350,10 @@ def test_files_that_cannot_grow(tmp_path, tiny):
     assert "error: the model could not be saved" in done.stderr and "(is the disk full?)" in done.stderr
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError()])
+FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 bytes")  # of a CPU's
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError(), FULL], ids=["GPU", "Python", "CPU"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_out_of_memory_names_the_flag(script, error, tiny, tmp_path, monkeypatch, capsys):
     """One sentence with what to lower; another error stays what it is, with its traceback."""
