@@ -40,7 +40,7 @@ Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (labe
 et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
 2402.01306: kto_pair, as in TRL 0.7). The README has a glossary of the metrics.
 
-  python dpo.py                                       # the toy world: offline, 1 1/2 minutes on two CPU cores
+  python dpo.py                                       # the toy world: offline, two minutes on two CPU cores
   python dpo.py --model ./sft --dataset pairs.jsonl   # columns chosen and rejected, with or without prompt
 
 Shapes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), V vocabulary.

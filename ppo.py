@@ -45,7 +45,7 @@ Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2
 Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024
 (the N+ implementation details, 2403.17031).
 
-  python ppo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to 4.7
+  python ppo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to about 5
   python ppo.py --model gpt2 --bf16   # GPT-2 on a GPU, with the same prompts and reward (on a CPU, without --bf16)
 
 Shapes: B rows of a batch, b of a micro-batch, P prompt tokens (left-padded), T response tokens (right-padded), S tokens

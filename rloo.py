@@ -43,7 +43,7 @@ Papers: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740, sec. 3); Kool et al. 2019 
 baseline for free", the estimator); Hu 2025 (REINFORCE++, 2501.03262, sec. 3); Schulman et al. 2017 (clipping,
 1707.06347, eq. 7). The README has a glossary of the metrics.
 
-  python rloo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to 3.2
+  python rloo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to about 4
   python rloo.py --model gpt2 --bf16   # GPT-2 on a GPU, with the same prompts and reward (on a CPU, without --bf16)
 
 Shapes: B rows (K per prompt), P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary.
