@@ -843,10 +843,14 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
     """With LoRA, the policy without its adapter serves as the reference within this context."""
     is_adapter, shards = reference is policy, [module for module in policy.modules() if isinstance(module, FSDPModule)]
     if is_adapter:  # the switch changes requires_grad, which must be that of the shards
-        [shard.reshard() for shard in shards], policy.disable_adapters()
+        for shard in shards:
+            shard.reshard()
+        policy.disable_adapters()
     yield
     if is_adapter:
-        [shard.reshard() for shard in shards], policy.enable_adapters()
+        for shard in shards:
+            shard.reshard()
+        policy.enable_adapters()
 
 
 def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
@@ -1136,7 +1140,8 @@ def load_split(name: str, config: str | None, split: str):
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
     require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
     source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
-    datasets.disable_progress_bars(), datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
     require(len(data), f"the dataset {name}, split {split!r}, is empty")
@@ -1193,7 +1198,8 @@ def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int
         return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
-        libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     shape = models[0].config.get_text_config()
     heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
     if args.attn_implementation or rows * length**2 * heads > 2**24:
@@ -1276,10 +1282,12 @@ def gathered(model: nn.Module, args: Args) -> Iterator[None]:
     """Within this context each process holds a sharded model whole: weights are sent once, not for every token."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule) and args.gather_for_rollout]
     for part in parts:
-        part.set_reshard_after_forward(False, recurse=False), part.unshard()
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
     yield
     for part in parts:
-        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False), part.reshard()
+        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
+        part.reshard()
 
 
 def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
@@ -1298,7 +1306,8 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 
 def start_run(args: Args) -> None:
     """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
-    logging.set_verbosity_error(), logging.disable_progress_bar()  # transformers': a fresh head is no news here
+    logging.set_verbosity_error()  # of transformers, to which a fresh head is news
+    logging.disable_progress_bar()
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value = getattr(args, name)
         for kind in (hint, *get_args(hint)):
@@ -1313,7 +1322,8 @@ def start_run(args: Args) -> None:
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
         print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
-    random.seed(args.seed), torch.manual_seed(args.seed)
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
     is_used = any(file.exists() and file.stat().st_size for file in files)
@@ -1402,7 +1412,8 @@ class Run:
         if self.wandb:
             self.wandb.log(stats, step=step)
         beside = [f"{name.split('/')[-1]} {self.metrics[name]:.2f}" for name in shown if name in self.metrics]
-        self.bar.set_postfix_str(", ".join(beside), refresh=False), self.bar.update()
+        self.bar.set_postfix_str(", ".join(beside), refresh=False)
+        self.bar.update()
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
@@ -1440,7 +1451,8 @@ class Run:
                 os.fsync(self.file.fileno())
                 with open(folder / "unfinished", "wb") as file:
                     torch.save(state, file)
-                    file.flush(), os.fsync(file.fileno())
+                    file.flush()
+                    os.fsync(file.fileno())
                 (folder / "unfinished").replace(folder / f"step-{step:08d}.pt")
                 for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
                     old.unlink()
@@ -1469,14 +1481,16 @@ class Run:
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
         self.state.update(state["state"])
-        random.setstate(state["python_random"]), torch.set_rng_state(state["torch_random"])
+        random.setstate(state["python_random"])
+        torch.set_rng_state(state["torch_random"])
         self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
         self.schedule.last_epoch = self.step - 1
         self.schedule.step()  # the rate of the next step, which is another one if the run is now longer
         if not RANK:
             self.file.truncate(state["bytes"])
             for later in (self.output / "checkpoints").glob("step-*.pt"):
-                later.unlink() if later.name > file.name else None
+                if later.name > file.name:
+                    later.unlink()
         for line in metrics.read_bytes()[: state["bytes"]].splitlines():
             self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
@@ -1492,10 +1506,12 @@ class Run:
         if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
             with explain(f"the model could not be saved in {self.output}"):
                 for name, part in {"": model, **others}.items():
-                    save_model(part, self.output / name, self.args) if part is not None else None
+                    if part is not None:
+                        save_model(part, self.output / name, self.args)
             if not RANK:
                 with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
-                    write_card(self.output, self.args, self.metrics), draw_curves(self.output, panels)
+                    write_card(self.output, self.args, self.metrics)
+                    draw_curves(self.output, panels)
                 print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.wandb:
             self.wandb.finish()
@@ -1551,9 +1567,12 @@ def draw_curves(output: Path, panels: list[list[str]]) -> None:
     for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
         for name in panel:
             points = [(line[x], line[name]) for line in lines if name in line]
-            axis.plot(*zip(*points), label=name) if points else None
-        axis.set(xlabel=x), axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False) if axis.lines else None
+            if points:
+                axis.plot(*zip(*points), label=name)
+        axis.set_xlabel(x)
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.lines:
+            axis.legend(frameon=False)
     figure.savefig(output / "curves.png", dpi=120)
 
 
