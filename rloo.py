@@ -1585,7 +1585,7 @@ def read_command_line() -> Args:
         return args
     path, names = Path(args.resume), [f.name for f in fields(Args) if f.init]
     folder = path.parent.parent if path.is_file() else path
-    with explain(f"--resume {args.resume}: its args.json cannot be read"):
+    with explain(f"--resume {args.resume}: its args.json cannot be read (is it a run of {Path(__file__).name}?)"):
         saved = json.loads((folder / "args.json").read_text())
         before = Args(**{name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name] for name in names})
     args = read(default=before)
