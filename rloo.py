@@ -50,6 +50,7 @@ Shapes: B rows (K per prompt), P prompt tokens (left-padded), T response tokens 
 """
 
 import ctypes
+import inspect
 import json
 import math
 import os
@@ -97,6 +98,7 @@ from transformers.utils import ModelOutput, logging
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
 Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
+Finite = Annotated[float, "finite", math.isfinite]
 NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
 Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
 Decay = Annotated[float, "at least 0 and below 1", lambda x: 0 <= x < 1]
@@ -154,7 +156,9 @@ class Args:
     model: str = "toy/sft"  # the policy to start from, which is also the reference that KL is measured against
     reward_model: str = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
     reward_label: str | None = None  # the label whose logit is the reward, for a classifier that has several
-    reward_fn: str | None = None  # file.py:name of a function from a list of texts to floats, instead of a reward model
+    # what gives the reward: reward_model, or file.py:name of a function, f(texts) or TRL's; of several, the sum
+    reward_fn: tuple[str, ...] = ("reward_model",)
+    reward_weights: tuple[Finite, ...] = ()  # the weights of their sum; by default all 1 (TRL)
     gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
@@ -220,14 +224,15 @@ def train(args: Args) -> None:
     reference = make_reference(policy, args)
     ema = deepcopy(policy) if args.ema_decay else None
     models = place(args, policy, reference, reward_model, ema)
-    reward = make_reward(args.reward_fn, args, policy, reward_model)
-    gold_reward = make_reward(args.gold_reward_fn, args, policy) if args.gold_reward_fn else None
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
+    reward_functions = make_rewards(args, policy, reward_model, prompts)
+    gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
     set_batch_sizes(args, policy, len(prompts) * args.rloo_k)
     is_whole = args.batch_size % args.rloo_k == 0
     require(is_whole, f"a batch of {args.batch_size} responses does not divide into groups of --rloo-k {args.rloo_k}")
     texts = load_pretrain_texts(args, policy) if args.pretrain_data else None
-    use_fast_kernels(args, models, args.micro_batch_size, max(map(len, prompts)) + args.response_length)
+    length = max(len(x["input_ids"]) for x in prompts) + args.response_length
+    use_fast_kernels(args, models, args.micro_batch_size, length)
     check_policy(policy, args)
     settings = args.learning_rate, args.adam_betas, args.adam_epsilon, args.weight_decay
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], *settings, fused=True)
@@ -235,16 +240,16 @@ def train(args: Args) -> None:
     follow(ema, policy, optimizer, args)
     state = {"kl_coef": args.kl_coef, "prompts": [], "texts": []}  # what else changes during the run
     run = Run(args, {"policy": policy, "ema": ema}, optimizer, schedule, state)
-    prompt_batches = batches(prompts, state["prompts"], args.batch_size // args.rloo_k, policy, args, left=True)
-    text_batches = texts and batches(texts, state["texts"], args.batch_size // args.num_mini_batches, policy, args)
+    prompt_batches = batches(prompts, state["prompts"], args.batch_size // args.rloo_k)
+    text_batches = texts and batches(texts, state["texts"], args.batch_size // args.num_mini_batches)
     try:
         for update in run.steps(args.num_updates):
             with run.clock("rollout"):
-                k_prompts = [x.repeat_interleave(args.rloo_k, 0) for x in next(prompt_batches)]  # neighbouring rows
-                rollout = sample_batch(policy, *k_prompts, args)  # 1
+                k_prompts = [prompt for prompt in next(prompt_batches) for _ in range(args.rloo_k)]  # neighbours
+                rollout = sample_batch(policy, k_prompts, args)  # 1
             with run.clock("score"):
                 score_reference(rollout, policy, reference, args)  # 2
-                scores = score_responses(rollout, reward, args)
+                scores = score_responses(rollout, reward_functions, args)
             rollout.kl_coef = state["kl_coef"]
             used_scores = normalize_scores(scores, args.reward_clip_range) if args.normalize_reward else scores
             non_score_reward = -rollout.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T), 3
@@ -258,9 +263,9 @@ def train(args: Args) -> None:
             stats |= {"objective/equal_groups": equal_groups(scores, args.rloo_k), "val/clipfrac_avg": 0.0}
             stats["lr"] = optimizer.param_groups[0]["lr"]
             if gold_reward:
-                stats["objective/gold_scores"] = gold_reward(rollout).mean().item()
+                stats["objective/gold_scores"] = gold_reward(rollout).nanmean().item()
             if eval_prompts and (update % args.eval_steps == 0 or update == args.num_updates):
-                stats |= evaluate(policy, reference, reward, eval_prompts, args)
+                stats |= evaluate(policy, reference, reward_functions, eval_prompts, args)
             report(run, update, stats, rollout, scores, policy.tokenizer, args)
             if args.adaptive_kl:
                 state["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)  # 7
@@ -282,6 +287,8 @@ class Rollout:
     mask: Tensor  # (B, T) true up to and including the stop token
     ended: Tensor  # (B,) whether there is a stop token
     old_logprobs: Tensor  # (B, T) under the policy that drew the responses
+    examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
+    rewards_by_name: dict[str, Tensor] | None = None  # (B,) for each of --reward-fn, NaN where it gave None
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T) by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
@@ -303,6 +310,7 @@ class Rollout:
         """
         P, T = (min(-(-int(m[index].sum(1).max()) // 8) * 8, m.shape[1]) for m in (self.prompt_mask, self.mask))
         part = {name: x[index] if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        part["examples"] = self.examples and [self.examples[i] for i in index.tolist()]
         for name, x in part.items():
             if isinstance(x, Tensor) and x.dim() == 2:
                 part[name] = x[:, -P:] if "prompt" in name else x[:, :T]
@@ -386,9 +394,10 @@ def sample(
     return responses.masked_fill(~mask, pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
-def sample_batch(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, args: Args) -> Rollout:
-    """Step 1 for a whole batch of prompts (B, P), `local_rollout_forward_batch_size` of them at a time."""
-    T, B, tokenizer = args.response_length, len(prompts), policy.tokenizer
+def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
+    """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
+    T, B, tokenizer = args.response_length, len(examples), policy.tokenizer
+    prompts, prompt_mask = pad([x["input_ids"] for x in examples], tokenizer.pad_token_id, args, left=True)  # (B, P)
     if args.response_length_min:
         T = int(torch.randint(args.response_length_min, T + 1, ()))
     inputs = prompts, prompt_mask, torch.rand(B, T).to(prompts.device)
@@ -397,7 +406,7 @@ def sample_batch(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, args: 
             sample(policy, *part, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
             for part in zip(*(x[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size) for x in inputs))
         ]
-    rollout = Rollout(prompts, prompt_mask, *(all_gather(torch.cat(x)) for x in zip(*parts)))
+    rollout = Rollout(prompts, prompt_mask, *(all_gather(torch.cat(x)) for x in zip(*parts)), examples)
     finite = rollout.old_logprobs.isfinite().all(1)
     prompt = tokenizer.decode(prompts[finite.long().argmin()], skip_special_tokens=True)  # the first bad one, if any
     require(finite.all(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: the model is "
@@ -444,9 +453,19 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -
     return scores - (penalty or 0.0) * (~ended).float()
 
 
-def score_responses(rollout: Rollout, reward: Callable[[Rollout], Tensor], args: Args) -> Tensor:
+def weighted_sum(rewards: Tensor, weights: tuple[float, ...]) -> Tensor:
+    """(B,) sums of rewards (K, B) times K weights, all 1 if none are given; a NaN has nothing to say of its row."""
+    return (rewards * rewards.new_tensor(weights or [1.0] * len(rewards))[:, None]).nansum(0)
+
+
+def score_responses(rollout: Rollout, functions: dict[str, Callable[[Rollout], Tensor]], args: Args) -> Tensor:
     """(B,) scores of the responses, in training and evaluation alike."""
-    return penalize_missing_eos(reward(rollout), rollout.ended, args.missing_eos_penalty)
+    rollout.rewards_by_name = {name: reward(rollout) for name, reward in functions.items()}
+    all_rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
+    silent = all_rewards.isnan().all(0)
+    require(not silent.any(), f"all reward functions gave None for {rollout.examples[int(silent.long().argmax())]}")
+    scores = weighted_sum(all_rewards, args.reward_weights)
+    return penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
 
 # --- 3. Reward --------------------------------------------------------------------------------------------------------
@@ -610,7 +629,7 @@ def response_gradient(
 
 def optimize_policy(
     policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args,
-    texts: Iterator[tuple[Tensor, Tensor]] | None = None,
+    texts: Iterator[list[list[int]]] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all actions seen."""
     policy.train(args.gradient_checkpointing)  # dropout is off in both modes
@@ -625,7 +644,7 @@ def optimize_policy(
             break
         if args.ratio_threshold is None or ratio <= args.ratio_threshold:
             if texts:
-                per_step["loss/ptx"] += pretrain_gradient(policy, *next(texts), args)
+                per_step["loss/ptx"] += pretrain_gradient(policy, next(texts), args)
             norm = clip_gradient(list(policy.parameters()), args.max_grad_norm)
             per_step["policy/grad_norm"] += norm
             if norm.isfinite():  # else the weights would be NaN for good
@@ -661,7 +680,14 @@ def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) ->
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": rollout.mask.sum(1).float().mean().item(),
-    }
+    } | reward_stats(rollout)
+
+
+def reward_stats(rollout: Rollout) -> dict[str, float]:
+    """Mean and deviation of what each of --reward-fn gave, over the rows of which it had something to say."""
+    said = {name: x[~x.isnan()] for name, x in rollout.rewards_by_name.items()}
+    means = {f"rewards/{name}/mean": x.mean().item() for name, x in said.items() if len(x)}
+    return means | {f"rewards/{name}/std": x.std(correction=0).item() for name, x in said.items() if len(x)}
 
 
 def equal_groups(scores: Tensor, k: int) -> float:
@@ -671,20 +697,20 @@ def equal_groups(scores: Tensor, k: int) -> float:
 
 
 def evaluate(
-    policy: nn.Module, reference: nn.Module, reward: Callable[[Rollout], Tensor], prompts: list[list[int]], args: Args
-) -> dict[str, float]:
+    policy: nn.Module, reference: nn.Module, reward_functions: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict],
+    args: Args,
+) -> dict[str, float]:  # fmt: skip
     """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
 
     Their KL is taken at the training temperature; on distributions sharpened to one token it would say little.
     """
     answers, extra = copy(args), -len(prompts) % WORLD_SIZE
     answers.temperature, answers.response_length_min = args.eval_temperature, None
-    prompts_mask = pad((prompts * WORLD_SIZE)[: len(prompts) + extra], policy.tokenizer.pad_token_id, args, left=True)
     with torch.random.fork_rng(devices=[]):  # all numbers are drawn on the CPU; training must not notice
-        rollout = sample_batch(policy, *prompts_mask, answers)
+        rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], answers)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    scores = score_responses(rollout, reward, args)[: len(prompts)]
+    scores = score_responses(rollout, reward_functions, args)[: len(prompts)]
     once = rollout.select(torch.arange(len(prompts), device=args.torch_device))  # without the prompts that fill up
     stats = rollout_stats(once, scores, torch.zeros_like(once.kl))
     names = "objective/scores", "objective/kl", "val/eos_share", "val/response_length"
@@ -706,6 +732,25 @@ def report(
             prompt = tokenizer.decode(rollout.prompts[i][rollout.prompt_mask[i]], skip_special_tokens=True)
             rows.append([prompt, tokenizer.decode(rollout.responses[i][rollout.mask[i]]), f"{scores[i].item():.2f}"])
         run.table(f"update {update} of {args.num_updates}", ["prompt", "response", "score"], rows)
+        save_samples(Path(args.output_dir, "samples.jsonl"), update, rollout, scores, tokenizer)
+
+
+def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer) -> None:
+    """Adds the responses of the table to samples.jsonl: texts, rewards, and each number that there is of each token."""
+    with explain(f"{file} could not be written"):
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        lines = [line for line in lines if json.loads(line)["update"] < update]  # else from before a resume
+        for i in range(min(4, len(scores))):
+            ids, prompt = rollout.responses[i][rollout.mask[i]], rollout.prompts[i][rollout.prompt_mask[i]]
+            line = {"update": update, "prompt": tokenizer.decode(prompt), "response": tokenizer.decode(ids)}
+            line |= {"score": scores[i].item(), "tokens": [tokenizer.decode(token) for token in ids]}
+            line["rewards"] = {name: x[i].item() for name, x in rollout.rewards_by_name.items() if not x[i].isnan()}
+            for name, x in vars(rollout).items():
+                if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point():
+                    line[name] = x[i].expand(len(rollout.mask[i]))[rollout.mask[i]].tolist()
+            lines.append(json.dumps(line))
+        if not RANK:
+            file.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], args: Args) -> None:
@@ -730,8 +775,9 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
-def pretrain_gradient(policy: nn.Module, ids: Tensor, mask: Tensor, args: Args) -> float:
-    """Adds the gradient of ptx_coef * mean(-log pi) on texts (B, S), and returns that mean (InstructGPT, eq. 2)."""
+def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> float:
+    """Adds the gradient of ptx_coef * mean(-log pi) on B texts, and returns that mean (InstructGPT, eq. 2)."""
+    ids, mask = pad(texts, policy.tokenizer.pad_token_id, args)  # (B, S)
     num_tokens, total, size = mask[:, 1:].sum(), torch.zeros((), device=ids.device), args.micro_batch_size
     for ids, mask in zip(*(x[RANK::WORLD_SIZE].split(size) for x in (ids, mask))):
         with autocast(args):
@@ -769,7 +815,7 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
 
 def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
     """The reward model, frozen; None if a function gives the reward."""
-    if args.reward_fn:
+    if "reward_model" not in args.reward_fn:
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
     labels = list(model.config.id2label.values())
@@ -879,19 +925,24 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     return rewards + getattr(model.config, "reward_bias", 0.0)
 
 
-def make_reward(
-    reward_fn: str | None, args: Args, policy: nn.Module, model: nn.Module | None = None
-) -> Callable[[Rollout], Tensor]:
-    """The function from a rollout to its rewards (B,): `reward_fn` on its texts, else the reward model on its tokens.
+def make_rewards(
+    args: Args, policy: nn.Module, reward_model: nn.Module | None, examples: list[dict]
+) -> dict[str, Callable[[Rollout], Tensor]]:
+    """What --reward-fn names: functions from a rollout to its rewards (B,), which are NaN where one says None."""
+    specs, num_weights, rewards = args.reward_fn, len(args.reward_weights), {}
+    require(num_weights in (0, len(specs)), f"--reward-weights: {num_weights} numbers for {len(specs)} of --reward-fn")
+    for spec in specs:
+        is_model, name = spec == "reward_model", spec.rpartition(":")[2]
+        require(name not in rewards, f"--reward-fn {' '.join(specs)}: two of them are called {name!r}; rename one")
+        make = partial(model_reward, reward_model) if is_model else partial(function_reward, spec, examples)
+        rewards[name] = make(policy, args)
+    return rewards
 
-    If the reward model does not read the policy's tokens, the text is decoded and encoded again.
-    """
-    texts_of = partial(decode, tokenizer=policy.tokenizer)
-    if reward_fn is not None:
-        function = load_function(reward_fn)
-        call_reward_function(function, ["A first text.", "A second."] * WORLD_SIZE, args)  # a wrong one fails now
-        return lambda rollout: call_reward_function(function, texts_of(rollout), args)
+
+def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
+    """The reward model's logit. If it does not read the policy's tokens, the text is decoded and encoded again."""
     label, is_ours = list(model.config.id2label.values()).index(args.reward_label), same_tokens(policy, model)
+    texts_of = partial(decode, tokenizer=policy.tokenizer)
 
     def reward(r: Rollout) -> Tensor:
         """(b, 1) rewards of some episodes."""
@@ -906,19 +957,61 @@ def make_reward(
     return lambda rollout: check_rewards(rollout.map(reward, args)[:, 0], texts_of(rollout))
 
 
+def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
+    """A user's function: f(texts), of prompt and response as one text, or f(prompts, completions, **columns) as in TRL.
+
+    The second is told by the names of its arguments, and gets what it asks for: the prompts and completions (messages,
+    if the prompts are), completion_ids, and columns of the dataset, one value per row. It may say None of a row.
+    """
+    function, tokenizer = load_function(spec), policy.tokenizer
+    parameters = list(inspect.signature(function).parameters.values()) if inspect.isfunction(function) else []
+    names, takes_all = {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    is_trl = takes_all or not names.isdisjoint({"completions", "completion_ids"})
+    there = {"prompts", "completions", "completion_ids", *examples[0]}
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    lacks = is_trl and ", ".join(sorted(needed - there))
+    require(not lacks, f"the reward function {spec} asks for {lacks}, and the data have {', '.join(sorted(there))}")
+
+    def ask(r: Rollout) -> list[float | None]:
+        """What the function says of some episodes."""
+        if not is_trl:
+            return list(function(decode(r, tokenizer)))
+        given = {name: [x[name] for x in r.examples] for name in r.examples[0]}
+        given["prompts"] = given[args.prompt_column]
+        given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+        given["completions"] = tokenizer.batch_decode(given["completion_ids"], skip_special_tokens=True)
+        if isinstance(given["prompts"][0], list):
+            given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
+        return list(function(**{name: x for name, x in given.items() if takes_all or name in names}))
+
+    def reward(rollout: Rollout) -> Tensor:
+        """(B,) rewards of a rollout, of which each process asks for its share."""
+        r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
+        texts = decode(r, tokenizer)
+        with explain(f"the reward function {spec} failed"):
+            try:
+                values = ask(r)
+            except Exception:
+                for i, text in enumerate(texts):  # which row was it?
+                    with explain(f"the reward function {spec} failed on {text!r}"):
+                        ask(r.select(torch.tensor([i])))
+                raise
+            rewards = torch.tensor([0.0 if x is None else float(x) for x in values])
+        n = len(rewards)
+        require(n == len(texts), f"the reward function {spec} gave {n} rewards for {len(texts)} texts")
+        rewards = check_rewards(rewards, texts).masked_fill(torch.tensor([x is None for x in values]), math.nan)
+        return all_gather(rewards.to(args.torch_device))
+
+    texts = ["A first text.", "A second."] * WORLD_SIZE  # a wrong function fails now
+    ids, mask = pad(tokenizer(texts)["input_ids"], tokenizer.pad_token_id, args)
+    reward(Rollout(ids[:, :0], mask[:, :0], ids, mask, mask.any(1), ids * 0.0, (examples * len(texts))[: len(texts)]))
+    return reward
+
+
 def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
     """Prompt and response of each row as one text, without padding and special tokens."""
     rows = zip(rollout.inputs()["input_ids"], rollout.inputs()["attention_mask"].bool())
     return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in rows]
-
-
-def call_reward_function(function: Callable[[list[str]], list[float]], texts: list[str], args: Args) -> Tensor:
-    """(B,) rewards of texts, of which each process asks for its share."""
-    own = texts[RANK::WORLD_SIZE]
-    with explain("the reward function failed"):
-        rewards = torch.tensor([float(x) for x in function(own)], device=args.torch_device)
-    require(len(rewards) == len(own), f"the reward function gave {len(rewards)} rewards for {len(own)} texts")
-    return all_gather(check_rewards(rewards, own))
 
 
 def check_rewards(rewards: Tensor, texts: list[str]) -> Tensor:
@@ -931,23 +1024,21 @@ def check_rewards(rewards: Tensor, texts: list[str]) -> Tensor:
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
-def load_prompts(
-    args: Args, policy: nn.Module, reward_model: nn.Module | None
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts to train on, and of those to evaluate on."""
+def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[list[dict], list[dict]]:
+    """The rows to train on, and those to evaluate on, each with its prompt's token ids as `input_ids`."""
     train, test = (encode_prompts(data, policy.tokenizer, args) if data else [] for data in load_data(args))
     readers = [policy] + [reward_model] * same_tokens(policy, reward_model)
-    longest, limit = max(map(len, train + test)), min(map(context_length, readers))
+    longest, limit = max(len(x["input_ids"]) for x in train + test), min(map(context_length, readers))
     require(longest + args.response_length <= limit, f"the longest prompt ({longest} tokens) and --response-length "
             f"{args.response_length} exceed the {limit} tokens that policy and reward model can read")  # fmt: skip
     return train, test[: args.num_eval_prompts]
 
 
-def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[list[int]]:
-    """Token ids of a split's prompts; those over max_prompt_length, and empty ones, are dropped and counted."""
+def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
+    """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
     texts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
     prompts = [encode_prompt(text, tokenizer) for text in tqdm(texts, desc="encoding prompts", leave=False)]
-    kept = [p for p in prompts if 0 < len(p) <= args.max_prompt_length]
+    kept = [row | {"input_ids": p} for row, p in zip(data.to_list(), prompts) if 0 < len(p) <= args.max_prompt_length]
     dropped = f"{len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens"
     require(kept, f"--dataset {args.dataset}: dropped {dropped} (set --max-prompt-length)")
     if len(kept) < len(prompts):
@@ -965,23 +1056,22 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
     return texts
 
 
-def batches(
-    rows: list[list[int]], queue: list[int], batch_size: int, policy: nn.Module, args: Args, left: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches (B, S) of token lists and their mask; each pass over the rows is in a new random order.
+def batches(rows: list, queue: list[int], batch_size: int) -> Iterator[list]:
+    """Endless batches of rows; each pass over them is in a new random order.
 
-    `queue` holds the rows that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
+    `queue` holds those that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
     """
     while True:
         while len(queue) < batch_size:
             queue += torch.randperm(len(rows)).tolist()
         batch, queue[:] = queue[:batch_size], queue[batch_size:]
-        yield pad([rows[i] for i in batch], policy.tokenizer.pad_token_id, args, left)
+        yield [rows[i] for i in batch]
 
 
 # --- Settings and checks ----------------------------------------------------------------------------------------------
 
 ALIASES = {  # other libraries' spellings
+    "--reward-funcs": "--reward-fn",
     "--model-name-or-path": "--model", "--sft-model-path": "--model", "--reward-model-path": "--reward-model",
     "--dataset-name": "--dataset", "--dataset-config-name": "--dataset-config",
     "--dataset-text-field": "--prompt-column", "--stop-token-id": "--stop-token", "--ppo-epochs": "--num-ppo-epochs",
