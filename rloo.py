@@ -1130,6 +1130,7 @@ def check_first_ratio(error: float, args: Args) -> None:
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
 
@@ -1161,7 +1162,8 @@ def explain(sentence: str) -> Iterator[None]:
 def locate(name: str) -> str:
     """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
     here = next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
-    is_path = name.startswith((".", "/", "~", "toy/")) or name.count("/") > 1 or "\\" in name
+    is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith(tuple(DATA_FILES)) or "\\" in name
+    is_path = is_path or name.count("/") > 1
     require(here or (name and not is_path), f"{name!r}: there is no such file or folder")
     return str(here or name)
 
@@ -1227,7 +1229,7 @@ def load_function(spec: str) -> Callable:
 def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path, data = locate(name), []
-    kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(path).suffix)
+    kind = DATA_FILES.get(Path(path).suffix)
     require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
     source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
     datasets.disable_progress_bars()

@@ -174,6 +174,7 @@ def test_model_that_is_nowhere(run):
         message = run(module, flag, "no-such-folder/no-such-model")
         assert "'no-such-folder/no-such-model' could not be loaded" in message
     assert "no such file or folder" in run(ppo, "--model", "./no-such-model")
+    assert "'pairs.jsonl': there is no such file" in run(ppo, "--dataset", "pairs.jsonl")
 
 
 def test_folder_without_a_model(run, tmp_path):
