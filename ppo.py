@@ -263,9 +263,8 @@ def train(args: Args) -> None:
             used_scores = scale_scores(scores, state["scores"], args)  # 3
             rollout.kl_coef = state["kl_coef"]
             rewards, non_score_reward = shape_rewards(used_scores, rollout.kl, rollout.mask, rollout.kl_coef)
-            if args.whiten_rewards:
-                rewards = masked_whiten(rewards, rollout.mask, shift_mean=False)
-            advantages, rollout.returns = gae(rewards, rollout.values, rollout.mask, args.gamma, args.lam)  # 4
+            rollout.rewards = masked_whiten(rewards, rollout.mask, shift_mean=False) if args.whiten_rewards else rewards
+            advantages, rollout.returns = gae(rollout.rewards, rollout.values, rollout.mask, args.gamma, args.lam)  # 4
             rollout.advantages = masked_whiten(advantages, rollout.mask) if args.whiten_advantages else advantages
             with run.clock("update"):
                 stats = optimize(policy, critic, optimizer, rollout, args, text_batches)  # 5 and 6
@@ -301,6 +300,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T) by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
+    rewards: Tensor | None = None  # (B, T)
     values: Tensor | None = None  # (B, T)
     advantages: Tensor | None = None  # (B, T)
     returns: Tensor | None = None  # (B, T)
@@ -498,7 +498,8 @@ def score_responses(rollout: Rollout, functions: dict[str, Callable[[Rollout], T
     rollout.rewards_by_name = {name: reward(rollout) for name, reward in functions.items()}
     all_rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
     silent = all_rewards.isnan().all(0)
-    require(not silent.any(), f"all reward functions gave None for {rollout.examples[int(silent.long().argmax())]}")
+    prompt = rollout.examples[int(silent.long().argmax())][args.prompt_column]
+    require(not silent.any(), f"every reward function said None of a response to {prompt!r}")
     scores = weighted_sum(all_rewards, args.reward_weights)
     return penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
@@ -692,7 +693,8 @@ def optimize(
             break
         if ratio <= args.ratio_threshold:
             if texts:
-                per_step["loss/ptx"] += pretrain_gradient(policy, next(texts), args)
+                text_batch = pad(next(texts), policy.tokenizer.pad_token_id, args)
+                per_step["loss/ptx"] += pretrain_gradient(policy, *text_batch, args)
             norms = [clip_gradient(group["params"], args.max_grad_norm) for group in optimizer.param_groups]
             per_step["policy/grad_norm"] += norms[0]
             per_step["val/grad_norm"] += norms[1]
@@ -747,7 +749,7 @@ def explained_variance(rollout: Rollout) -> float:
 
 
 def evaluate(
-    policy: nn.Module, reference: nn.Module, reward_functions: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict],
+    policy: nn.Module, reference: nn.Module, functions: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict],
     args: Args,
 ) -> dict[str, float]:  # fmt: skip
     """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
@@ -760,7 +762,7 @@ def evaluate(
         rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], answers)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    scores = score_responses(rollout, reward_functions, args)[: len(prompts)]
+    scores = score_responses(rollout, functions, args)[: len(prompts)]
     once = rollout.select(torch.arange(len(prompts), device=args.torch_device))  # without the prompts that fill up
     stats = rollout_stats(once, scores, torch.zeros_like(once.kl))
     names = "objective/scores", "objective/kl", "val/eos_share", "val/response_length"
@@ -794,7 +796,8 @@ def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, toke
             ids, prompt = rollout.responses[i][rollout.mask[i]], rollout.prompts[i][rollout.prompt_mask[i]]
             line = {"update": update, "prompt": tokenizer.decode(prompt), "response": tokenizer.decode(ids)}
             line |= {"score": scores[i].item(), "tokens": [tokenizer.decode(token) for token in ids]}
-            line["rewards"] = {name: x[i].item() for name, x in rollout.rewards_by_name.items() if not x[i].isnan()}
+            named = {name: x[i].item() for name, x in rollout.rewards_by_name.items()}
+            line["rewards_by_name"] = {name: None if math.isnan(x) else x for name, x in named.items()}
             for name, x in vars(rollout).items():
                 if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point():
                     line[name] = x[i].expand(len(rollout.mask[i]))[rollout.mask[i]].tolist()
@@ -835,9 +838,8 @@ def scale_scores(scores: Tensor, history: list[float], args: Args) -> Tensor:
     return scores if args.score_clip is None else scores.clamp(-args.score_clip, args.score_clip)
 
 
-def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> float:
-    """Adds the gradient of ptx_coef * mean(-log pi) on B texts, and returns that mean (InstructGPT, eq. 2)."""
-    ids, mask = pad(texts, policy.tokenizer.pad_token_id, args)  # (B, S)
+def pretrain_gradient(policy: nn.Module, ids: Tensor, mask: Tensor, args: Args) -> float:
+    """Adds the gradient of ptx_coef * mean(-log pi) on texts (B, S), and returns that mean (InstructGPT, eq. 2)."""
     num_tokens, total, size = mask[:, 1:].sum(), torch.zeros((), device=ids.device), args.micro_batch_size
     for ids, mask in zip(*(x[RANK::WORLD_SIZE].split(size) for x in (ids, mask))):
         with autocast(args):

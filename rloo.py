@@ -463,7 +463,8 @@ def score_responses(rollout: Rollout, functions: dict[str, Callable[[Rollout], T
     rollout.rewards_by_name = {name: reward(rollout) for name, reward in functions.items()}
     all_rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
     silent = all_rewards.isnan().all(0)
-    require(not silent.any(), f"all reward functions gave None for {rollout.examples[int(silent.long().argmax())]}")
+    prompt = rollout.examples[int(silent.long().argmax())][args.prompt_column]
+    require(not silent.any(), f"every reward function said None of a response to {prompt!r}")
     scores = weighted_sum(all_rewards, args.reward_weights)
     return penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
@@ -644,7 +645,8 @@ def optimize_policy(
             break
         if args.ratio_threshold is None or ratio <= args.ratio_threshold:
             if texts:
-                per_step["loss/ptx"] += pretrain_gradient(policy, next(texts), args)
+                text_batch = pad(next(texts), policy.tokenizer.pad_token_id, args)
+                per_step["loss/ptx"] += pretrain_gradient(policy, *text_batch, args)
             norm = clip_gradient(list(policy.parameters()), args.max_grad_norm)
             per_step["policy/grad_norm"] += norm
             if norm.isfinite():  # else the weights would be NaN for good
@@ -697,7 +699,7 @@ def equal_groups(scores: Tensor, k: int) -> float:
 
 
 def evaluate(
-    policy: nn.Module, reference: nn.Module, reward_functions: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict],
+    policy: nn.Module, reference: nn.Module, functions: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict],
     args: Args,
 ) -> dict[str, float]:  # fmt: skip
     """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
@@ -710,7 +712,7 @@ def evaluate(
         rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], answers)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    scores = score_responses(rollout, reward_functions, args)[: len(prompts)]
+    scores = score_responses(rollout, functions, args)[: len(prompts)]
     once = rollout.select(torch.arange(len(prompts), device=args.torch_device))  # without the prompts that fill up
     stats = rollout_stats(once, scores, torch.zeros_like(once.kl))
     names = "objective/scores", "objective/kl", "val/eos_share", "val/response_length"
@@ -744,7 +746,8 @@ def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, toke
             ids, prompt = rollout.responses[i][rollout.mask[i]], rollout.prompts[i][rollout.prompt_mask[i]]
             line = {"update": update, "prompt": tokenizer.decode(prompt), "response": tokenizer.decode(ids)}
             line |= {"score": scores[i].item(), "tokens": [tokenizer.decode(token) for token in ids]}
-            line["rewards"] = {name: x[i].item() for name, x in rollout.rewards_by_name.items() if not x[i].isnan()}
+            named = {name: x[i].item() for name, x in rollout.rewards_by_name.items()}
+            line["rewards_by_name"] = {name: None if math.isnan(x) else x for name, x in named.items()}
             for name, x in vars(rollout).items():
                 if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point():
                     line[name] = x[i].expand(len(rollout.mask[i]))[rollout.mask[i]].tolist()
@@ -775,9 +778,8 @@ def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
-def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> float:
-    """Adds the gradient of ptx_coef * mean(-log pi) on B texts, and returns that mean (InstructGPT, eq. 2)."""
-    ids, mask = pad(texts, policy.tokenizer.pad_token_id, args)  # (B, S)
+def pretrain_gradient(policy: nn.Module, ids: Tensor, mask: Tensor, args: Args) -> float:
+    """Adds the gradient of ptx_coef * mean(-log pi) on texts (B, S), and returns that mean (InstructGPT, eq. 2)."""
     num_tokens, total, size = mask[:, 1:].sum(), torch.zeros((), device=ids.device), args.micro_batch_size
     for ids, mask in zip(*(x[RANK::WORLD_SIZE].split(size) for x in (ids, mask))):
         with autocast(args):

@@ -38,7 +38,8 @@ CHANGES = {
     "ppo": {
         "seed": 2, "bf16": True, "model": "{tmp}/policy", "reward_model": "{tmp}/reward", "dataset": "{tmp}/prompts.csv",
         "reward_label": ("NEGATIVE", {"reward_model": "{tmp}/classifier", "reward_label": "POSITIVE"}),
-        "reward_fn": "toy/make.py:gold_score", "gold_reward_fn": "toy/make.py:gold_score",
+        "reward_fn": (("toy/make.py:gold_score",), {}),
+        "reward_weights": ((0.5,), {}), "gold_reward_fn": "toy/make.py:gold_score",
         "dataset_train_split": "validation", "prompt_column": ("other", {"dataset": "{tmp}/prompts.csv"}),
         "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
         "max_prompt_length": 5, "response_length": 6, "temperature": 1.0,

@@ -690,12 +690,14 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, name):
     """Two processes get equally many rows of three prompts, and the row that fills up the second is not counted."""
     script, args = SCRIPTS[name], SCRIPTS[name].Args(response_length=8, response_length_min=4)
 
-    def answer(policy, ids, mask, answers):
+    def answer(policy, examples, answers):
         assert answers.temperature == args.eval_temperature and answers.response_length_min is None
+        ids = torch.tensor([x["input_ids"] for x in examples])
         assert ids.flatten().tolist() == [5, 6, 7, 5]
         lengths = torch.tensor([[5], [6], [7], [20]])  # the row that is not counted is the longest
         mask_of_24 = torch.arange(24) < lengths
-        return script.Rollout(ids, mask, ids.repeat(1, 24), mask_of_24, ids.flatten() == 7, torch.zeros(4, 24))
+        ended, rest = ids.flatten() == 7, (torch.zeros(4, 24), examples)
+        return script.Rollout(ids, ids > 0, ids.repeat(1, 24), mask_of_24, ended, *rest)
 
     def compare(rollout, *_):
         rollout.ref_logprobs, rollout.kl = torch.zeros(4, 24), torch.ones(4, 24)
@@ -706,7 +708,8 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, name):
     monkeypatch.setattr(script, "score_reference", compare)
     policy = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
     reward = lambda r: 2.0 * r.prompts.flatten()  # noqa: E731
-    stats = script.evaluate(policy, None, reward, [[5], [6], [7]], args)
+    examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
+    stats = script.evaluate(policy, None, {"reward": reward}, examples, args)
     expected = {"eval/scores": 12.0, "eval/kl": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
     assert stats == pytest.approx(expected)
 
@@ -716,10 +719,10 @@ def test_evaluation_of_fewer_prompts_than_processes(monkeypatch, name):
     """Five processes and two prompts: each process gets a row all the same."""
     script, rows = SCRIPTS[name], []
     monkeypatch.setattr(script, "WORLD_SIZE", 5)
-    monkeypatch.setattr(script, "sample_batch", lambda policy, ids, *_: rows.append(len(ids)) or 1 / 0)
+    monkeypatch.setattr(script, "sample_batch", lambda policy, examples, _: rows.append(len(examples)) or 1 / 0)
     policy = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
     with pytest.raises(ZeroDivisionError):
-        script.evaluate(policy, None, None, [[5], [6]], script.Args())
+        script.evaluate(policy, None, None, [{"input_ids": [5]}, {"input_ids": [6]}], script.Args())
     assert rows == [5]
 
 

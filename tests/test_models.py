@@ -136,7 +136,7 @@ def refusal(train, script, **settings):
 @pytest.mark.parametrize("script", [rloo, dpo], ids=lambda module: module.__name__)
 def test_rotary_embeddings_under_bfloat16_elsewhere(saved, train, script):
     gold = f"{ROOT}/toy/make.py:gold_score"
-    data = dict(dataset_test_split="validation") if script is dpo else dict(reward_fn=gold)
+    data = dict(dataset_test_split="validation") if script is dpo else dict(reward_fn=(gold,))
     assert "lr" in train(script, model=saved("llama"), bf16=True, **data)[-1]
 
 
@@ -247,7 +247,7 @@ def test_the_context_of_roberta(saved, tmp_path):
 def test_a_critic_on_embeddings_of_another_width(saved, train, critic):
     """OPT-350m's last layer is projected down to the width of its embeddings; the critic's head reads that."""
     reward_fn = str(ROOT / "toy/make.py:gold_score")
-    assert train(ppo, model=saved("opt"), critic=critic, reward_fn=reward_fn)[0]["val/grad_norm"] > 0
+    assert train(ppo, model=saved("opt"), critic=critic, reward_fn=(reward_fn,))[0]["val/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])

@@ -40,7 +40,8 @@ def a_rollout(policy, **settings):
     args = ppo.Args(**settings)
     args.stop_token_id, policy.tokenizer = STOP, SimpleNamespace(pad_token_id=PAD, decode=lambda ids, **_: str(ids))
     torch.manual_seed(0)
-    rollout = ppo.sample_batch(policy, *left_padded_prompts(), args)
+    prompts = [{"input_ids": row[real].tolist()} for row, real in zip(*left_padded_prompts())]
+    rollout = ppo.sample_batch(policy, prompts, args)
     ppo.score_reference(rollout, policy, deepcopy(policy), args)
     rollout.advantages = torch.randn_like(rollout.old_logprobs)
     rollout.values = torch.zeros_like(rollout.old_logprobs)
@@ -453,7 +454,7 @@ def test_prompts_as_messages(tmp_path, module):
     (tmp_path / "d.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 8)
     args = module.Args(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"))
     prompts, _ = module.load_prompts(args, module.load_policy(args), None)
-    assert tokenizer.decode(prompts[0]) == "user: The film<|end|>assistant:"
+    assert tokenizer.decode(prompts[0]["input_ids"]) == "user: The film<|end|>assistant:"
     settings = dict(model=args.model, dataset=args.dataset, batch_size=8, total_episodes=8, response_length=4)
     run(module, tmp_path / "out", **settings)
 

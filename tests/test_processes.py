@@ -40,7 +40,7 @@ RUNS = {
     "ppo, stage 0": ("ppo", dict(num_mini_batches=2, whiten_rewards=True, adaptive_kl=True, ema_decay=0.5), {}),
     "ppo, stage 2": ("ppo", dict(pretrain_data="texts.jsonl", ptx_coef=1.0, gold_reward_fn="reward.py:length"),
                      dict(zero_stage=2, offload=True)),
-    "ppo, stage 3": ("ppo", dict(reward_fn="reward.py:length", local_rollout_forward_batch_size=3),
+    "ppo, stage 3": ("ppo", dict(reward_fn=("reward.py:length", "reward_model"), local_rollout_forward_batch_size=3),
                      dict(zero_stage=3, gather_for_rollout=False)),
     "ppo, shared critic, stage 2": ("ppo", dict(critic="shared", kl_estimator="full", gradient_checkpointing=True),
                                     dict(zero_stage=2)),
@@ -94,9 +94,11 @@ def settings_of(script, world, output, **settings):
     """Settings of a run, with paths in the folder of the fixture."""
     data = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}.get(script, "prompts")
     here = dict(dataset=str(world / data), output_dir=str(output))
-    for name in ("reward_fn", "gold_reward_fn", "pretrain_data"):
+    for name in ("gold_reward_fn", "pretrain_data"):
         if name in settings:
             settings[name] = str(world / settings[name])
+    if "reward_fn" in settings:
+        settings["reward_fn"] = tuple(str(world / x) if ":" in x else x for x in settings["reward_fn"])
     defaults = ROLLOUTS if script in ("ppo", "rloo") else TEXTS
     return defaults | here | settings
 

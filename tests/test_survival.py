@@ -332,7 +332,7 @@ def test_a_folder_removed_midway(tmp_path, tiny, capsys):
         "import shutil\n\ncalls = []\n\n\ndef reward(texts):\n    calls.append(texts)\n"
         f"    shutil.rmtree({str(out)!r}) if len(calls) == 3 else None\n    return [float(len(x)) for x in texts]\n"
     )
-    settings = tiny["rloo"] | dict(output_dir=str(out), reward_fn=f"{file}:reward", save_steps=1, dataset_test_split="none")
+    settings = tiny["rloo"] | dict(output_dir=str(out), reward_fn=(f"{file}:reward",), save_steps=1, dataset_test_split="none")
     with pytest.raises(rloo.UserError, match="the model is saved .*, but its card or curves could not be made"):
         rloo.train(rloo.Args(**settings))
     said = capsys.readouterr()

@@ -120,8 +120,8 @@ def test_policy_and_critic_are_clipped_apart():
     args = ppo.Args(micro_batch_size=4, num_ppo_epochs=1, response_length=6, max_grad_norm=0.01)
     policy = ppo.load_policy(args)
     critic = ppo.make_critic(args, policy, ppo.load_reward_model(args, policy))
-    prompts = ppo.pad([[20, 30], [40], [50, 60], [70]], policy.tokenizer.pad_token_id, args, left=True)
-    rollout = ppo.sample_batch(policy, *prompts, args)
+    prompts = [{"input_ids": ids} for ids in ([20, 30], [40], [50, 60], [70])]
+    rollout = ppo.sample_batch(policy, prompts, args)
     ppo.score_reference(rollout, policy, deepcopy(policy), args)
     rollout.values = rollout.map(critic, args)
     rollout.advantages, rollout.returns = torch.randn_like(rollout.values), rollout.values + 10
@@ -197,7 +197,7 @@ def test_a_crash_loses_nothing(tmp_path, monkeypatch, tiny):
         "calls = []\ndef reward(texts):\n    calls.append(1)\n    assert len(calls) < 4\n    return [float(len(t)) for t in texts]\n"
     )
     with pytest.raises(ppo.UserError, match="AssertionError"):
-        run(ppo, tmp_path / "out", reward_fn=f"{tmp_path}/r.py:reward", **tiny["ppo"])
+        run(ppo, tmp_path / "out", reward_fn=(f"{tmp_path}/r.py:reward",), **tiny["ppo"])
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -233,7 +233,7 @@ def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, tiny):
     ids = [ours(r["completion"])["input_ids"] + [ours.eos_token_id] * e for r, e in zip(rows, ended.tolist())]
     responses, mask = ppo.pad(ids, ours.pad_token_id, args)
     rollout = ppo.Rollout(*prompts, responses, mask, ended, torch.zeros(mask.shape))
-    a, b = (ppo.make_reward(None, args, policy, model)(rollout) for model in (same, other))
+    a, b = (ppo.model_reward(model, policy, args)(rollout) for model in (same, other))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     run(ppo, tmp_path / "out", reward_model=args.reward_model, **tiny["ppo"])
     assert "starts from the policy" in capsys.readouterr().out
