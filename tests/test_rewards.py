@@ -1,0 +1,189 @@
+"""Reward functions: what they are given, how several add up, and what is left of the responses in samples.jsonl."""
+
+import json
+import math
+import textwrap
+
+import pytest
+import torch
+from test_options import chat_tokenizer
+from test_train import ROOT, run
+from transformers import AutoModelForCausalLM
+
+import ppo
+import rloo
+
+SCRIPTS = {"ppo": ppo, "rloo": rloo}
+SMALL = dict(batch_size=8, total_episodes=16, response_length=6, dataset_test_split="none")
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A dataset with columns beside the prompt; some prompts are too long, so that the rows that are left move up."""
+    rows = [{"prompt": f"The film {'of a man and a woman ' * (i % 5 == 0)}{i}", "answer": f"{i}", "n": i} for i in range(30)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return dict(dataset=str(tmp_path / "data.jsonl"), max_prompt_length=9)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file of reward functions; gives the name of one in it."""
+
+    def write_code(code, name="f"):
+        (tmp_path / "r.py").write_text(textwrap.dedent(code))
+        return f"{tmp_path}/r.py:{name}"
+
+    return write_code
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("takes", ["prompts, completions, answer, n", "completions, **columns"])
+def test_columns_belong_to_their_rows(name, tmp_path, data, write, takes):
+    """Through shuffling, dropped prompts, the k responses of a group, and the micro-batches."""
+    names = "dict(columns, completions=completions)" if "**" in takes else "locals()"
+    code = f"""
+    def f({takes}):
+        given = {names}
+        for prompt, answer, n in zip(given["prompts"], given["answer"], given["n"], strict=True):
+            assert prompt == f"The film {{answer}}" and answer == str(n) and n % 5
+        assert len(given["completions"]) == len(given["n"])
+        return given["n"]
+    """
+    group = {"rloo_k": 4} if name == "rloo" else {}
+    lines = run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL, **group)
+    assert all(1 <= line["rewards/f/mean"] <= 29 and line["rewards/f/std"] > 0 for line in lines)
+    assert all(line["objective/scores"] == pytest.approx(line["rewards/f/mean"]) for line in lines)
+    assert all(line["objective/equal_groups"] == 1 for line in lines if name == "rloo")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_function_gets_what_it_asks_for(name, tmp_path, data, write):
+    """completion_ids are the response up to and including its stop token; a default is no need."""
+    code = """
+    def f(completions, completion_ids, missing=3, *, n):
+        assert missing == 3
+        return [len(ids) for ids in completion_ids]
+    """
+    for line in run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL):
+        assert line["objective/scores"] == pytest.approx(line["val/response_length"])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_conversations_are_given_as_messages(name, tmp_path, write):
+    AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
+    chat_tokenizer().save_pretrained(tmp_path / "m")
+    prompt = [{"role": "user", "content": "The film"}]
+    (tmp_path / "d.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 8)
+    code = f"""
+    def f(prompts, completions):
+        assert all(prompt == {prompt} for prompt in prompts)
+        for (message,) in completions:
+            assert message["role"] == "assistant" and set(message) == {{"role", "content"}}
+        return [len(message["content"]) for (message,) in completions]
+    """
+    out = dict(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"), reward_fn=(write(code),))
+    assert run(SCRIPTS[name], tmp_path / "out", **out, **SMALL)[-1]["objective/scores"] > 0
+
+
+CODE = """
+def even(n, completions):
+    return [None if x % 2 else 2.0 for x in n]
+
+def three(texts):
+    return [3.0] * len(texts)
+
+def odd(n, completions):
+    return [10.0 if x % 2 else None for x in n]
+"""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_several_add_up_with_their_weights(name, tmp_path, data, write):
+    """None is left out of the sum and of the mean; what is weighted is the score, not what is logged of each."""
+    file = write(CODE, "")
+    fns = dict(reward_fn=tuple(file + x for x in ("even", "three", "odd")), reward_weights=(1.0, 0.5, -1.0))
+    for line in run(SCRIPTS[name], tmp_path / "out", **fns, **data, **SMALL):
+        values = [line[f"rewards/{x}/mean"] for x in ("even", "three", "odd") if f"rewards/{x}/mean" in line]
+        assert values in ([2.0, 3.0, 10.0], [2.0, 3.0], [3.0, 10.0])
+        share = (line["objective/scores"] + 8.5) / 12.0  # of even rows: 2 + 1.5 there, 1.5 - 10 elsewhere
+        assert 8 * share == pytest.approx(round(8 * share), abs=1e-4) and 0 <= share <= 1
+
+
+def test_the_weighted_sum():
+    """TRL 1.16: (rewards * weights).nansum over the functions."""
+    rewards = torch.tensor([[1.0, math.nan, 3.0], [10.0, 20.0, math.nan]])
+    for script in SCRIPTS.values():
+        assert script.weighted_sum(rewards, ()).tolist() == [11, 20, 3]
+        assert script.weighted_sum(rewards, (2.0, -1.0)).tolist() == [-8, -20, 6]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_reward_model_beside_a_function(name, tmp_path, tiny, write):
+    """A function that gives 1 moves the reward model's score by its weight, and nothing else."""
+    file = write("def one(texts):\n    return [1.0] * len(texts)\n", "one")
+    alone = run(SCRIPTS[name], tmp_path / "a", **tiny[name])
+    both = dict(reward_fn=("reward_model", file), reward_weights=(1.0, 0.25))
+    beside = run(SCRIPTS[name], tmp_path / "b", **both, **tiny[name])
+    assert beside[0]["objective/scores"] == pytest.approx(alone[0]["objective/scores"] + 0.25)
+    assert beside[0]["rewards/reward_model/mean"] == pytest.approx(alone[0]["objective/scores"])
+    assert alone[0]["rewards/reward_model/std"] == pytest.approx(alone[0]["objective/scores_std"])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_wrong_reward_functions(name, tmp_path, data, write):
+    """Each in one sentence, before any training but for the last two, which only a response can show."""
+
+    def sentence(*fns, **settings):
+        with pytest.raises(SCRIPTS[name].UserError) as error:
+            run(SCRIPTS[name], tmp_path / str(len(list(tmp_path.iterdir()))), reward_fn=fns, **settings, **data, **SMALL)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    file = write(CODE, "")
+    assert "--reward-weights: 1 numbers for 2" in sentence(file + "odd", file + "three", reward_weights=(1.0,))
+    assert "two of them are called 'odd'" in sentence(file + "odd", file + "odd")
+    assert "must be finite" in sentence(file + "odd", reward_weights=(math.nan,))
+    wants = sentence(write("def f(completions, solution):\n    return [0.0] * len(completions)\n"))
+    assert "asks for solution, and the data have answer, completion_ids, completions, input_ids, n, prompt" in wants
+    assert "1 rewards for 2 texts" in sentence(write("def f(completions):\n    return [0.0]\n"))
+    assert "every reward function said None of a response to 'The film" in sentence(write(CODE, "odd"))
+    raises = "def f(completions):\n    return [1.0 if x in ('A first text.', 'A second.') else 1 / 0 for x in completions]\n"
+    assert "f failed on 'The film" in (text := sentence(write(raises))) and "ZeroDivisionError" in text
+
+
+# --- samples.jsonl
+
+
+def samples_of(folder):
+    """The lines of samples.jsonl."""
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_samples_are_what_was_trained_on(name, tmp_path, tiny):
+    lines = run(SCRIPTS[name], tmp_path, num_sample_generations=2, missing_eos_penalty=1.0, **tiny[name])
+    samples = samples_of(tmp_path)
+    assert [sample["update"] for sample in samples] == [1] * 4 + [2] * 4 + [3] * 4
+    for sample in samples:
+        T = len(sample["tokens"])
+        assert "".join(sample["tokens"]) == sample["response"] and sample["prompt"] and T <= 8
+        ended = sample["response"].endswith("<|end|>")
+        assert sample["score"] == pytest.approx(sample["rewards_by_name"]["reward_model"] - (not ended), abs=1e-5)
+        columns = ["old_logprobs", "ref_logprobs", "kl", "advantages"]
+        columns += ["rewards", "values", "returns"] if name == "ppo" else []
+        assert all(len(sample[column]) == T for column in columns)
+        old, ref = torch.tensor(sample["old_logprobs"]), torch.tensor(sample["ref_logprobs"])
+        torch.testing.assert_close(torch.tensor(sample["kl"]), old - ref)
+        if name == "ppo":  # reward: the KL of each token, and the score in the last
+            assert sum(sample["rewards"]) == pytest.approx(sample["score"] - 0.05 * sum(sample["kl"]), abs=1e-4)
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_samples_of_a_resumed_run(name, tmp_path, tiny):
+    """What came after the checkpoint is there once, as if the run had not been interrupted."""
+    settings = dict(num_sample_generations=3, save_steps=1, save_total_limit=9, **tiny[name])
+    run(SCRIPTS[name], tmp_path, **settings)
+    whole = samples_of(tmp_path)
+    run(SCRIPTS[name], tmp_path, **settings, resume=str(tmp_path / "checkpoints/step-00000001.pt"))
+    assert samples_of(tmp_path) == whole and len(whole) == 12

@@ -1,0 +1,119 @@
+"""toy/verifiers.py: right answers, wrong ones, and what people's models have been found to write."""
+
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ppo
+
+sys.path.insert(0, ppo.locate("toy"))
+import verifiers  # noqa: E402
+
+
+def one(function, completion, **columns):
+    """The reward of one row."""
+    (reward,) = function(prompts=["?"], completions=[completion], **{name: [x] for name, x in columns.items()})
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so 6 * 12 = 72\n#### 72", 72), ("#### 72.", 72), ("#### $1,234.50 \nthanks", "1234.5"), ("####-3", -3),
+        (r"hence \boxed{72}", "72"), (r"\boxed{\frac{3}{4}}", "3/4"), (r"\boxed{0.75}", r"\boxed{\dfrac{3}{4}}"),
+        ("#### 5\n#### 7", 7), (r"\boxed{5}, no: \boxed{7}", 7), (r"#### 5 is wrong, \boxed{7}", 7),
+        ("#### 18", "Natalia sold 48/2 = <<48/2=24>>24\n#### 18"), ("#### 50%", 50), ("#### .5", 0.5), ("#### 7/2", 3.5),
+        ("#### 1,234,567", 1234567), (r"\boxed{1{,}000}", "#### 1{,}000"),
+    ],
+)  # fmt: skip
+def test_right_numbers(text, answer):
+    assert one(verifiers.right_number, text, answer=answer) == 1
+    assert one(verifiers.right_number, [{"role": "assistant", "content": text}], answer=answer) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["72", "", "####", "#### ", "#### 7 2 1", "#### 71", "#### 1e999999999", "#### 9**9**9**9", r"\boxed{72", r"\boxed{}",
+     "#### 72 apples and 3 pears", "#### inf", "#### nan", "#### 1/0", "#### 72/00", "#### __import__('os')", "#### ７２",
+     "#### 72,5", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### 1,2,3", "#### \x00"],
+)  # fmt: skip
+def test_wrong_numbers(text):
+    """None of them raises, or takes any time."""
+    assert one(verifiers.right_number, text, answer=72) == 0.0
+
+
+def test_a_row_without_a_number_to_compare_with():
+    assert one(verifiers.right_number, "#### 3", answer=None) is None
+    assert one(verifiers.right_number, "#### 3", answer="a parabola") is None
+
+
+@given(st.fractions(max_denominator=10**6))
+def test_numbers_survive_being_written(x):
+    assert verifiers.read_number(str(x)) == x
+    assert verifiers.read_number(f"{float(round(x * 4) / 4):,.2f}") == Fraction(round(x * 4), 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "nums", "reward"),
+    [
+        ("<think>hm</think><answer>(1 + 2) * 3</answer>", 9, [1, 2, 3], 1),
+        ("<answer> 3*(2+1) = 9 </answer>", 9, [3, 2, 1], 1),
+        ("<answer>8 / 3 * 3</answer>", 8, [8, 3, 3], 1),  # exact, where floats may miss
+        ("<answer>1/3 + 1/3 + 1/3</answer>", 1, [1, 3, 1, 3, 1, 3], 1),
+        ("<answer>1</answer> no, <answer>2 + 1</answer>", 3, [1, 2], 1),  # the last one
+        ("<answer>4 + 5</answer>", 9, [1, 2, 3], 0),  # other numbers
+        ("<answer>1 + 2 + 3 + 3</answer>", 9, [1, 2, 3], 0),  # one twice
+        ("<answer>9</answer>", 9, [9, 1], 0),  # one left out
+        ("<answer>12 + 3</answer>", 15, [1, 2, 3], 0),  # digits joined
+        ("<answer>1 + 2 + 3</answer>", 9, [1, 2, 3], 0),  # another value
+        ("(1 + 2) * 3", 9, [1, 2, 3], 0),
+        ("<answer></answer>", 9, [1, 2, 3], 0),
+        ("<answer>(1 + 2) * 3", 9, [1, 2, 3], 0),
+    ],
+)  # fmt: skip
+def test_countdown(text, target, nums, reward):
+    assert one(verifiers.countdown, text, target=target, nums=nums) == reward
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["9**9**9", "9**9**9**9", "1/0", "1 // 0", "__import__('os').system('true')", "().__class__", "exit()", "(" * 190,
+     "(" * 10**5, "-" * 190 + "1", "1" * 190 + "*1", "True + 2", "1_000", "0x10", "1e9", "1 if 1 else 2", "[1][0]", "1 2",
+     "7(3)", "", " ", "\x00", "1+\n2", "007 + 1", "１ + ２", "lambda: 1", "1 and 2", "1 < 2", "1j", "f'{1}'"],
+)  # fmt: skip
+def test_nothing_but_arithmetic_is_worked_out(expression):
+    """What hangs, ends or fools an `eval` earns 0 at once."""
+    assert one(verifiers.countdown, f"<answer>{expression}</answer>", target=3, nums=[1, 2]) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reward"),
+    [
+        ("?", "<think>a\nb</think>\n<answer>3</answer>", 1), ("?", " <think></think><answer></answer>\n", 1),
+        ("Assistant: <think>", "a</think><answer>3</answer>", 1), ("?", "a</think><answer>3</answer>", 0),
+        ("<think>", "<think>a</think><answer>3</answer>", 0), ("?", "<answer>3</answer><think>a</think>", 0),
+        ("?", "<think>a</think><answer>3</answer> and more", 0), ("?", "<think>a</think><answer>3", 0),
+        ("?", "<think>a</think><think>b</think><answer>3</answer>", 0), ("?", "", 0),
+        ("?", "<think>" * 10**5, 0), ("?", "<THINK>a</THINK><answer>3</answer>", 0),
+    ],
+)  # fmt: skip
+def test_tags(prompt, text, reward):
+    assert verifiers.tagged(prompts=[prompt], completions=[text]) == [reward]
+
+
+def test_repetition_penalty():
+    """-(1 - different / all)."""
+    assert one(verifiers.repetition_penalty, "a b c d") == 0
+    assert one(verifiers.repetition_penalty, "a b") == one(verifiers.repetition_penalty, "") == 0
+    assert one(verifiers.repetition_penalty, "a a a a a") == pytest.approx(-(1 - 1 / 3))
+    assert one(verifiers.repetition_penalty, "A b c a B c") == pytest.approx(-(1 - 3 / 4))
+
+
+def test_overlong_penalty():
+    """DAPO, eq. 13: longest 10, buffer 4."""
+    penalty = verifiers.overlong_penalty(10, 4)
+    lengths = [0, 6, 7, 8, 9, 10, 11, 50]
+    assert penalty(completion_ids=[[0] * n for n in lengths]) == [0, 0, -0.25, -0.5, -0.75, -1, -1, -1]

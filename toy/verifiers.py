@@ -1,0 +1,140 @@
+"""Reward functions that check an answer instead of judging it ("verifiable rewards"), as reasoning models are trained.
+
+    python grpo.py --dataset problems.jsonl --reward-fn toy/verifiers.py:right_number toy/verifiers.py:tagged
+
+They have the signature of TRL's reward functions: lists of completions (texts, or messages), every other column of the
+dataset by its name, and one number a row in return. What a model writes is never run: Python's parser reads an
+expression, and only + - * / of whole numbers are worked out, so that `9**9**9` or a call costs nothing and earns 0.
+"""
+
+import ast
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+LONGEST = 200  # characters of a number or an expression that are read
+
+
+def text_of(completion: str | list[dict]) -> str:
+    """A completion as a text; of messages, what they contain."""
+    return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A number
+
+
+def final_answer(text: str) -> str | None:
+    r"""What follows the last `####`, up to the end of its line (GSM8K), or stands in the last `\boxed{}` (MATH).
+
+    The later one counts if there are both; None if there is neither, or if the last brace is never closed.
+    """
+    hashes, box = text.rfind("####"), text.rfind("\\boxed{")
+    if hashes > box:
+        return text[hashes + 4 :].strip().partition("\n")[0]
+    start, depth = box + len("\\boxed{"), 1
+    for end in range(start, len(text)) if box >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    return None
+
+
+def read_number(text: str) -> Fraction | None:
+    r"""1,234.50 or $7 or -3/4 or \frac{3}{4} as an exact number; None for everything else, such as 1e999999999."""
+    text = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text.strip().rstrip(".")[:LONGEST])
+    text = re.sub(r"\\?[$%]|\\[,!;]|\s", "", text).replace("{,}", ",")
+    text = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text)
+    if not re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+|\d+/0*[1-9]\d*)", text, re.ASCII):
+        return None
+    return Fraction(text.rstrip("."))
+
+
+def right_number(completions: list, answer: list, **_) -> list[float | None]:
+    """1 if the final answer is the number in the column `answer`, else 0. None for a row without a number there.
+
+    The column may hold numbers, or texts that end in `#### 72` or hold `\\boxed{72}`, as the usual datasets have them.
+    """
+    rewards = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        wanted = read_number(final_answer(str(wanted)) or str(wanted))
+        given = read_number(final_answer(text_of(completion)) or "")
+        rewards.append(None if wanted is None else float(given == wanted))
+    return rewards
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Countdown: reach a target with given numbers, each used once
+
+
+def work_out(expression: str) -> tuple[Fraction | None, list[int]]:
+    """The value of an expression of whole numbers, + - * / and brackets, and the numbers in it; (None, []) if it is not
+    one, is longer than LONGEST characters, or divides by zero."""
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.Constant) and type(node.value) is int:  # not True, which is an int, too
+            numbers.append(node.value)
+            return Fraction(node.value)
+        raise ValueError(f"{ast.unparse(node)} is no arithmetic")
+
+    numbers = []
+    try:
+        if not re.fullmatch(rf"[\d+\-*/() ]{{1,{LONGEST}}}", expression, re.ASCII):
+            raise ValueError("not arithmetic")
+        return value(ast.parse(expression.strip(), mode="eval").body), numbers
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None, []
+
+
+def countdown(completions: list, target: list, nums: list, **_) -> list[float]:
+    """1 if the last <answer> holds an expression that uses each of `nums` once and equals `target`, else 0 (TinyZero).
+
+    `3 + 4 = 7` is read up to the equals sign.
+    """
+    rewards = []
+    for completion, goal, given in zip(completions, target, nums, strict=True):
+        answers = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text_of(completion), re.DOTALL)
+        result, used = work_out(answers[-1].partition("=")[0].strip() if answers else "")
+        rewards.append(float(result == goal and Counter(used) == Counter(given)))
+    return rewards
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Form and length
+
+
+def tagged(prompts: list, completions: list, **_) -> list[float]:
+    """1 for <think> ... </think> <answer> ... </answer> and nothing else, each tag once; else 0 (DeepSeek-R1).
+
+    Where the prompt already ends in <think>, the completion goes on from there.
+    """
+    texts = ["<think>" * text_of(p).rstrip().endswith("<think>") + text_of(c) for p, c in zip(prompts, completions)]
+    form = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+    tags = "<think>", "</think>", "<answer>", "</answer>"
+    return [float(form.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in tags)) for text in texts]
+
+
+def repetition_penalty(completions: list, n: int = 3, **_) -> list[float]:
+    """-(1 - different n-grams / all n-grams) of the words: 0 if none occurs twice, near -1 if one is repeated for ever
+    (Yeo et al. 2025, arXiv 2502.03373, app. C)."""
+    rewards = []
+    for completion in completions:
+        words = text_of(completion).lower().split()
+        grams = list(zip(*(words[i:] for i in range(n))))
+        rewards.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
+    return rewards
+
+
+def overlong_penalty(longest: int, buffer: int) -> Callable[..., list[float]]:
+    """A reward function: 0 up to longest - buffer tokens, then down in a line to -1 at longest, and -1 beyond
+    (DAPO, arXiv 2503.14476, eq. 13; there longest is 20,480 and buffer 4,096)."""
+
+    def penalty(completion_ids: list[list[int]], **_) -> list[float]:
+        return [max(-1.0, min(0.0, (longest - buffer - len(ids)) / buffer)) for ids in completion_ids]
+
+    return penalty
