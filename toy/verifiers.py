@@ -23,6 +23,12 @@ def text_of(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
 
 
+def exact_match(completions: list, answer: list[str], **_) -> list[float]:
+    """1 if the completion is the text in the column `answer`, but for spaces around it, else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text_of(completion).strip() == wanted.strip()) for completion, wanted in pairs]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A number
 

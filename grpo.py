@@ -1,0 +1,1663 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers==5.23.0",
+#     "datasets==5.2.0",
+#     "tyro==1.0.17",
+#     "wandb==0.31.0",
+#     "matplotlib==3.11.2",
+#     "rich==15.0.0",
+#     "tqdm==4.70.1",
+# ]
+# ///
+"""GRPO for language models: policy + reward -> better policy; the other responses to a prompt are the baseline.
+
+For each batch of prompts, G responses to each (`num_generations`):
+  1. sample     response y_1..y_T ~ pi(. | prompt), at the given temperature, up to and including the stop token
+  2. score      one number for the whole response, most often a check of its answer; with --dynamic-sampling, prompts
+                whose responses all score the same make room for others
+  3. advantage  A_i = score_i - mean of the group's scores, divided by their standard deviation (`scale_rewards`)
+  4. loss       ratio_t = pi(y_t) / pi_old(y_t), or for the whole response its geometric mean (GSPO);
+                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta * KL_t to the first policy];
+                all loss_t are added up with the weights of the `loss_type`: see `token_weights`
+  5. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
+
+Where everything stands, for G = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
+
+  model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      row 0; the responses to a prompt are neighbouring rows
+                PAD  p1  p2  p3 | z1  z2  z3  z4   z5  z6     row 1
+  mask                          |  1   1   1   1   0   0      true up to and including the stop token
+  logprobs, ratio, loss         |  *   *   *   *   .   .      per token
+  score, A                                                    one per row, the same for all of its tokens
+
+The policy pi is the language model in training, a rollout a batch of its responses. KL, in nats, measures how far pi
+has moved from the reference, its frozen first self. By default it has no part in the loss, and there is no reference.
+
+How this departs from RLOO: the group's mean includes the response itself, and its standard deviation makes every prompt
+count alike, easy or hard. Tokens are the actions, each clipped by itself. If all G scores are equal, the group teaches
+nothing: such groups are counted (`frac_reward_zero_std`). Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and
+19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025 (DAPO, 2503.14476); Zheng et al. 2025 (GSPO, 2507.18071);
+MiniMax 2025 (CISPO, 2506.13585). The README has a glossary of the metrics.
+
+  python grpo.py                       # the toy task: offline, a minute on two CPU cores, 44 % of answers right to 80 %
+  python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --reward-fn toy/verifiers.py:right_number \\
+      --response-length 1024           # a small model on one GPU; problems.jsonl has the columns prompt and answer
+
+Shapes: B rows (G per prompt), P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary.
+"""
+
+import ctypes
+import inspect
+import json
+import math
+import os
+import random
+import runpy
+import shlex
+import signal
+import sys
+import time
+import traceback
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import copy, deepcopy
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_type_hints
+
+import datasets
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from filelock import FileLock
+from huggingface_hub import ModelCard, ModelCardData
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import StaticCache, get_scheduler
+from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import ModelOutput, logging
+
+# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+
+Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
+Finite = Annotated[float, "finite", math.isfinite]
+NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
+Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
+Decay = Annotated[float, "at least 0 and below 1", lambda x: 0 <= x < 1]
+Count = Annotated[int, "1 or more", lambda x: x >= 1]
+Natural = Annotated[int, "0 or more, and below 2**63", lambda x: 0 <= x < 2**63]
+
+
+@dataclass
+class Args:
+    # --- GRPO
+    num_generations: Annotated[int, "2 or more", lambda x: x >= 2] = 8  # responses per prompt. More: a better baseline
+    # how tokens add up: dapo, cispo: all alike; grpo: all rows alike; dr_grpo: as dapo, with a constant; bnpo: by parts
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # of the ratio. sequence: GSPO, with grpo
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose deviation divides advantages (none: Dr. GRPO)
+    epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
+    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); for cispo the cap itself, 5
+    delta: Positive | None = None  # upper bound of the ratio where it would not be clipped, A < 0 (INTELLECT-2: 4)
+    num_ppo_epochs: Count = 1  # passes over each batch (TRL: num_iterations). More: faster, and further off policy
+    num_mini_batches: Count = 1  # optimiser steps in one pass over the batch
+    beta: NonNegative = 0.0  # weight of KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
+    use_bias_correction_kl: bool = True  # multiply KL by the ratio, which makes its gradient right (TRL 1.13 on)
+    mask_truncated_completions: bool = False  # leave responses without a stop token out of the loss (DAPO)
+    dynamic_sampling: Natural = 0  # draw up to so many more batches to replace groups with equal scores (DAPO)
+
+    # --- Rollout
+    response_length: Count = 16  # maximum tokens in a response (TRL: max_completion_length). dr_grpo divides by it
+    response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
+    temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
+    stop_token: str = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
+    missing_eos_penalty: NonNegative | None = None  # subtracted from scores of responses that never stop (TRL)
+    local_rollout_forward_batch_size: Count = 64  # responses sampled at once (TRL); no effect on the result
+
+    # --- Optimisation
+    learning_rate: Positive | None = None  # AdamW's; by default from the policy's size, ten times as high with LoRA
+    lr_scheduler_type: str = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
+    warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises to its value
+    weight_decay: NonNegative = 0.0  # AdamW's
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
+    adam_epsilon: Positive = 1e-8  # AdamW's (torch and TRL; the N+ details take 1e-5)
+    max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
+
+    # --- Batch sizes
+    batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
+    micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
+    # TRL's way: the micro_batch_size; times gradient_accumulation_steps, num_mini_batches and GPUs, the batch_size
+    per_device_train_batch_size: Count | None = None
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+
+    # --- Models: a folder, or a name on the hub
+    model: str = "toy/sort/sft"  # the policy to start from, which is also the reference that KL is measured against
+    reward_model: str = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
+    reward_label: str | None = None  # the label whose logit is the reward, for a classifier that has several
+    # what gives the reward: reward_model, or file.py:name of a function, f(texts) or TRL's; of several, the sum
+    reward_fn: tuple[str, ...] = ("toy/verifiers.py:exact_match",)
+    reward_weights: tuple[Finite, ...] = ()  # the weights of their sum; by default all 1 (TRL)
+    gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
+    lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
+    lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
+    lora_target_modules: str | None = None  # regular expression for their layers, or all-linear; default: peft's
+    bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
+    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
+    trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
+
+    # --- Data
+    dataset: str = "toy/sort/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: str | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: str = "train"  # split to train on
+    dataset_test_split: str | None = None  # split to evaluate on, or none; by default validation, if there is one
+    prompt_column: str = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
+
+    # --- Additions to GRPO
+    aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss; depends on micro-batches
+    num_eval_prompts: Count = 256  # prompts of the test split that are answered in an evaluation
+    eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
+    seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
+
+    # --- Run. Settings from here on may change when a run is resumed
+    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    total_episodes: Count | None = None  # responses sampled in the whole run; by default 2048
+    num_train_epochs: Positive | None = 1.0  # passes over the prompts; total_episodes wins over it
+    exp_name: str = "grpo"  # name of this run, in its folder and on W&B
+    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    save_steps: Count = 50  # updates between checkpoints, each of which holds everything that a run consists of
+    save_total_limit: Count = 2  # number of checkpoints to keep, the newest
+    eval_steps: Count = 50  # updates between evaluations; there is one at the end, too
+    num_sample_generations: Natural = 10  # tables of responses to print, besides one after the first update (TRL)
+    track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
+    wandb_project_name: str = "rlhf"  # W&B project, with --track
+    wandb_entity: str | None = None  # W&B team, with --track
+
+    # --- Many GPUs: torchrun --nproc-per-node N
+    zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
+    gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
+
+    # --- Computed
+    stop_token_id: int | None = field(init=False, default=None)
+    num_updates: int = field(init=False, default=0)
+    torch_device: str = field(init=False, default="cpu")  # where the models are
+
+
+# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
+
+
+def train(args: Args) -> None:
+    """Trains the policy; leaves it, its metrics, curves and model card in args.output_dir."""
+    check_args(args)
+    start_run(args)
+    policy = load_policy(args)
+    reward_model = load_reward_model(args, policy)
+    reference = make_reference(policy, args) if args.beta or args.lora_r else None
+    models = place(args, policy, reference, reward_model)
+    prompts, eval_prompts = load_prompts(args, policy, reward_model)
+    reward_functions = make_rewards(args, policy, reward_model, prompts)
+    gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
+    set_batch_sizes(args, policy, len(prompts) * args.num_generations)
+    G, length = args.num_generations, max(len(x["input_ids"]) for x in prompts) + args.response_length
+    require(args.batch_size % G == 0, f"a batch of {args.batch_size} responses does not divide into groups of {G} "
+            "(--num-generations)")  # fmt: skip
+    use_fast_kernels(args, models, args.micro_batch_size, length)
+    check_policy(policy, args)
+    settings = args.learning_rate, args.adam_betas, args.adam_epsilon, args.weight_decay
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], *settings, fused=True)
+    schedule = make_schedule(args, optimizer, args.num_updates)
+    state = {"prompts": []}  # what else changes during the run
+    run = Run(args, {"policy": policy}, optimizer, schedule, state)
+    prompt_batches = batches(prompts, state["prompts"], args.batch_size // G)
+    try:
+        for update in run.steps(args.num_updates):
+            with run.clock("rollout"):
+                rollout, scores, num_batches = sample_groups(policy, prompt_batches, reward_functions, args)  # 1 and 2
+            with run.clock("score"):
+                if args.beta:
+                    with adapter_off(policy, reference):
+                        rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
+            rollout.advantages = group_advantages(scores, G, args.scale_rewards)[:, None]  # 3
+            is_kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
+            rollout.loss_mask = rollout.mask & is_kept[:, None]
+            with run.clock("update"):
+                stats = update_policy(policy, optimizer, rollout, args)  # 4 and 5
+            stats |= completion_stats(rollout, scores, args) | {"sampled_batches": num_batches}
+            stats["num_tokens"] = run.metrics.get("num_tokens", 0) + rollout.inputs()["attention_mask"].sum().item()
+            stats["learning_rate"] = optimizer.param_groups[0]["lr"]
+            if gold_reward:
+                stats["objective/gold_scores"] = gold_reward(rollout).nanmean().item()
+            if eval_prompts and (update % args.eval_steps == 0 or update == args.num_updates):
+                stats |= evaluate(policy, reward_functions, eval_prompts, args)
+            report(run, update, stats, rollout, scores, policy.tokenizer, args)
+            schedule.step()
+    finally:  # after an error or Ctrl-C, too: what was trained is on disk
+        run.finish(policy, CURVES)
+
+
+# --- 1. Sample --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rollout:
+    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
+
+    prompts: Tensor  # (B, P) left-padded
+    prompt_mask: Tensor  # (B, P) true on real tokens
+    responses: Tensor  # (B, T) right-padded
+    mask: Tensor  # (B, T) true up to and including the stop token
+    ended: Tensor  # (B,) whether there is a stop token
+    old_logprobs: Tensor  # (B, T) under the policy that drew the responses
+    examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
+    rewards_by_name: dict[str, Tensor] | None = None  # (B,) for each of --reward-fn, NaN where it gave None
+    examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
+    rewards_by_name: dict[str, Tensor] | None = None  # (B,) for each of --reward-fn, NaN where it gave None
+    ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
+    advantages: Tensor | None = None  # (B, 1)
+    loss_mask: Tensor | None = None  # (B, T) the tokens that the loss is about
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
+        attention_mask = torch.cat([self.prompt_mask, self.mask], 1).long()
+        return {
+            "input_ids": torch.cat([self.prompts, self.responses], 1),
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would count the padding
+        }
+
+    def select(self, index: Tensor) -> "Rollout":
+        """The episodes with these row numbers, without columns in which none of them has a token: the same numbers.
+
+        Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
+        """
+        P, T = (min(-(-int(m[index].sum(1).max()) // 8) * 8, m.shape[1]) for m in (self.prompt_mask, self.mask))
+        part = {name: x[index] if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        part["examples"] = self.examples and [self.examples[i] for i in index.tolist()]
+        for name, x in part.items():
+            if isinstance(x, Tensor) and x.dim() == 2:
+                part[name] = x[:, -P:] if "prompt" in name else x[:, :T]
+        return Rollout(**part)
+
+    def by_length(self, index: Tensor) -> Tensor:
+        """The row numbers in the order of their lengths, so that neighbours need little padding."""
+        lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
+        return index[lengths[index].argsort(stable=True)]
+
+    @torch.no_grad()
+    def map(self, function: Callable[["Rollout"], Tensor], args: Args) -> Tensor:
+        """(B, T) from a function of b episodes to (b, T) or (b, 1): micro-batches of them, each process its share."""
+        result = torch.zeros_like(self.old_logprobs)
+        order = self.by_length(torch.arange(len(result), device=result.device))
+        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):  # of every batch, each process has its share
+            part = self.select(index)
+            with autocast(args):
+                result[index, : part.mask.shape[1]] = function(part)
+        return all_reduce(result)
+
+
+def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
+    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
+
+    Made from positions, so that it is right even if the padding token is the stop token. With stop token 0:
+        responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
+    """
+    is_stop = torch.zeros_like(responses) if stop_token_id is None else (responses == stop_token_id).long()
+    return is_stop.cumsum(1) - is_stop == 0, is_stop.any(1)
+
+
+def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row of logits (B, V), and its logprob, by inverting the distribution function at uniforms (B,).
+
+    The token is the first whose cumulative probability exceeds the uniform number. Probabilities .2 .5 .3 and .6 give
+    the second token, since .2 <= .6 < .7. Unlike torch.multinomial this takes one random number per token, drawn
+    beforehand, so that what a row gets depends neither on its neighbours nor on how a batch is cut.
+    """
+    logprobs = logits.log_softmax(1)
+    cdf = logprobs.exp().cumsum(1)
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because rounding lets the sum end slightly off 1
+    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+@torch.no_grad()
+def sample(
+    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float,
+    stop_token_id: int | None, pad_token_id: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Draws one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
+
+    Nothing else shapes the distribution: no generation config is read. All randomness is in `uniforms` (B, T).
+    Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens drawn, 0 on padding.
+    """
+    (B, T), device = uniforms.shape, prompts.device
+    responses, logprobs = prompts.new_full((B, T), pad_token_id), torch.zeros(B, T, device=device)  # (B, T)
+    rows = torch.arange(B, device=device)  # rows still in the forward pass; the next four tensors have one row for each
+    tokens, positions = prompts, (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (rows, P), after the first pass (rows, 1)
+    attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
+    going = torch.ones(B, dtype=torch.bool, device=device)  # (rows,) those without a stop token so far
+    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # allocated once: it never grows
+    for t in range(T):
+        output = policy(
+            input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
+            past_key_values=cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        token, logprob = sample_categorical(output.logits[:, -1].float() / temperature, uniforms[rows, t])  # (rows,)
+        responses[rows, t], logprobs[rows, t] = token, logprob
+        if stop_token_id is not None:
+            going &= token != stop_token_id
+        if not all_reduce(going.any().int()):  # all processes stop together, since sharded weights need all of them
+            break
+        if 0 < going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
+            rows, token, positions, attention_mask = (x[going] for x in (rows, token, positions, attention_mask))
+            cache.reorder_cache(going.nonzero().squeeze(1))
+            going = going[going]
+        tokens, positions = token[:, None], positions[:, -1:] + 1
+    mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
+    return responses.masked_fill(~mask, pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
+
+
+def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
+    """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
+    T, B, tokenizer = args.response_length, len(examples), policy.tokenizer
+    prompts, prompt_mask = pad([x["input_ids"] for x in examples], tokenizer.pad_token_id, args, left=True)  # (B, P)
+    if args.response_length_min:
+        T = int(torch.randint(args.response_length_min, T + 1, ()))
+    inputs = prompts, prompt_mask, torch.rand(B, T).to(prompts.device)
+    with autocast(args), gathered(policy, args):
+        parts = [
+            sample(policy, *part, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
+            for part in zip(*(x[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size) for x in inputs))
+        ]
+    rollout = Rollout(prompts, prompt_mask, *(all_gather(torch.cat(x)) for x in zip(*parts)), examples)
+    finite = rollout.old_logprobs.isfinite().all(1)
+    prompt = tokenizer.decode(prompts[finite.long().argmin()], skip_special_tokens=True)  # the first bad one, if any
+    require(finite.all(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: the model is "
+            "broken, or a --learning-rate that is too high has broken it")  # fmt: skip
+    return rollout.select(torch.arange(B, device=prompts.device))
+
+
+def sample_groups(
+    policy: nn.Module, prompt_batches: Iterator[list[dict]], functions: dict[str, Callable[[Rollout], Tensor]],
+    args: Args,
+) -> tuple[Rollout, Tensor, int]:  # fmt: skip
+    """Steps 1 and 2: a batch of responses, G to each prompt, their scores (B,), and how many batches were sampled.
+
+    With --dynamic-sampling, groups whose scores are all equal, and which therefore give no gradient, are replaced by
+    groups of further batches (DAPO, sec. 3.2). When as many have been drawn as are allowed, the rest of the last stays.
+    """
+    G, N, parts, num_rows = args.num_generations, args.dynamic_sampling, [], 0
+    for draw in range(1 + N):
+        rollout = sample_batch(policy, [prompt for prompt in next(prompt_batches) for _ in range(G)], args)
+        scores = score_responses(rollout, functions, args)
+        differs = (scores.view(-1, G).std(1) > 0).repeat_interleave(G)  # (B,)
+        num_kept = int(differs.sum()) if draw < N else args.batch_size
+        in_order = (~differs).long().argsort(stable=True)  # those that differ come first
+        rows = in_order[: min(num_kept, args.batch_size - num_rows)]
+        parts.append((rollout.select(rows), scores[rows]))
+        num_rows += len(rows)
+        if num_rows == args.batch_size:
+            break
+    rollouts, scores = zip(*parts)
+    return join(rollouts), torch.cat(scores), draw + 1
+
+
+def join(parts: list[Rollout]) -> Rollout:
+    """The episodes of several rollouts as one."""
+
+    def cat(name: str, values: list) -> Tensor | list | dict | None:
+        """One field: lists one after the other, tensors padded to the widest first, prompts on the left."""
+        if isinstance(values[0], list):
+            return sum(values, [])
+        if isinstance(values[0], dict):
+            return {key: torch.cat([value[key] for value in values]) for key in values[0]}
+        if values[0] is None or values[0].dim() == 1:
+            return None if values[0] is None else torch.cat(values)
+        gaps = [max(x.shape[1] for x in values) - x.shape[1] for x in values]
+        return torch.cat([F.pad(x, (gap, 0) if "prompt" in name else (0, gap)) for x, gap in zip(values, gaps)])
+
+    return Rollout(**{f.name: cat(f.name, [getattr(part, f.name) for part in parts]) for f in fields(Rollout)})
+
+
+# --- 2. Score ---------------------------------------------------------------------------------------------------------
+
+
+def response_forward(model: nn.Module, r: Rollout, temperature: float, **options) -> tuple[Tensor, ModelOutput]:
+    """(B, T, V) float32 logits / temperature that predict the response tokens, and the model's whole output.
+
+    Position P-1+t of the input predicts response token t.
+    """
+    P, T = r.prompts.shape[1], r.responses.shape[1]
+    positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
+    output = model(**r.inputs(), use_cache=False, logits_to_keep=positions, **options)
+    return output.logits.float().div_(temperature), output  # in place: it is the largest tensor of all
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """(B, T) log-probability of each token under logits (B, T, V)."""
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def compute_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
+    """(B, T) log-probabilities of the responses under a model."""
+    return rollout.map(lambda r: token_logprobs(response_forward(model, r, args.temperature)[0], r.responses), args)
+
+
+def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -> Tensor:
+    """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
+    return scores - (penalty or 0.0) * (~ended).float()
+
+
+def weighted_sum(rewards: Tensor, weights: tuple[float, ...]) -> Tensor:
+    """(B,) sums of rewards (K, B) times K weights, all 1 if none are given; a NaN has nothing to say of its row."""
+    return (rewards * rewards.new_tensor(weights or [1.0] * len(rewards))[:, None]).nansum(0)
+
+
+def score_responses(rollout: Rollout, functions: dict[str, Callable[[Rollout], Tensor]], args: Args) -> Tensor:
+    """(B,) scores of the responses, in training and evaluation alike."""
+    rollout.rewards_by_name = {name: reward(rollout) for name, reward in functions.items()}
+    all_rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
+    silent = all_rewards.isnan().all(0)
+    prompt = rollout.examples[int(silent.long().argmax())][args.prompt_column]
+    require(not silent.any(), f"every reward function said None of a response to {prompt!r}")
+    scores = weighted_sum(all_rewards, args.reward_weights)
+    return penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+
+
+# --- 3. Advantage -----------------------------------------------------------------------------------------------------
+
+
+def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
+    """(B,) each score less the mean of its group, over the deviation of the group or the batch (TRL `scale_rewards`).
+
+    The rows of a group are neighbours. With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By the group's
+    deviation, 0.5, this becomes [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures (Dr. GRPO
+    holds that against it). 1e-4 keeps groups without any difference at 0.
+    """
+    groups = scores.view(-1, G)
+    deviation = {"group": groups.std(1, keepdim=True), "batch": scores.std(), "none": 1.0 - 1e-4}[scale]
+    return ((groups - groups.mean(1, keepdim=True)) / (deviation + 1e-4)).flatten()
+
+
+# --- 4. Loss ----------------------------------------------------------------------------------------------------------
+
+
+def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
+    """pi / pi_old of each token (B, T), or the geometric mean over the tokens of a response (B, 1) (GSPO, eq. 7)."""
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return log_ratio.exp()
+
+
+def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Args) -> Tensor:
+    """Clipped surrogate, negated, of each token (B, T), or response (B, 1) at the level of sequences.
+
+    The larger loss is taken, so that moving beyond the clip range never lowers it, but can still raise it: without
+    bound where A < 0, unless `delta` sets one. CISPO instead keeps every token's gradient: its ratio is a capped weight
+    that is not differentiated, for an ordinary policy gradient (MiniMax-M1, eq. 4, without a lower cap, as in TRL).
+    """
+    if args.loss_type == "cispo":
+        return -ratio.clamp(max=args.epsilon_high).detach() * advantages * logprobs
+    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon_high)
+    return torch.max(-advantages * ratio.clamp(max=args.delta or math.inf), -advantages * clipped)
+
+
+def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) -> Tensor:
+    """What the losses of some rows (b, T) are multiplied by, (b, 1), to be added up to the loss of a mini-batch.
+
+    dapo, cispo  1 / tokens of the mini-batch: every token counts alike, a long response more than a short one
+    grpo         1 / (rows * tokens of the row): every response counts alike. A long wrong one is held against each of
+                 its tokens less than a short one, so that wrong responses grow (Dr. GRPO, sec. 3.1)
+    dr_grpo      1 / (rows * response_length): as dapo, but for a constant that does not depend on the responses
+    bnpo         1 / (micro-batches * tokens of this micro-batch): the only one for which it matters how rows are cut
+
+    `num_rows` and `num_tokens` are those of the mini-batch, on all processes together over their number.
+    """
+    if args.loss_type == "grpo":
+        return 1 / (num_rows * mask.sum(1, keepdim=True).clamp(min=1))
+    divisor = {
+        "dr_grpo": num_rows * args.response_length,
+        "bnpo": mask.sum().clamp(min=1) * num_rows / len(mask),
+    }.get(args.loss_type, num_tokens)
+    return torch.ones_like(mask[:, :1]) / divisor
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
+
+    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative.
+    """
+    k1 = logprobs - ref_logprobs
+    k2, k3 = 0.5 * k1**2, torch.expm1(-k1) + k1
+    return {"k1": k1, "kl": k1, "abs": k1.abs(), "k2": k2, "mse": k2, "k3": k3}[estimator]
+
+
+# --- 5. Update --------------------------------------------------------------------------------------------------------
+
+
+def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T) log-probability of each token under logits (B, T, V), and, without gradient, the entropy there in nats."""
+    logprobs = logits.log_softmax(-1)  # once for both
+    with torch.no_grad():
+        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
+    return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
+
+
+def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
+    """A random partition of the batch into mini-batches of row numbers, each cut into micro-batches; once per epoch.
+
+    The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
+    is a sum over its rows: how it is cut changes nothing. Each process gets its share.
+    """
+    B, device = len(rollout.mask), rollout.mask.device
+    for _ in range(args.num_ppo_epochs):
+        for mini_batch in torch.randperm(B).to(device).split(B // args.num_mini_batches):
+            yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
+
+
+def policy_forward(
+    policy: nn.Module, r: Rollout, args: Args, **options
+) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
+    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), the loss of its router
+    and the states (b, P+T, D) of its last layer, each if asked for.
+
+    The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
+    """
+    options |= {"output_router_logits": True} if args.aux_loss_coef else {}
+    with autocast(args):
+        logits, output = response_forward(policy, r, args.temperature, **options)
+    states = output.hidden_states[-1] if options.get("output_hidden_states") else None
+    return *token_logprobs_and_entropy(logits, r.responses), output.aux_loss if args.aux_loss_coef else 0.0, states
+
+
+def grpo_gradient(
+    policy: nn.Module, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
+) -> dict[str, Tensor]:
+    """Adds up the gradient of a mini-batch; returns sums of what is logged over its tokens, extremes over its rows.
+
+    The loss has one definition for the whole mini-batch: how it is cut, or shared by processes, changes nothing (but
+    for bnpo). The gradients of several processes become their mean, so that each counts rows and tokens per process.
+    """
+    sums, row_shares, rows = defaultdict(float), [], torch.cat(mini_batch)
+    num_tokens = (all_reduce(rollout.loss_mask[rows].sum()) / WORLD_SIZE).clamp(min=1)
+    for index in mini_batch:
+        r = rollout.select(index)
+        logprobs, entropy, aux_loss, _ = policy_forward(policy, r, args)  # (b, T)
+        ratio = importance_ratio(logprobs, r.old_logprobs, r.loss_mask, args.importance_sampling_level)
+        losses, kl = surrogate_loss(ratio, logprobs, r.advantages, args), torch.zeros_like(logprobs)
+        if args.beta:
+            kl = kl_estimate(logprobs, r.ref_logprobs, "k3") * (ratio if args.use_bias_correction_kl else 1.0)
+        weights = token_weights(r.loss_mask, len(rows), num_tokens, args)
+        loss = ((losses + args.beta * kl) * weights).masked_fill(~r.loss_mask, 0.0).sum()
+        (loss + args.aux_loss_coef * aux_loss * len(index) / len(rows)).backward()
+        with torch.no_grad():
+            sums["loss"] += loss.detach()
+            is_low = (ratio < 1 - args.epsilon) & (r.advantages < 0)  # where the loss is clipped, and has no gradient
+            is_high = (ratio > (args.loss_type != "cispo") + args.epsilon_high) & (r.advantages > 0)
+            token_stats = {
+                "tokens": torch.ones_like(logprobs), "clip_ratio/low_mean": is_low, "clip_ratio/high_mean": is_high,
+                "clip_ratio/region_mean": is_low | is_high,
+                "kl": kl, "entropy": entropy, "val/ratio": ratio, "approxkl": 0.5 * (logprobs - r.old_logprobs) ** 2,
+                "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
+            }  # fmt: skip
+            for name, x in token_stats.items():
+                sums[name] += x.expand_as(logprobs).masked_fill(~r.loss_mask, 0.0).sum()
+            clipped = torch.stack([is_low.expand_as(logprobs), is_high.expand_as(logprobs)], 2)  # (b, T, 2)
+            num_clipped = (clipped & r.loss_mask[..., None]).sum(1)  # (b, 2)
+            row_shares.append(num_clipped / r.loss_mask.sum(1, keepdim=True).clamp(min=1))
+    sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values())))))
+    lows, highs = all_gather(torch.cat(row_shares)).unbind(1)
+    return sums | {"clip_ratio/low_min": lows.min(), "clip_ratio/high_max": highs.max()}
+
+
+def update_policy(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
+    """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all tokens seen."""
+    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    sums, steps, per_batch = defaultdict(float), 0, defaultdict(float)
+    num_batches = args.num_ppo_epochs * args.num_mini_batches
+    for mini_batch in mini_batches(rollout, args):
+        batch = grpo_gradient(policy, rollout, mini_batch, args)
+        error = batch.pop("ratio_error") / batch["tokens"].clamp(min=1)
+        if not per_batch:
+            check_first_ratio(float(error), args)  # it is 1: nothing has moved yet
+        for name in ("loss", "clip_ratio/low_min", "clip_ratio/high_max"):
+            per_batch[name] += float(batch.pop(name)) / num_batches
+        for name, x in batch.items():
+            sums[name] += float(x)
+        norm = clip_gradient(list(policy.parameters()), args.max_grad_norm)
+        per_batch["grad_norm"] += float(norm) / num_batches
+        if norm.isfinite():  # else the weights would be NaN for good
+            optimizer.step()
+            steps += 1
+        optimizer.zero_grad()
+    policy.eval()
+    tokens = max(1.0, sums.pop("tokens"))
+    return {name: x / tokens for name, x in sums.items()} | per_batch | {"val/skipped_steps": num_batches - steps}
+
+
+# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
+
+
+def completion_stats(rollout: Rollout, scores: Tensor, args: Args) -> dict[str, float]:
+    """The metrics that describe a batch before the update, under TRL's names."""
+    lengths = rollout.mask.sum(1).float()
+    terminated = lengths[rollout.ended] if rollout.ended.any() else torch.zeros(1)
+    stats = {
+        "reward": scores.mean(), "reward_std": scores.std(), "objective/scores": scores.mean(),
+        "frac_reward_zero_std": (scores.view(-1, args.num_generations).std(1) == 0).float().mean(),
+        "completions/mean_length": lengths.mean(), "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(), "completions/clipped_ratio": 1 - rollout.ended.float().mean(),
+        "completions/mean_terminated_length": terminated.mean(),
+        "completions/min_terminated_length": terminated.min(), "completions/max_terminated_length": terminated.max(),
+    }  # fmt: skip
+    if args.beta:
+        k1 = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1").masked_fill(~rollout.mask, 0.0)
+        stats["objective/kl"] = k1.sum(1).mean()
+    return {name: x.item() for name, x in stats.items()} | reward_stats(rollout)
+
+
+def reward_stats(rollout: Rollout) -> dict[str, float]:
+    """Mean and deviation of what each of --reward-fn gave, over the rows of which it had something to say."""
+    said = {name: x[~x.isnan()] for name, x in rollout.rewards_by_name.items()}
+    means = {f"rewards/{name}/mean": x.mean().item() for name, x in said.items() if len(x)}
+    return means | {f"rewards/{name}/std": x.std(correction=0).item() for name, x in said.items() if len(x)}
+
+
+def evaluate(
+    policy: nn.Module, functions: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict], args: Args
+) -> dict[str, float]:
+    """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
+    at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right; an
+    answer is right if the first of --reward-fn gives it 1 or more."""
+    stats, G, extra = {}, args.num_generations, -len(prompts) % WORLD_SIZE
+    prompts = (prompts * WORLD_SIZE)[: len(prompts) + extra]  # processes have equally many; what is too much is cut off
+    for k, temperature in ((1, args.eval_temperature), (G, args.temperature)):
+        answers = copy(args)
+        answers.temperature, answers.response_length_min = temperature, None
+        with torch.random.fork_rng(devices=[]):  # all numbers are drawn on the CPU; training must not notice
+            rollout = sample_batch(policy, [prompt for prompt in prompts for _ in range(k)], answers)
+        scores = score_responses(rollout, functions, args)
+        rights = (next(iter(rollout.rewards_by_name.values())) >= 1).view(-1, k)[: len(prompts) - extra].float()
+        if k == 1:
+            stats["eval/scores"] = scores[: len(prompts) - extra].mean().item()
+            stats["eval/accuracy"] = rights.mean().item()
+        else:
+            stats |= {"eval/pass@1": rights.mean().item(), f"eval/pass@{G}": rights.amax(1).mean().item()}
+    return stats
+
+
+def report(
+    run: "Run", update: int, stats: dict, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer, args: Args
+) -> None:
+    """Logs an update, warns of what looks wrong, and now and then shows four responses in a table."""
+    episode, seconds = update * args.batch_size, time.perf_counter() - run.start
+    stats |= {"episode": episode, "eps": episode / seconds}
+    stats["perf/tokens_per_second"] = rollout.mask.sum().item() / sum(run.seconds.values())
+    run.write(update, stats, "objective/scores", "objective/kl")
+    warn_about(run, rollout, stats, args)
+    if run.is_turn(update, args.num_sample_generations) or (update == 1 and args.num_sample_generations):
+        rows = []
+        for i in range(min(4, len(scores))):
+            prompt = tokenizer.decode(rollout.prompts[i][rollout.prompt_mask[i]], skip_special_tokens=True)
+            rows.append([prompt, tokenizer.decode(rollout.responses[i][rollout.mask[i]]), f"{scores[i].item():.2f}"])
+        run.table(f"update {update} of {args.num_updates}", ["prompt", "response", "score"], rows)
+        save_samples(Path(args.output_dir, "samples.jsonl"), update, rollout, scores, tokenizer)
+
+
+def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer) -> None:
+    """Adds the responses of the table to samples.jsonl: texts, rewards, and each number that there is of each token."""
+    with explain(f"{file} could not be written"):
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        lines = [line for line in lines if json.loads(line)["update"] < update]  # else from before a resume
+        for i in range(min(4, len(scores))):
+            ids, prompt = rollout.responses[i][rollout.mask[i]], rollout.prompts[i][rollout.prompt_mask[i]]
+            line = {"update": update, "prompt": tokenizer.decode(prompt), "response": tokenizer.decode(ids)}
+            line |= {"score": scores[i].item(), "tokens": [tokenizer.decode(token) for token in ids]}
+            named = {name: x[i].item() for name, x in rollout.rewards_by_name.items()}
+            line["rewards_by_name"] = {name: None if math.isnan(x) else x for name, x in named.items()}
+            for name, x in vars(rollout).items():
+                if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point():
+                    line[name] = x[i].expand(len(rollout.mask[i]))[rollout.mask[i]].tolist()
+            lines.append(json.dumps(line))
+        if not RANK:
+            file.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], args: Args) -> None:
+    """What a library leaves to its users to notice, each in one sentence, once per run."""
+    if args.stop_token_id is not None and not rollout.ended.any():
+        run.warn("no response ends with the stop token: raise --response-length, or check that the policy was taught to "
+                 "end its texts.")  # fmt: skip
+    if stats["frac_reward_zero_std"] == 1:
+        run.warn("the scores of each group are all equal, so there is nothing to learn from: look at the reward, or at "
+                 "prompts that are neither too easy nor too hard.")  # fmt: skip
+    by_tokens = args.importance_sampling_level == "sequence" and args.loss_type != "grpo"
+    if by_tokens:
+        run.warn(f"--importance-sampling-level sequence with --loss-type {args.loss_type} weighs a response by its "
+                 "length; GSPO takes --loss-type grpo.")  # fmt: skip
+
+
+# --- Models and rewards -----------------------------------------------------------------------------------------------
+
+
+def load_policy(args: Args) -> nn.Module:
+    """The policy in float32. Dropout stays off: rollout, scoring and loss see one distribution."""
+    policy = load_model(AutoModelForCausalLM, args.model, args)
+    args.stop_token_id = find_stop_token(args, policy.tokenizer)
+    has_router = hasattr(policy.config, "output_router_logits")
+    require(has_router or not args.aux_loss_coef, f"--aux-loss-coef {args.aux_loss_coef}: {args.model} has no router")
+    return policy.eval()
+
+
+def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
+    """The id of the stop token, or None if a response may only end at response_length."""
+    text = args.stop_token
+    if text == "none":
+        return None
+    number = int(text) if text.isdecimal() else tokenizer.eos_token_id
+    ids = [number] if text.isdecimal() or text == "eos" else tokenizer.encode(text, add_special_tokens=False)
+    is_one = len(ids) == 1 and ids[0] is not None and ids[0] < len(tokenizer)
+    require(is_one, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
+    return ids[0]
+
+
+def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
+    """The reward model, frozen; None if a function gives the reward."""
+    if "reward_model" not in args.reward_fn:
+        return None
+    model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
+    labels = list(model.config.id2label.values())
+    args.reward_label = args.reward_label or (labels[0] if len(labels) == 1 else None)
+    require(args.reward_label in labels, f"the reward model {args.reward_model} has the labels {labels}; name with "
+            "--reward-label the one whose logit is the reward")  # fmt: skip
+    rows, own_rows = (m.get_input_embeddings().num_embeddings for m in (policy, model))
+    if same_tokens(policy, model) and rows > own_rows:
+        model.resize_token_embeddings(rows, mean_resizing=False)  # ids without a text, which the policy can draw
+    return model.eval().requires_grad_(False)
+
+
+# --- From here to the end: the same text as in rloo.py, but for check_args
+
+
+class OneTypeCache(StaticCache):
+    """A static key-value cache in one type: under autocast, rotary embeddings leave the keys in float32, while the
+    values are bfloat16, the type in which attention reads both."""
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Takes in the keys and values of a layer's new tokens; returns all of that layer."""
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+
+
+@torch.no_grad()
+def check_policy(policy: nn.Module, args: Args) -> None:
+    """Refuses a model that reads a text differently beside padding, or with a cache, than alone; two short rows tell.
+
+    If it does not heed positions, attention mask or cache, log-probabilities are off by a tenth of the logits' standard
+    deviation or more; by rounding, by a millionth of it (on a GPU, with TF32 or flash attention, by up to a hundredth).
+    """
+    prompts, mask = pad([list(range(5, 8)), list(range(5, 12))], 0, args, left=True)
+    uniforms, needs_bf16 = torch.linspace(0.1, 0.9, 8).view(2, 4), "flash" in (args.attn_implementation or "")
+    with explain(f"{args.model} ({type(policy).__name__}) cannot be sampled from with a key-value cache, as GPT-2 can"):
+        with torch.autocast(prompts.device.type, torch.bfloat16, enabled=needs_bf16), gathered(policy, args):
+            r = Rollout(prompts, mask, *sample(policy, prompts, mask, uniforms.to(prompts.device), 1.0, None, 0))
+            beside = token_logprobs(response_forward(policy, r, 1.0)[0], r.responses)
+            text = r.inputs()["input_ids"][:1, 4:]  # the first row, whose prompt has 3 tokens, without its padding
+            logits = policy(input_ids=text, use_cache=False).logits[:, -5:-1].float()  # (1, 4, V)
+            alone = token_logprobs(logits, r.responses[:1])[0]
+    errors = torch.stack([r.old_logprobs[0], beside[0]]) - alone
+    error, bound = (errors.abs().mean() / logits.std()).item(), 1e-3 if prompts.device.type == "cpu" else 0.05
+    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text differently beside padding or "
+            f"with a cache than alone, by {error:.2g} of its logits' deviation: it cannot be used here")  # fmt: skip
+
+
+def make_reference(policy: nn.Module, args: Args) -> nn.Module:
+    """A frozen copy of the policy; with LoRA the policy itself, which is then given its adapter."""
+    if not args.lora_r:
+        return deepcopy(policy).requires_grad_(False)
+    add_adapter(policy, args, task_type="CAUSAL_LM")
+    return policy
+
+
+@contextmanager
+def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
+    """With LoRA, the policy without its adapter serves as the reference within this context."""
+    is_adapter, shards = reference is policy, [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    if is_adapter:  # the switch changes requires_grad, which must be that of the shards
+        for shard in shards:
+            shard.reshard()
+        policy.disable_adapters()
+    yield
+    if is_adapter:
+        for shard in shards:
+            shard.reshard()
+        policy.enable_adapters()
+
+
+def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
+    """Whether there is a reward model whose tokenizer gives the same ids, as far as the vocabularies tell."""
+    if reward_model is None:
+        return False
+    a, b = policy.tokenizer, reward_model.tokenizer
+    return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+
+
+def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, labels) output of a sequence classifier's head at the last real token, found from the attention mask (B, S).
+
+    The library's own pooling looks for the last token that is not the pad token: if padding and EOS are one token, it
+    reads the token before EOS. A classifier that pools elsewhere (at BERT's first token, say) has no `score` head over
+    a causal body; its own logits are taken.
+    """
+    if not hasattr(model, "score"):
+        return model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    hidden = model.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+    ).last_hidden_state  # (B, S, D)
+    last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
+    rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
+    return rewards + getattr(model.config, "reward_bias", 0.0)
+
+
+def make_rewards(
+    args: Args, policy: nn.Module, reward_model: nn.Module | None, examples: list[dict]
+) -> dict[str, Callable[[Rollout], Tensor]]:
+    """What --reward-fn names: functions from a rollout to its rewards (B,), which are NaN where one says None."""
+    specs, num_weights, rewards = args.reward_fn, len(args.reward_weights), {}
+    require(num_weights in (0, len(specs)), f"--reward-weights: {num_weights} numbers for {len(specs)} of --reward-fn")
+    for spec in specs:
+        is_model, name = spec == "reward_model", spec.rpartition(":")[2]
+        require(name not in rewards, f"--reward-fn {' '.join(specs)}: two of them are called {name!r}; rename one")
+        make = partial(model_reward, reward_model) if is_model else partial(function_reward, spec, examples)
+        rewards[name] = make(policy, args)
+    return rewards
+
+
+def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
+    """The reward model's logit. If it does not read the policy's tokens, the text is decoded and encoded again."""
+    label, is_ours = list(model.config.id2label.values()).index(args.reward_label), same_tokens(policy, model)
+    texts_of = partial(decode, tokenizer=policy.tokenizer)
+
+    def reward(r: Rollout) -> Tensor:
+        """(b, 1) rewards of some episodes."""
+        ids, mask = r.inputs()["input_ids"], r.inputs()["attention_mask"]
+        if not is_ours:
+            rows, eos = model.tokenizer(texts_of(r))["input_ids"], model.tokenizer.eos_token_id
+            if eos is not None and hasattr(model, "score"):
+                rows = [row + [eos] * ended for row, ended in zip(rows, r.ended.tolist())]
+            ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer.pad_token_id, args)
+        return read_reward(model, ids, mask.long())[:, [label]]
+
+    return lambda rollout: check_rewards(rollout.map(reward, args)[:, 0], texts_of(rollout))
+
+
+def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
+    """A user's function: f(texts), of prompt and response as one text, or f(prompts, completions, **columns) as in TRL.
+
+    The second is told by the names of its arguments, and gets what it asks for: the prompts and completions (messages,
+    if the prompts are), completion_ids, and columns of the dataset, one value per row. It may say None of a row.
+    """
+    function, tokenizer = load_function(spec), policy.tokenizer
+    parameters = list(inspect.signature(function).parameters.values()) if inspect.isfunction(function) else []
+    names, takes_all = {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    is_trl = takes_all or not names.isdisjoint({"completions", "completion_ids"})
+    there = {"prompts", "completions", "completion_ids", *examples[0]}
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    lacks = is_trl and ", ".join(sorted(needed - there))
+    require(not lacks, f"the reward function {spec} asks for {lacks}, and the data have {', '.join(sorted(there))}")
+
+    def ask(r: Rollout) -> list[float | None]:
+        """What the function says of some episodes."""
+        if not is_trl:
+            return list(function(decode(r, tokenizer)))
+        given = {name: [x[name] for x in r.examples] for name in r.examples[0]}
+        given["prompts"] = given[args.prompt_column]
+        given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+        given["completions"] = tokenizer.batch_decode(given["completion_ids"], skip_special_tokens=True)
+        if isinstance(given["prompts"][0], list):
+            given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
+        return list(function(**{name: x for name, x in given.items() if takes_all or name in names}))
+
+    def reward(rollout: Rollout) -> Tensor:
+        """(B,) rewards of a rollout, of which each process asks for its share."""
+        r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
+        texts = decode(r, tokenizer)
+        with explain(f"the reward function {spec} failed"):
+            try:
+                values = ask(r)
+            except Exception:
+                for i, text in enumerate(texts):  # which row was it?
+                    with explain(f"the reward function {spec} failed on {text!r}"):
+                        ask(r.select(torch.tensor([i])))
+                raise
+            rewards = torch.tensor([0.0 if x is None else float(x) for x in values])
+        n = len(rewards)
+        require(n == len(texts), f"the reward function {spec} gave {n} rewards for {len(texts)} texts")
+        rewards = check_rewards(rewards, texts).masked_fill(torch.tensor([x is None for x in values]), math.nan)
+        return all_gather(rewards.to(args.torch_device))
+
+    texts = ["A first text.", "A second."] * WORLD_SIZE  # a wrong function fails now
+    ids, mask = pad(tokenizer(texts)["input_ids"], tokenizer.pad_token_id, args)
+    reward(Rollout(ids[:, :0], mask[:, :0], ids, mask, mask.any(1), ids * 0.0, (examples * len(texts))[: len(texts)]))
+    return reward
+
+
+def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
+    """Prompt and response of each row as one text, without padding and special tokens."""
+    rows = zip(rollout.inputs()["input_ids"], rollout.inputs()["attention_mask"].bool())
+    return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in rows]
+
+
+def check_rewards(rewards: Tensor, texts: list[str]) -> Tensor:
+    """The rewards (B,) themselves; raises UserError with the text for one that is NaN or infinite."""
+    bad = int(rewards.isfinite().long().argmin())
+    require(rewards.isfinite().all(), f"the reward is {rewards[bad].item()} for the text {texts[bad]!r}")
+    return rewards
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[list[dict], list[dict]]:
+    """The rows to train on, and those to evaluate on, each with its prompt's token ids as `input_ids`."""
+    train, test = (encode_prompts(data, policy.tokenizer, args) if data else [] for data in load_data(args))
+    readers = [policy] + [reward_model] * same_tokens(policy, reward_model)
+    longest, limit = max(len(x["input_ids"]) for x in train + test), min(map(context_length, readers))
+    require(longest + args.response_length <= limit, f"the longest prompt ({longest} tokens) and --response-length "
+            f"{args.response_length} exceed the {limit} tokens that policy and reward model can read")  # fmt: skip
+    return train, test[: args.num_eval_prompts]
+
+
+def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
+    """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
+    texts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
+    prompts = [encode_prompt(text, tokenizer) for text in tqdm(texts, desc="encoding prompts", leave=False)]
+    kept = [row | {"input_ids": p} for row, p in zip(data.to_list(), prompts) if 0 < len(p) <= args.max_prompt_length]
+    dropped = f"{len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens"
+    require(kept, f"--dataset {args.dataset}: dropped {dropped} (set --max-prompt-length)")
+    if len(kept) < len(prompts):
+        print(f"dropped {dropped}")
+    return kept
+
+
+def batches(rows: list, queue: list[int], batch_size: int) -> Iterator[list]:
+    """Endless batches of rows; each pass over them is in a new random order.
+
+    `queue` holds those that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
+    """
+    while True:
+        while len(queue) < batch_size:
+            queue += torch.randperm(len(rows)).tolist()
+        batch, queue[:] = queue[:batch_size], queue[batch_size:]
+        yield [rows[i] for i in batch]
+
+
+# --- Settings and checks ----------------------------------------------------------------------------------------------
+
+ALIASES = {  # other libraries' spellings
+    "--reward-funcs": "--reward-fn", "--model-name-or-path": "--model", "--reward-model-path": "--reward-model",
+    "--dataset-name": "--dataset", "--dataset-config-name": "--dataset-config", "--num-iterations": "--num-ppo-epochs",
+    "--max-completion-length": "--response-length", "--router-aux-loss-coef": "--aux-loss-coef",
+    "--dataset-text-field": "--prompt-column", "--resume-from-checkpoint": "--resume",
+}  # fmt: skip
+CURVES = [["reward", "objective/gold_scores", "eval/accuracy"], ["frac_reward_zero_std", "completions/clipped_ratio"],
+          ["completions/mean_length"], ["entropy"]]  # fmt: skip
+
+
+def check_args(args: Args) -> None:
+    """Raises UserError for settings that make no sense together, and fills in epsilon_high."""
+    T, shortest = args.response_length, args.response_length_min or args.response_length
+    require(shortest <= T, f"--response-length-min {shortest} is above --response-length {T}")
+    all_pay = args.stop_token == "none" and args.missing_eos_penalty
+    require(not all_pay, f"--missing-eos-penalty {args.missing_eos_penalty}: with --stop-token none all would pay it")
+    args.epsilon_high = args.epsilon_high or (5.0 if args.loss_type == "cispo" else args.epsilon)
+
+
+def set_batch_sizes(args: Args, policy: nn.Module, num_prompts: int) -> None:
+    """Fills in the learning rate, the batch sizes and the number of updates, and prints them in words."""
+    size, on_cpu = policy.num_parameters(), args.torch_device == "cpu"
+    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    args.learning_rate = args.learning_rate or max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    parts, per_device = args.num_mini_batches * WORLD_SIZE, args.per_device_train_batch_size
+    require(per_device or args.gradient_accumulation_steps == 1, "--gradient-accumulation-steps goes with "
+            "--per-device-train-batch-size; or give --batch-size and --micro-batch-size")  # fmt: skip
+    trl_size = (per_device or 0) * args.gradient_accumulation_steps * parts
+    args.batch_size = args.batch_size or trl_size or (8 if on_cpu and size > 30e6 else 64)
+    require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is not divisible by {args.num_mini_batches} "
+            f"mini-batches x {WORLD_SIZE} process(es); {-(-args.batch_size // parts) * parts} is")  # fmt: skip
+    logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
+    fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # 4 to 16 rows, by their memory
+    args.micro_batch_size = args.micro_batch_size or per_device or (fits_cpu if on_cpu else args.batch_size // parts)
+    by_epochs = args.num_train_epochs and max(args.batch_size, round(args.num_train_epochs * num_prompts))
+    episodes = args.total_episodes or by_epochs or 2048
+    args.num_updates = episodes // args.batch_size
+    require(args.num_updates, f"--total-episodes {episodes} is less than one batch of {args.batch_size} responses")
+    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.torch_device}, "
+          f"learning rate {args.learning_rate:.2g}")  # fmt: skip
+    print(f"batch: {args.batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
+          f"mini-batches, {args.micro_batch_size} rows at a time; "
+          f"{args.num_updates} updates = {args.num_updates * args.batch_size} episodes")  # fmt: skip
+
+
+def check_first_ratio(error: float, args: Args) -> None:
+    """Raises UserError if the mean of |ratio - 1| before the first step is more than rounding: the policy in the update
+    must be the one that sampled. With bf16 the logits have 8 binary digits, with TF32 the factors have 11."""
+    bound = 5e-2 if args.bf16 else 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
+    require(error <= bound, f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): "
+            "rollout and update see different distributions. Usual causes: dropout that is on, a model that ignores "
+            "position_ids or the attention mask, different temperatures; with bf16, rounding")  # fmt: skip
+
+
+# --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
+
+
+class UserError(Exception):
+    """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
+
+
+def require(condition: object, sentence: str) -> None:
+    """Raises UserError with the sentence unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+@contextmanager
+def explain(sentence: str) -> Iterator[None]:
+    """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
+        known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
+        user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(known)]
+        where = f" ({user[-1].filename}, line {user[-1].lineno})" if user else ""
+        raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
+
+
+def locate(name: str) -> str:
+    """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
+    here = next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
+    is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith(tuple(DATA_FILES)) or "\\" in name
+    is_path = is_path or name.count("/") > 1
+    require(here or (name and not is_path), f"{name!r}: there is no such file or folder")
+    return str(here or name)
+
+
+def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
+    """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
+
+    Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
+    """
+    options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
+    options |= {"dtype": torch.float32, "use_safetensors": True}
+    with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
+        model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
+    missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
+    require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
+    model.auto_class, model.tokenizer = auto_class, load_tokenizer(name, args, model)
+    return model
+
+
+def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
+    """The tokenizer of a model; if it has no pad token, EOS stands in, since padding is known by position only."""
+    with explain(f"the tokenizer of {name!r} could not be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
+    require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    require(tokenizer.pad_token is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
+    template, rows = tokenizer(f"{tokenizer.chat_template}")["input_ids"], model.get_input_embeddings().num_embeddings
+    last = max(tokenizer.vocab_size - 1, tokenizer.pad_token_id, tokenizer.eos_token_id or 0, *template)
+    require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
+            "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
+    return tokenizer
+
+
+def add_adapter(model: nn.Module, args: Args, **options) -> None:
+    """Freezes the model and gives it LoRA adapters to train (Hu et al. 2021)."""
+    with explain(f"--lora-r {args.lora_r} --lora-target-modules {args.lora_target_modules} (pip install peft?)"):
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(
+            r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options,
+            fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2 keeps its weights transposed
+        ))  # fmt: skip
+
+
+def context_length(model: nn.Module) -> int:
+    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
+    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
+    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
+    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
+
+
+def load_function(spec: str) -> Callable:
+    """file.py:name -> the function."""
+    file, _, name = spec.rpartition(":")
+    require(file.endswith(".py") and name, f"{spec!r} should be file.py:name")
+    print(f"runs the code in {locate(file)}")  # which may be somebody else's, with --resume
+    with explain(f"{file} could not be imported"):
+        names = runpy.run_path(locate(file))
+    require(callable(names.get(name)), f"{file} defines no function {name!r}")
+    return names[name]
+
+
+def load_split(name: str, config: str | None, split: str):
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
+    path, data = locate(name), []
+    kind = DATA_FILES.get(Path(path).suffix)
+    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
+    source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
+        data = datasets.load_dataset(**source, split=split)
+    require(len(data), f"the dataset {name}, split {split!r}, is empty")
+    return data
+
+
+def load_data(args: Args) -> tuple:
+    """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
+    train, test = load_split(args.dataset, args.dataset_config, args.dataset_train_split), args.dataset_test_split
+    test = test or ("validation" if "validation" in train.info.splits else "none")
+    return train, None if test == "none" else load_split(args.dataset, args.dataset_config, test)
+
+
+def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
+    """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
+    there = ", ".join(data.column_names)
+    require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
+    with explain(f"the dataset {name}, column {column!r}, could not be read"):
+        rows = list(data[column])
+    for i, row in enumerate(rows):
+        require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
+    return rows
+
+
+def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text, or of a conversation, by the chat template, up to where the assistant is to speak."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    with explain(f"the tokenizer's chat template refuses {prompt!r}"):
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+
+
+def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
+    ids, ones = [torch.tensor(row, dtype=torch.long) for row in rows], [torch.ones(len(row)).bool() for row in rows]
+    ids, mask = (pad_sequence(x, True, y, "left" if left else "right") for x, y in ((ids, value), (ones, False)))
+    return ids.to(args.torch_device), mask.to(args.torch_device)
+
+
+def autocast(args: Args) -> torch.autocast:
+    """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
+
+
+def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int) -> None:
+    """The same functions, equal to rounding, in fewer or faster kernels, for passes over `rows` x `length` tokens."""
+    modules = [module for model in models for module in model.modules()]
+    for module in modules:
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
+                setattr(module, name, nn.GELU(approximate="tanh"))
+    if args.torch_device != "cpu":
+        return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    shape = models[0].config.get_text_config()
+    heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
+    if args.attn_implementation or rows * length**2 * heads > 2**24:
+        return  # eager attention, below, would keep all attention weights in memory until the backward pass
+    for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
+        os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
+    torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
+    a = torch.linspace(-1, 1, 64**2).view(64, 64).sin()
+    if ((a @ a).double() - a.double() @ a.double()).abs().max() > 1e-4:  # in bfloat16, as on Intel's AMX: undone
+        torch.set_float32_matmul_precision("highest")
+        return
+    for module in modules:  # the backward pass of flash attention would take five times as long for texts so short
+        if isinstance(module, PreTrainedModel):
+            module.set_attn_implementation("eager")
+
+
+def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):
+    """The course of the learning rate, by the name that transformers gives it."""
+    with explain(f"--lr-scheduler-type {args.lr_scheduler_type}"):
+        schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    require(is_plain, f"--lr-scheduler-type {args.lr_scheduler_type}: take one that depends on the step alone")
+    return schedule
+
+
+# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum of x over all processes."""
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def all_gather(x: Tensor) -> Tensor:
+    """(B, ...) all rows, of which each process has the rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
+    shares = [x.clone() for _ in range(WORLD_SIZE)]
+    if WORLD_SIZE > 1:
+        dist.all_gather(shares, x.contiguous())
+    return torch.stack(shares, 1).flatten(0, 1)
+
+
+def place(args: Args, *models: nn.Module | None) -> list[nn.Module]:
+    """Moves the models to the device, and returns those that exist, without duplicates.
+
+    With --zero-stage they are sharded by torch's FSDP2, a layer at a time; with stage 2 only those in training, and
+    gathered weights are kept until the backward pass. The gradient of a shard becomes the mean over processes.
+    """
+    models, size = list(dict.fromkeys(model for model in models if model is not None)), args.shard_size or WORLD_SIZE
+    device_type = torch.device(args.torch_device).type
+    for model in models:
+        is_trained = any(p.requires_grad for p in model.parameters())
+        modules = list(model.modules())
+        embeddings = [module.weight for module in modules if isinstance(module, nn.Embedding)]
+        if args.gradient_checkpointing and is_trained:  # in training mode only, which must not bring dropout back
+            for module in modules:
+                dropouts = [x for x in vars(module) if "drop" in x or (x == "p" and isinstance(module, nn.Dropout))]
+                off = [x for x in dropouts if not module.training and isinstance(getattr(module, x), float)]
+                vars(module).update(dict.fromkeys(off, 0.0))
+                getattr(module, "activation_checkpointing_enable", lambda _: None)({"use_reentrant": False})
+        for module in modules if args.bf16 and not is_trained else []:  # what autocast would cast at each use
+            if isinstance(module, (nn.Linear, Conv1D)) and not any(module.weight is x for x in embeddings):
+                module.to(torch.bfloat16)
+        if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
+            model.to(args.torch_device)
+            continue
+        mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
+        options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
+        options |= {"offload_policy": CPUOffloadPolicy(device_type == "cuda")} if args.offload else {}
+        layers = {name for module in modules for name in getattr(module, "_no_split_modules", None) or []}
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
+        for module in [module for module in modules if type(module).__name__ in layers] + roots:
+            fully_shard(module, **options)
+    return models
+
+
+@contextmanager
+def gathered(model: nn.Module, args: Args) -> Iterator[None]:
+    """Within this context each process holds a sharded model whole: weights are sent once, not for every token."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule) and args.gather_for_rollout]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    yield
+    for part in parts:
+        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
+        part.reshard()
+
+
+def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """Scales the gradient down to a norm of max_norm; returns the norm that it had.
+
+    Whole gradients are first averaged over the processes, as those of shards already are.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
+        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+            work.wait()
+        torch._foreach_div_(gradients, WORLD_SIZE)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def start_run(args: Args) -> None:
+    """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
+    logging.set_verbosity_error()  # of transformers, to which a fresh head is news
+    logging.disable_progress_bar()
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        value = getattr(args, name)
+        for kind in (hint, *get_args(hint)):
+            if hasattr(kind, "__metadata__") and value is not None:
+                allowed, holds = kind.__metadata__
+                fits = all(map(holds, value if isinstance(value, tuple) else [value]))
+                require(fits, f"--{name.replace('_', '-')} {value} must be {allowed}")
+    is_sharded = args.zero_stage or args.shard_size or args.offload
+    can_shard = "RANK" in os.environ and args.zero_stage and WORLD_SIZE % (args.shard_size or 1) == 0
+    require(can_shard or not is_sharded, "--zero-stage, --shard-size and --offload are for runs under torchrun "
+            "--nproc-per-node N; with stage 2 or 3, and a shard size that divides N")  # fmt: skip
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+        print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
+    is_used = any(file.exists() and file.stat().st_size for file in files)
+    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
+            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+    with explain(f"--device {args.device} cannot be used on this machine"):
+        device = torch.empty(0, device=args.device or torch.accelerator.current_accelerator(True) or "cpu").device
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
+            torch.cuda.set_device(device)
+    args.torch_device = str(device)
+
+
+class Run:
+    """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
+
+    A number is logged by putting it into the stats, under any name. A checkpoint is one dict: weights and optimiser,
+    whole, however they are sharded; `state`, the lists and dicts that change during the run; the random state; and the
+    length of metrics.jsonl, to which the file is cut when the run goes on. On a CPU a resumed run is, bit for bit, the
+    one that was never interrupted.
+    """
+
+    def __init__(self, args: Args, models: dict, optimizer: torch.optim.Optimizer, schedule, state: dict):
+        self.args, self.optimizer, self.schedule, self.state = args, optimizer, schedule, state
+        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.output, self.metrics, self.seconds, self.warned = Path(args.output_dir), {}, {}, set()
+        self.step, self.signal, self.broken, self.start = 0, None, 0, time.perf_counter()
+        self.wandb, self.wandb_id, self.file = None, None, open(os.devnull, "w")
+        if not RANK:
+            with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
+                (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+                self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+                self.file = open(self.output / "metrics.jsonl", "a")
+                (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+        if args.resume:
+            self.restore(Path(args.resume))
+        if args.track and not RANK:
+            with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+                import wandb
+
+                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.output.name}
+                names |= {"dir": self.output, "id": self.wandb_id, "resume": "allow"}
+                self.wandb = wandb.init(**names, config=asdict(args))
+        print(f"output: {self.output}")
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """The numbers of the steps that are left. Ctrl-C, SIGTERM or SIGHUP end the run after the step it is in."""
+        self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True)
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        before = {number: signal.signal(number, self.stop) for number in numbers}
+        try:
+            for step in range(self.step + 1, num_steps + 1):
+                yield step
+                is_asked = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
+                if step % self.args.save_steps == 0 or step == num_steps or is_asked:
+                    self.save(step)
+                if is_asked and step < num_steps:
+                    raise KeyboardInterrupt(f"stopped by a signal after step {step} of {num_steps}")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def stop(self, number: int, frame) -> None:
+        """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
+        if self.signal and WORLD_SIZE == 1:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        print(f"\n{self.signal.name}: stopping after this step; send it again to stop at once", file=sys.stderr)
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Takes the seconds of a phase of this step."""
+        start = time.perf_counter()
+        yield
+        if self.args.torch_device != "cpu":
+            torch.accelerator.synchronize()
+        self.seconds[phase] = time.perf_counter() - start
+
+    def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
+        """Ends a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
+        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        stats["perf/peak_memory_mb"] = peak_memory_mb()
+        self.metrics |= stats
+        with explain(f"{self.output}/metrics.jsonl could not be written"):
+            print(json.dumps(stats), file=self.file, flush=True)
+        if self.wandb:
+            self.wandb.log(stats, step=step)
+        beside = [f"{name.split('/')[-1]} {self.metrics[name]:.2f}" for name in shown if name in self.metrics]
+        self.bar.set_postfix_str(", ".join(beside), refresh=False)
+        self.bar.update()
+        is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
+        self.broken = 0 if is_finite else self.broken + 1
+        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+                "--learning-rate is too high); the weights from before are saved")  # fmt: skip
+
+    def is_turn(self, step: int, times: int) -> bool:
+        """True at `times` evenly spread steps, the last one included."""
+        return step * times // self.bar.total > (step - 1) * times // self.bar.total
+
+    def warn(self, sentence: str) -> None:
+        """Prints a warning, once per run."""
+        if sentence not in self.warned and not RANK:
+            self.bar.write(f"warning: {sentence}", file=sys.stderr)
+        self.warned.add(sentence)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Shows a table. Markup and control characters in its cells are shown, not obeyed."""
+        table = Table(*(Column(name, overflow="fold") for name in columns), title=title, show_lines=True)
+        for row in rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        with self.bar.external_write_mode():
+            Console(quiet=RANK > 0).print(table)
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
+        models, optimizer = dcp.get_state_dict(self.models, self.optimizer, options=WHOLE)
+        state = {
+            "script": Path(__file__).name, "step": step, "models": models, "optimizer": optimizer, "state": self.state,
+            "torch_random": torch.get_rng_state(), "python_random": random.getstate(), "bytes": self.file.tell(),
+            "seconds": time.perf_counter() - self.start, "wandb_id": self.wandb and self.wandb.id,
+        }  # fmt: skip
+        folder = self.output / "checkpoints"
+        try:
+            if not RANK:
+                os.fsync(self.file.fileno())
+                with open(folder / "unfinished", "wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                (folder / "unfinished").replace(folder / f"step-{step:08d}.pt")
+                for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+                    old.unlink()
+        except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
+            (folder / "unfinished").unlink(missing_ok=True)
+            print(f"warning: no checkpoint after step {step} (is the disk full?): {error}", file=sys.stderr)
+
+    def restore(self, path: Path) -> None:
+        """Brings everything back to a checkpoint and removes what came after it; without any, the run starts over."""
+        files = [path] if path.is_file() else sorted((self.output / "checkpoints").glob("step-*.pt"), reverse=True)
+        metrics, script = self.output / "metrics.jsonl", Path(__file__).name
+        for file in files:
+            with suppress(Exception):  # whatever a damaged file makes of it
+                if zipfile.ZipFile(file).testzip() is None:  # its checksums
+                    state = torch.load(file, map_location="cpu", weights_only=True)
+                    break
+            print(f"warning: {file} is damaged and cannot be read", file=sys.stderr)
+        else:
+            require(not files, f"--resume {path}: there is no checkpoint that can be read; start a new run")
+            return None if RANK else self.file.truncate(0)
+        require(state["script"] == script, f"--resume {path}: that is a checkpoint of {state['script']}, not {script}")
+        is_whole = metrics.stat().st_size >= state["bytes"]
+        require(is_whole, f"{metrics} is shorter than when {file.name} was written; start a new run")
+        with explain(f"--resume {path}: this checkpoint does not fit the model"):
+            # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
+            dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
+            dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
+        self.state.update(state["state"])
+        random.setstate(state["python_random"])
+        torch.set_rng_state(state["torch_random"])
+        self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
+        self.schedule.last_epoch = self.step - 1
+        self.schedule.step()  # the rate of the next step, which is another one if the run is now longer
+        if not RANK:
+            self.file.truncate(state["bytes"])
+            for later in (self.output / "checkpoints").glob("step-*.pt"):
+                if later.name > file.name:
+                    later.unlink()
+        for line in metrics.read_bytes()[: state["bytes"]].splitlines():
+            self.metrics |= json.loads(line)
+        print(f"continues after step {self.step}, from {file}")
+
+    def finish(self, model: nn.Module, panels: list[list[str]], **others) -> None:
+        """Closes the files; unless no step was made, saves the model, its card and curves, and others in subfolders.
+
+        Not if another process has failed: the model cannot be put together without it.
+        """
+        self.bar.close()
+        with suppress(OSError):  # what a full disk did not take was reported where it was written
+            self.file.close()
+        if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
+            with explain(f"the model could not be saved in {self.output}"):
+                for name, part in {"": model, **others}.items():
+                    if part is not None:
+                        save_model(part, self.output / name, self.args)
+            if not RANK:
+                with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
+                    write_card(self.output, self.args, self.metrics)
+                    draw_curves(self.output, panels)
+                print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+        if self.wandb:
+            self.wandb.finish()
+
+
+def printable(text: str) -> str:
+    """Text without control characters: what a model writes must not steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def peak_memory_mb() -> float:
+    """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
+        return torch.cuda.max_memory_allocated() / 2**20
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def save_model(model: nn.Module, folder: Path, args: Args) -> None:
+    """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
+    weights, tied = dcp.get_model_state_dict(model, options=WHOLE), model.all_tied_weights_keys
+    if RANK:
+        return
+    model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
+    model.tokenizer.save_pretrained(folder)
+    if getattr(model, "peft_config", None):
+        from peft import PeftModel
+
+        whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        merged = PeftModel.from_pretrained(whole, folder)
+        merged.merge_and_unload().save_pretrained(folder / "merged")
+        model.tokenizer.save_pretrained(folder / "merged")
+
+
+def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:
+    """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
+    names = {"base_model": args.model, "datasets": args.dataset}
+    hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
+    data = ModelCardData(library_name="transformers", tags=[Path(__file__).stem], **hub)
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
+    text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
+    settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}{settings}").save(output / "README.md")
+
+
+def draw_curves(output: Path, panels: list[list[str]]) -> None:
+    """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+    from matplotlib.figure import Figure
+
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    x, figure = "episode" if "episode" in lines[0] else "step", Figure((5 * len(panels), 3.2), layout="constrained")
+    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        for name in panel:
+            points = [(line[x], line[name]) for line in lines if name in line]
+            if points:
+                axis.plot(*zip(*points), label=name)
+        axis.set_xlabel(x)
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.lines:
+            axis.legend(frameon=False)
+    figure.savefig(output / "curves.png", dpi=120)
+
+
+def read_command_line() -> Args:
+    """The settings. With --resume, those of that run, except for what may differ (in Args, from `resume` on)."""
+    flags = [word.partition("=") for word in sys.argv[1:]]
+    words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
+    read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
+    if (args := read()).resume is None:
+        return args
+    path, names = Path(args.resume), [f.name for f in fields(Args) if f.init]
+    folder = path.parent.parent if path.is_file() else path
+    with explain(f"--resume {args.resume}: its args.json cannot be read (is it a run of {Path(__file__).name}?)"):
+        saved = json.loads((folder / "args.json").read_text())
+        before = Args(**{name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name] for name in names})
+    args = read(default=before)
+    for name in names[: names.index("resume")]:
+        old, new, flag = getattr(before, name), getattr(args, name), f"--{name.replace('_', '-')}"
+        require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
+    same = args.output_dir in (before.output_dir, str(folder))
+    require(same, f"--output-dir {args.output_dir}: a run that is resumed stays in its folder, {folder}")
+    args.output_dir = str(folder)
+    return args
+
+
+def main() -> None:
+    """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args, terminal, script = None, sys.stderr, Path(__file__).name
+    if RANK:  # only the first process writes to the terminal
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+    try:
+        train(args := read_command_line())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except KeyboardInterrupt as stop:
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        command = f"; to resume: {launcher} {script} --resume {shlex.quote(args.output_dir or '')}" if args else ""
+        has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
+        print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        sys.stderr = terminal
+        if "by peer" in str(error):
+            sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
+        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        if not (is_full or isinstance(error, UserError)):
+            raise
+        time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
+        full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
+        print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
