@@ -268,9 +268,7 @@ class Rollout:
     ended: Tensor  # (B,) whether there is a stop token
     old_logprobs: Tensor  # (B, T) under the policy that drew the responses
     examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Tensor] | None = None  # (B,) for each of --reward-fn, NaN where it gave None
-    examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Tensor] | None = None  # (B,) for each of --reward-fn, NaN where it gave None
+    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
     ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
     advantages: Tensor | None = None  # (B, 1)
     loss_mask: Tensor | None = None  # (B, T) the tokens that the loss is about
@@ -292,6 +290,7 @@ class Rollout:
         P, T = (min(-(-int(m[index].sum(1).max()) // 8) * 8, m.shape[1]) for m in (self.prompt_mask, self.mask))
         part = {name: x[index] if isinstance(x, Tensor) else x for name, x in vars(self).items()}
         part["examples"] = self.examples and [self.examples[i] for i in index.tolist()]
+        part["rewards_by_name"] = {name: x[index] for name, x in self.rewards_by_name.items()}
         for name, x in part.items():
             if isinstance(x, Tensor) and x.dim() == 2:
                 part[name] = x[:, -P:] if "prompt" in name else x[:, :T]
@@ -412,8 +411,9 @@ def sample_groups(
         num_kept = int(differs.sum()) if draw < N else args.batch_size
         in_order = (~differs).long().argsort(stable=True)  # those that differ come first
         rows = in_order[: min(num_kept, args.batch_size - num_rows)]
-        parts.append((rollout.select(rows), scores[rows]))
-        num_rows += len(rows)
+        if len(rows):
+            parts.append((rollout.select(rows), scores[rows]))
+            num_rows += len(rows)
         if num_rows == args.batch_size:
             break
     rollouts, scores = zip(*parts)
@@ -629,7 +629,9 @@ def grpo_gradient(
     return sums | {"clip_ratio/low_min": lows.min(), "clip_ratio/high_max": highs.max()}
 
 
-def update_policy(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
+def update_policy(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args
+) -> dict[str, float]:
     """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all tokens seen."""
     policy.train(args.gradient_checkpointing)  # dropout is off in both modes
     sums, steps, per_batch = defaultdict(float), 0, defaultdict(float)
@@ -678,8 +680,8 @@ def completion_stats(rollout: Rollout, scores: Tensor, args: Args) -> dict[str, 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
     """Mean and deviation of what each of --reward-fn gave, over the rows of which it had something to say."""
     said = {name: x[~x.isnan()] for name, x in rollout.rewards_by_name.items()}
-    means = {f"rewards/{name}/mean": x.mean().item() for name, x in said.items() if len(x)}
-    return means | {f"rewards/{name}/std": x.std(correction=0).item() for name, x in said.items() if len(x)}
+    stats = {f"rewards/{name}/mean": x.mean().item() for name, x in said.items() if len(x)}
+    return stats | {f"rewards/{name}/std": x.std().item() for name, x in said.items() if len(x) > 1}
 
 
 def evaluate(
@@ -745,8 +747,8 @@ def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, toke
 def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], args: Args) -> None:
     """What a library leaves to its users to notice, each in one sentence, once per run."""
     if args.stop_token_id is not None and not rollout.ended.any():
-        run.warn("no response ends with the stop token: raise --response-length, or check that the policy was taught to "
-                 "end its texts.")  # fmt: skip
+        run.warn("no response ends with the stop token: raise --response-length, or check that the policy was taught "
+                 "to end its texts.")  # fmt: skip
     if stats["frac_reward_zero_std"] == 1:
         run.warn("the scores of each group are all equal, so there is nothing to learn from: look at the reward, or at "
                  "prompts that are neither too easy nor too hard.")  # fmt: skip

@@ -288,7 +288,7 @@ class Rollout:
     ended: Tensor  # (B,) whether there is a stop token
     old_logprobs: Tensor  # (B, T) under the policy that drew the responses
     examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Tensor] | None = None  # (B,) for each of --reward-fn, NaN where it gave None
+    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T) by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
@@ -311,6 +311,7 @@ class Rollout:
         P, T = (min(-(-int(m[index].sum(1).max()) // 8) * 8, m.shape[1]) for m in (self.prompt_mask, self.mask))
         part = {name: x[index] if isinstance(x, Tensor) else x for name, x in vars(self).items()}
         part["examples"] = self.examples and [self.examples[i] for i in index.tolist()]
+        part["rewards_by_name"] = {name: x[index] for name, x in self.rewards_by_name.items()}
         for name, x in part.items():
             if isinstance(x, Tensor) and x.dim() == 2:
                 part[name] = x[:, -P:] if "prompt" in name else x[:, :T]
@@ -688,8 +689,8 @@ def rollout_stats(rollout: Rollout, scores: Tensor, non_score_reward: Tensor) ->
 def reward_stats(rollout: Rollout) -> dict[str, float]:
     """Mean and deviation of what each of --reward-fn gave, over the rows of which it had something to say."""
     said = {name: x[~x.isnan()] for name, x in rollout.rewards_by_name.items()}
-    means = {f"rewards/{name}/mean": x.mean().item() for name, x in said.items() if len(x)}
-    return means | {f"rewards/{name}/std": x.std(correction=0).item() for name, x in said.items() if len(x)}
+    stats = {f"rewards/{name}/mean": x.mean().item() for name, x in said.items() if len(x)}
+    return stats | {f"rewards/{name}/std": x.std().item() for name, x in said.items() if len(x) > 1}
 
 
 def equal_groups(scores: Tensor, k: int) -> float:

@@ -1,0 +1,393 @@
+"""GRPO: held to TRL 1.16's numbers, to the mathematics of its losses, and to the sorting task."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from test_train import ROOT, run, untimed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import grpo
+
+GOLDEN = ROOT / "tests/golden"
+TRL = json.loads((GOLDEN / "trl116_grpo.json").read_text())
+ARRAYS = load_file(GOLDEN / "trl116_grpo.safetensors")
+TINY = dict(batch_size=8, num_generations=4, total_episodes=24, response_length=8, num_eval_prompts=4)
+LOSSES = ["dapo", "grpo", "dr_grpo", "bnpo", "cispo"]
+
+
+def close(a, b, tolerance=1e-4):
+    """Relative error of the whole."""
+    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    assert a.shape == b.shape and (a - b).norm() <= tolerance * b.norm() + 1e-7, ((a - b).norm(), b.norm())
+
+
+def golden_model(name):
+    """The policy or the reference of the golden numbers."""
+    model = LlamaForCausalLM(LlamaConfig(**TRL["config"])).eval()
+    state = {key.partition("/")[2]: x for key, x in ARRAYS.items() if key.startswith(name + "/")}
+    model.load_state_dict(state)
+    model.tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.locate("toy/sort/base"))
+    return model
+
+
+def golden_args(settings):
+    """TRL's settings under our names."""
+    given = {name: x for name, x in settings.items() if name in {f.name for f in grpo.fields(grpo.Args)}}
+    rows = settings["per_device_train_batch_size"]
+    given |= dict(per_device_train_batch_size=None, gradient_accumulation_steps=1, micro_batch_size=rows)
+    given |= dict(num_ppo_epochs=2, response_length=settings["max_completion_length"], max_grad_norm=1e9)
+    args = grpo.Args(**given | {"reward_weights": tuple(settings.get("reward_weights", ()))})
+    grpo.check_args(args)
+    return args
+
+
+def golden_rollout(args, policy):
+    """The episodes, with the scores that two reward functions give them."""
+    prompts = [policy.tokenizer(text)["input_ids"] for text in TRL["prompts"] for _ in range(args.num_generations)]
+    prompts, prompt_mask = grpo.pad(prompts, 1, args, left=True)
+    responses, mask = grpo.pad(TRL["completions"], 1, args)
+    ended = torch.tensor([row[-1] == 0 for row in TRL["completions"]])
+    examples = [{"prompt": ""}] * len(responses)
+    rollout = grpo.Rollout(prompts, prompt_mask, responses, mask, ended, ARRAYS["old_logprobs"], examples)
+    first, second = (torch.tensor([math.nan if x is None else x for x in row]) for row in TRL["rewards"])
+    functions = {"first": lambda _: first} | ({"second": lambda _: second} if args.reward_weights else {})
+    return rollout, grpo.score_responses(rollout, functions, args)
+
+
+@pytest.mark.parametrize("case", TRL["cases"])
+def test_a_whole_update_is_trls(case, monkeypatch):
+    """Advantages, and the loss, gradient, metrics and weights of two steps on one batch."""
+    expected, policy = TRL["cases"][case], golden_model("policy")
+    args = golden_args(expected["settings"])
+    rollout, scores = golden_rollout(args, policy)
+    old = grpo.compute_logprobs(policy, rollout, args)
+    torch.testing.assert_close(old.masked_fill(~rollout.mask, 0.0), ARRAYS["old_logprobs"] * rollout.mask)
+    rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
+    close(rollout.advantages.squeeze(1), ARRAYS[f"{case}/advantages"])
+    rollout.loss_mask = rollout.mask & (rollout.ended[:, None] if args.mask_truncated_completions else True)
+    if args.beta:
+        rollout.ref_logprobs = grpo.compute_logprobs(golden_model("reference"), rollout, args)
+    optimizer, gradients, losses = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0), [], []
+    collect = lambda: torch.cat([p.grad.flatten() for p in policy.parameters()])  # noqa: E731
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(collect()))
+    gradient = grpo.grpo_gradient
+    keep = lambda *a: (losses.append(s := gradient(*a)), dict(s))[1]  # noqa: E731
+    monkeypatch.setattr(grpo, "grpo_gradient", keep)
+    stats = grpo.update_policy(policy, optimizer, rollout, args)
+    parts = len(expected["losses"]) // 2  # micro-batches of a step
+    for step in (0, 1):
+        close(gradients[step], ARRAYS[f"{case}/gradient_{step}"])
+        theirs = expected["losses"][step * parts : (step + 1) * parts]
+        ours, metrics = losses[step], expected["metrics"][step]
+        assert float(ours["loss"]) == pytest.approx(sum(theirs), rel=1e-5, abs=2e-6)
+        for name in ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
+            if name in metrics and parts == 1 and args.importance_sampling_level == "token":
+                assert float(ours[name] / ours["tokens"]) == pytest.approx(metrics[name], abs=1e-5), name
+        for name in ("clip_ratio/low_min", "clip_ratio/high_max"):
+            if name in metrics and parts == 1:
+                assert float(ours[name]) == pytest.approx(metrics[name], abs=1e-6), name
+        if "cispo_clip_ratio" in metrics:
+            share = ours["clip_ratio/high_mean"] / ours["tokens"]
+            assert float(share) == pytest.approx(metrics["cispo_clip_ratio"], abs=1e-6)
+    close(torch.cat([p.detach().flatten() for p in policy.parameters()]), ARRAYS[f"{case}/weights"])
+    theirs, ours = expected["metrics"][0], grpo.completion_stats(rollout, scores, args)
+    named = [name for name in ours if name in theirs]
+    for name in named:
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+    assert len(named) >= 15
+    assert stats["val/skipped_steps"] == 0
+
+
+# --- the mathematics
+
+
+def an_update(policy, scores, settings, rows=None):
+    """The gradient of one mini-batch of the golden episodes with other scores, and its metrics."""
+    args = golden_args(TRL["cases"]["dapo"]["settings"])
+    vars(args).update(num_ppo_epochs=1, epsilon=0.05, epsilon_high=0.1)
+    vars(args).update(settings)
+    rollout, _ = golden_rollout(args, policy)
+    rollout.old_logprobs = rollout.old_logprobs + torch.linspace(-0.2, 0.2, 72).view(12, 6).sin()
+    rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
+    rollout.loss_mask, rollout.ref_logprobs = rollout.mask, rollout.old_logprobs - 0.3
+    policy.zero_grad()
+    order = torch.arange(12) if rows is None else rows
+    stats = grpo.grpo_gradient(policy, rollout, order.split(args.micro_batch_size), args)
+    return torch.cat([p.grad.flatten() for p in policy.parameters()]), stats
+
+
+SCORES = torch.tensor([1.0, 0, 0, 2, 0, 0, 0, 1, 3, 1, 1, 0])
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_what_changes_nothing(loss_type, level):
+    """A constant added to the scores of a group; another order of rows; and, but for bnpo, how the batch is cut."""
+    policy, settings = golden_model("policy"), dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1)
+    plain, stats = an_update(policy, SCORES, settings)
+    assert plain.norm() > 1e-3 and 0 < stats["clip_ratio/high_max"] <= 1 or loss_type == "cispo"
+    close(an_update(policy, SCORES + torch.tensor([5.0, -3, 7]).repeat_interleave(4), settings)[0], plain)
+    close(an_update(policy, SCORES, settings, torch.randperm(12))[0], plain)
+    cut, cut_stats = an_update(policy, SCORES, settings | {"micro_batch_size": 5})
+    if loss_type == "bnpo":
+        assert (cut - plain).norm() > 1e-3 * plain.norm()
+    else:
+        close(cut, plain)
+        a, b = ({name: float(x) for name, x in of.items()} for of in (stats, cut_stats))
+        assert a == pytest.approx(b)
+
+
+def test_advantages():
+    """Of the group, of the batch, or as they are; a group of equal scores has none."""
+    scores = torch.tensor([1.0, 0, 0, 0, 5, 5, 5, 5])
+    plain = torch.tensor([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
+    assert grpo.group_advantages(scores, 4, "none").tolist() == plain.tolist()
+    torch.testing.assert_close(grpo.group_advantages(scores, 4, "group"), plain / 0.5001)
+    torch.testing.assert_close(grpo.group_advantages(scores, 4, "batch"), plain / (scores.std() + 1e-4))
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_equal_scores_give_no_gradient(loss_type):
+    gradient, _ = an_update(golden_model("policy"), torch.ones(12), dict(loss_type=loss_type))
+    assert gradient.norm() == 0
+
+
+def test_losses_of_equal_lengths():
+    """If all responses are equally long, grpo, dapo and bnpo are one, and dr_grpo is a constant times them."""
+    args = grpo.Args(response_length=10)
+    weights = {}
+    for args.loss_type in ("dapo", "grpo", "bnpo", "dr_grpo"):
+        weights[args.loss_type] = grpo.token_weights(torch.ones(6, 4).bool(), 6, torch.tensor(24.0), args).expand(6, 1)
+    for name, share in (("grpo", 1.0), ("bnpo", 1.0), ("dr_grpo", 0.4)):
+        torch.testing.assert_close(weights[name], share * weights["dapo"])
+
+
+def test_token_weights_by_hand():
+    """Responses of 1 and 3 tokens, at most 4."""
+    mask, args = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool(), grpo.Args(response_length=4)
+    for args.loss_type, expected in (("dapo", [1 / 4, 1 / 4]), ("cispo", [1 / 4, 1 / 4]), ("grpo", [1 / 2, 1 / 6]),
+                                     ("dr_grpo", [1 / 8, 1 / 8]), ("bnpo", [1 / 4, 1 / 4])):  # fmt: skip
+        weights = grpo.token_weights(mask, 2, torch.tensor(4.0), args).flatten().tolist()
+        assert weights == pytest.approx(expected), args.loss_type
+
+
+def test_a_sequence_of_one_token_is_a_token():
+    new, old, mask = torch.randn(5, 1), torch.randn(5, 1), torch.ones(5, 1).bool()
+    ratios = [grpo.importance_ratio(new, old, mask, level) for level in ("token", "sequence")]
+    torch.testing.assert_close(*ratios)
+
+
+def test_the_ratio_of_a_sequence_is_a_geometric_mean():
+    new, old = torch.tensor([[0.1, 0.5, 99.0]]), torch.tensor([[0.0, 0.2, 0.0]])
+    ratio = grpo.importance_ratio(new, old, torch.tensor([[1, 1, 0]]).bool(), "sequence")
+    assert ratio.item() == pytest.approx((math.exp(0.1) * math.exp(0.3)) ** 0.5)
+
+
+def test_clipping_by_hand():
+    """Ratios .5, 1, 2 with A = 1 and -1: epsilon .2, epsilon_high .3, delta 1.5."""
+    args = grpo.Args(epsilon=0.2, epsilon_high=0.3, delta=1.5)
+    ratio = torch.tensor([[0.5, 1, 2, 0.5, 1, 2]])
+    advantages = torch.tensor([[1.0, 1, 1, -1, -1, -1]])
+    losses = grpo.surrogate_loss(ratio, ratio.log(), advantages, args)
+    assert losses[0].tolist() == pytest.approx([-0.5, -1, -1.3, 0.8, 1, 1.5])
+    args.delta = None
+    assert grpo.surrogate_loss(ratio, ratio.log(), advantages, args)[0, 5] == 2
+
+
+def test_the_gradient_of_cispo():
+    """Of each token: minus the capped ratio, times A, whatever the ratio."""
+    args = grpo.Args(loss_type="cispo", epsilon_high=1.5)
+    logprobs = torch.tensor([[0.5, 1.0, 2.0]]).log().requires_grad_()
+    ratio = logprobs.exp()  # the old probabilities are 1
+    grpo.surrogate_loss(ratio, logprobs, torch.tensor([[2.0]]), args).sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([-1.0, -2.0, -3.0])
+
+
+def test_only_the_corrected_k3_has_the_gradient_of_the_kl():
+    """Summed over the vocabulary with the policy's probabilities, exactly."""
+    logits, ref = torch.randn(7, requires_grad=True), torch.randn(7).log_softmax(0)
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, logits)[0]
+
+    logprobs = logits.log_softmax(0)
+    kl = gradient((logprobs.exp() * (logprobs - ref)).sum())
+    logprobs = logits.log_softmax(0)
+    k3 = grpo.kl_estimate(logprobs, ref, "k3")
+    ratio = (logprobs - logprobs.detach()).exp()
+    corrected = gradient((logprobs.detach().exp() * k3 * ratio).sum())
+    torch.testing.assert_close(corrected, kl)
+    k3 = grpo.kl_estimate(logprobs := logits.log_softmax(0), ref, "k3")
+    assert (gradient((logprobs.detach().exp() * k3).sum()) - kl).norm() > 0.1 * kl.norm()
+
+
+# --- the loop
+
+
+def test_one_pass_has_ratio_1(tmp_path):
+    for line in run(grpo, tmp_path, **TINY):
+        assert line["val/ratio"] == pytest.approx(1, abs=1e-4) and line["clip_ratio/region_mean"] == 0
+    lines = run(grpo, tmp_path / "b", num_ppo_epochs=4, learning_rate=1e-2, **TINY)
+    assert any(line["clip_ratio/region_mean"] > 0 for line in lines)
+
+
+def test_metrics_are_those_of_the_responses(tmp_path):
+    """From samples.jsonl, which holds four of the eight responses, and their scores."""
+    lines = run(grpo, tmp_path, num_sample_generations=3, **TINY | {"batch_size": 4, "total_episodes": 12})
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    for update, line in enumerate(lines, 1):
+        four = [sample for sample in samples if sample["update"] == update]
+        scores = torch.tensor([sample["score"] for sample in four])
+        lengths = torch.tensor([len(sample["tokens"]) for sample in four]).float()
+        assert line["reward"] == line["objective/scores"] == line["rewards/exact_match/mean"] == scores.mean()
+        assert line["reward_std"] == pytest.approx(scores.std().item())
+        assert line["frac_reward_zero_std"] == float(scores.std() == 0)
+        assert line["completions/mean_length"] == lengths.mean() and line["completions/max_length"] == lengths.max()
+        advantages = torch.tensor([sample["advantages"][0] for sample in four])
+        torch.testing.assert_close(advantages, (scores - scores.mean()) / (scores.std() + 1e-4))
+        assert "kl" not in line or line["kl"] == 0
+    tokens = [line["num_tokens"] for line in lines]
+    assert tokens == sorted(tokens) and tokens[0] > sum(len(sample["tokens"]) for sample in samples[:4])
+
+
+def test_kl_enters_the_loss_only_with_beta(tmp_path, monkeypatch):
+    """Without it no reference is made at all."""
+    monkeypatch.setattr(grpo, "make_reference", lambda *_: 1 / 0)
+    run(grpo, tmp_path / "a", **TINY)
+    monkeypatch.undo()
+    lines = run(grpo, tmp_path / "b", beta=0.1, num_ppo_epochs=2, learning_rate=1e-2, **TINY)
+    assert lines[-1]["kl"] > 0 and "objective/kl" in lines[-1]
+
+
+def test_what_is_not_finished_is_left_out(tmp_path):
+    """With every response cut off there is no gradient; nothing is divided by zero."""
+    cut = dict(stop_token="none", mask_truncated_completions=True)
+    for loss_type in LOSSES:
+        for line in run(grpo, tmp_path / loss_type, **TINY | cut, loss_type=loss_type):
+            assert line["grad_norm"] == 0 and line["completions/clipped_ratio"] == 1 and line["loss"] == 0
+
+
+def test_dynamic_sampling(monkeypatch):
+    """Groups whose scores differ are kept, in whole; the last draw fills up, and draws are counted."""
+    args = grpo.Args(batch_size=8, num_generations=2, dynamic_sampling=3)
+    draws = iter([[0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])  # does the group differ?
+
+    def answer(policy, examples, _):
+        ids = torch.tensor([x["n"] for x in examples])[:, None]
+        width = torch.ones(8, 1 + int(ids[0] % 3))
+        return grpo.Rollout(ids, ids > -1, width.long(), width > 0, width[:, 0] > 0, width, examples)
+
+    def score(rollout, *_):
+        differ = torch.tensor(next(draws)).repeat_interleave(2).bool()
+        rollout.rewards_by_name = {"f": torch.where(differ, torch.tensor([0.0, 1.0] * 4), 0.0)}
+        return rollout.rewards_by_name["f"]
+
+    monkeypatch.setattr(grpo, "sample_batch", answer)
+    monkeypatch.setattr(grpo, "score_responses", score)
+    prompts = ([{"n": 4 * i + j} for j in range(4)] for i in range(9))
+    rollout, scores, count = grpo.sample_groups(None, prompts, {}, args)
+    assert rollout.prompts.flatten().tolist() == [3, 3, 8, 8, 9, 9, 12, 12] and count == 4
+    assert scores.tolist() == rollout.rewards_by_name["f"].tolist() == [0, 1] * 4
+    assert [x["n"] for x in rollout.examples] == rollout.prompts.flatten().tolist()
+    assert rollout.mask.sum(1).tolist() == [1, 1, 3, 3, 3, 3, 1, 1] and rollout.responses.shape == (8, 3)
+    draws, prompts = iter([[1, 0, 0, 0], [0, 0, 1, 0]]), ([{"n": 4 * i + j} for j in range(4)] for i in range(9))
+    args.dynamic_sampling = 1  # too few: the rest is filled up with what differs not
+    rollout, _, count = grpo.sample_groups(None, prompts, {}, args)
+    assert rollout.prompts.flatten().tolist() == [0, 0, 6, 6, 4, 4, 5, 5] and count == 2
+    args.dynamic_sampling, draws = 0, iter([[0, 0, 0, 0]])
+    assert grpo.sample_groups(None, prompts, {}, args)[2] == 1
+
+
+def test_dynamic_sampling_in_a_run(tmp_path):
+    lines = run(grpo, tmp_path, dynamic_sampling=5, **TINY)
+    assert max(line["sampled_batches"] for line in lines) > 1
+    assert all(line["frac_reward_zero_std"] == 0 for line in lines if line["sampled_batches"] < 6)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_evaluation(monkeypatch, processes):
+    """Four prompts: low temperature is right on 0 and 1; of two answers each, of prompt 0 both, of 1 and 2 one is."""
+    args = grpo.Args(num_generations=2)
+
+    def answer(policy, examples, answers):
+        ids, k = torch.tensor([x["n"] for x in examples])[:, None], 1 if answers.temperature < 0.1 else 2
+        assert len(ids) == k * (6 if processes == 3 else 4)
+        first = (torch.arange(len(ids)) % k == 0)[:, None]
+        right = (ids < 2) if k == 1 else (ids == 0) | (((ids == 1) | (ids == 2)) & first)
+        return grpo.Rollout(ids, ids > -1, ids, ids > -1, right[:, 0], right.float(), examples)
+
+    monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
+    monkeypatch.setattr(grpo, "sample_batch", answer)
+    functions = {"right": lambda r: r.old_logprobs[:, 0], "other": lambda r: r.prompts[:, 0].float()}
+    prompts = [{"prompt": "", "n": n} for n in range(4)]
+    stats = grpo.evaluate(None, functions, prompts, args)
+    expected = {"eval/accuracy": 0.5, "eval/scores": 0.5 + 1.5, "eval/pass@1": 0.5, "eval/pass@2": 0.75}
+    assert stats == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (dict(num_generations=1), "--num-generations 1 must be 2 or more"),
+        (dict(num_generations=3), "a batch of 8 responses does not divide into groups of 3"),
+        (dict(reward_fn=("toy/verifiers.py:countdown",)), "asks for nums, target, and the data have answer"),
+        (dict(epsilon=-1.0), "--epsilon -1.0 must be above 0"),
+    ],
+)
+def test_wrong_settings(tmp_path, settings, sentence):
+    with pytest.raises(grpo.UserError, match=sentence):
+        run(grpo, tmp_path, **TINY | settings)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_warnings(tmp_path, capsys):
+    run(grpo, tmp_path / "a", importance_sampling_level="sequence", **TINY)
+    assert "weighs a response by its length" in capsys.readouterr().err
+    run(grpo, tmp_path / "b", importance_sampling_level="sequence", loss_type="grpo", **TINY)
+    assert "weighs a response" not in capsys.readouterr().err
+
+
+def test_resumed_with_everything_on(tmp_path):
+    """Weights and metrics of an interrupted run, bit for bit."""
+    settings = TINY | dict(dynamic_sampling=2, beta=0.1, num_ppo_epochs=2, num_mini_batches=2, lora_r=2, save_steps=1)
+    whole = run(grpo, tmp_path, save_total_limit=9, **settings)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    checkpoint = str(tmp_path / "checkpoints/step-00000001.pt")
+    resumed = run(grpo, tmp_path, save_total_limit=9, resume=checkpoint, **settings)
+    assert untimed(whole) == untimed(resumed) and len(whole) == 3
+    again = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(torch.equal(x, again[name]) for name, x in weights.items())
+
+
+# --- learning
+
+
+def accuracy_gain(folder, seed, **settings):
+    """What is gained in sampled accuracy in 60 updates."""
+    run(grpo, folder, seed=seed, total_episodes=60 * 64, dataset_test_split="none", **settings)
+    rewards = [json.loads(line)["reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return sum(rewards[-15:]) / 15 - sum(rewards[:5]) / 5
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_grpo_learns(tmp_path, seed):
+    assert accuracy_gain(tmp_path, seed) > 0.1
+
+
+GSPO = dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-3)
+DR_GRPO = dict(loss_type="dr_grpo", scale_rewards="none")
+
+
+@pytest.mark.parametrize("settings", [GSPO, DR_GRPO, dict(loss_type="cispo"), dict(beta=0.01, dynamic_sampling=2)])
+def test_all_kinds_learn(tmp_path, settings):
+    assert accuracy_gain(tmp_path, 1, num_ppo_epochs=2, **settings) > 0.1
+
+
+def test_grpo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
+    right = grpo.group_advantages
+    monkeypatch.setattr(grpo, "group_advantages", lambda *a: -right(*a))
+    assert accuracy_gain(tmp_path, 1) < -0.1
