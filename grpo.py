@@ -115,7 +115,7 @@ class Args:
     epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); for cispo the cap itself, 5
     delta: Positive | None = None  # upper bound of the ratio where it would not be clipped, A < 0 (INTELLECT-2: 4)
     num_ppo_epochs: Count = 1  # passes over each batch (TRL: num_iterations). More: faster, and further off policy
-    num_mini_batches: Count = 1  # optimiser steps in one pass over the batch
+    num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     use_bias_correction_kl: bool = True  # multiply KL by the ratio, which makes its gradient right (TRL 1.13 on)
     mask_truncated_completions: bool = False  # leave responses without a stop token out of the loss (DAPO)
@@ -616,7 +616,8 @@ def grpo_gradient(
             token_stats = {
                 "tokens": torch.ones_like(logprobs), "clip_ratio/low_mean": is_low, "clip_ratio/high_mean": is_high,
                 "clip_ratio/region_mean": is_low | is_high,
-                "kl": kl, "entropy": entropy, "val/ratio": ratio, "approxkl": 0.5 * (logprobs - r.old_logprobs) ** 2,
+                "kl": kl, "entropy": entropy, "val/ratio": ratio,
+                "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
                 "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
             }  # fmt: skip
             for name, x in token_stats.items():

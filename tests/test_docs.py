@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "docs", "toy", "benchmarks", "tests", "tests/golden")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
-MAIN = ["ppo.py", "rloo.py", "dpo.py", "sft.py", "reward_model.py"]
+MAIN = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py"]
 OTHER_TOOLS = {
     "--dist": "pytest",
     "--nproc-per-node": "torchrun",

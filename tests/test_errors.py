@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import dpo
+import grpo
 import ppo
 import reward_model
 import rloo
@@ -89,7 +90,7 @@ def test_fewer_episodes_than_a_batch(run):
     assert "10" in message and "64" in message
 
 
-@pytest.mark.parametrize("module", [ppo, rloo, dpo, sft, reward_model])
+@pytest.mark.parametrize("module", [ppo, rloo, grpo, dpo, sft, reward_model])
 def test_numbers_out_of_range(run, module):
     """By the type of a setting; NaN and infinity, which a parser takes for numbers, too."""
     wrong = {
@@ -99,7 +100,7 @@ def test_numbers_out_of_range(run, module):
         "at least 0 and below 1": ("ema_decay", "-0.1 1 nan inf"),
     }
     for allowed, (names, values) in wrong.items():
-        for name in set(names.split()) & set(vars(module.Args())):
+        for name in set(names.split()) & set(vars(module.Args())) - ({"beta"} if module is grpo else set()):
             for value in map(float, values.split()):
                 with pytest.raises(module.UserError, match=f"--{name.replace('_', '-')} {value} must be {allowed}"):
                     module.start_run(module.Args(**{name: value}))
@@ -110,6 +111,7 @@ def test_numbers_out_of_range(run, module):
     [(ppo, "--kl-coef", "nan"), (ppo, "--lam", 1.5), (ppo, "--temperature", "inf"),
      (ppo, "--missing_eos_penalty=nan", ""), (ppo, "--response-length", 0), (ppo, "--num-mini-batches", 0),
      (ppo, "--kl-horizon", 0), (ppo, "--adam-betas", "0.9 1"), (ppo, "--seed", 2**63), (rloo, "--rloo-k", 1), (rloo, "--lora-r", -1),
+     (grpo, "--num-generations", 1), (grpo, "--beta", -1), (grpo, "--epsilon", 0), (grpo, "--delta", "nan"),
      (dpo, "--label-smoothing", 0.5), (sft, "--max-length", 1), (reward_model, "--save-total-limit", 0)],
 )  # fmt: skip
 def test_a_number_out_of_range_ends_in_a_sentence(run, module, flag, value):
@@ -325,7 +327,7 @@ def test_messages_that_the_template_refuses(run, tmp_path):
     messages = [{"content": "Hello"}]
     row = {"prompt": messages, "messages": messages, "chosen": messages, "rejected": messages * 2}
     data = write_rows(tmp_path / "d.jsonl", [row] * 4)
-    for module in (ppo, rloo, dpo, sft, reward_model):
+    for module in (ppo, rloo, grpo, dpo, sft, reward_model):
         message = run(module, "--model", tmp_path / "m", "--dataset", data)
         assert "refuses [{'content': 'Hello'}" in message and "a role is missing" in message
 
@@ -334,8 +336,8 @@ def test_settings_that_contradict_each_other(run):
     assert "--stop-token none" in run(ppo, "--stop-token", "none", "--missing-eos-penalty", 3)
 
 
-@pytest.mark.parametrize("module", [ppo, rloo, dpo, sft, reward_model])
+@pytest.mark.parametrize("module", [ppo, rloo, grpo, dpo, sft, reward_model])
 def test_accumulation_without_a_size_per_device(run, module):
     sizes = ("--batch-size", 4, "--total-episodes", 4, "--response-length", 4)
-    sizes = sizes if module in (ppo, rloo) else ("--dataset-train-split", "validation[:8]", "--dataset-test-split", "none")
+    sizes = sizes if module in (ppo, rloo, grpo) else ("--dataset-train-split", "validation[:8]", "--dataset-test-split", "none")
     assert "--per-device-train-batch-size" in run(module, "--gradient-accumulation-steps", 4, *sizes)

@@ -14,13 +14,14 @@ from transformers import (
 )  # fmt: skip
 
 import dpo
+import grpo
 import ppo
 import reward_model
 import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+MODULES = {"ppo": ppo, "rloo": rloo, "grpo": grpo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
 
 
 def fields_of(script):
@@ -115,6 +116,21 @@ CHANGES["rloo"] = {  # all but the critic's flags, and its own
 } | {
     "rloo_k": 4, "token_level_kl": True, "normalize_reward": True, "normalize_advantage": True,
     "reward_clip_range": (0.5, {"normalize_reward": True}),
+}  # fmt: skip
+ON_TEXTS, BY_MODEL = {"reward_fn": ("toy/make.py:gold_score",)}, {"reward_fn": ("reward_model",)}
+CHANGES["grpo"] = {
+    flag: change for flag, change in CHANGES["rloo"].items()
+    if flag in fields_of("grpo")
+} | {
+    "num_generations": 2, "loss_type": "dr_grpo", "importance_sampling_level": ("sequence", {"num_ppo_epochs": 4}),
+    "scale_rewards": "none", "epsilon": (1e-4, {"num_ppo_epochs": 4}), "epsilon_high": (1e-4, {"num_ppo_epochs": 4}),
+    "delta": (1.0, {"num_ppo_epochs": 4}), "beta": 0.5, "mask_truncated_completions": (True, {"response_length": 4}),
+    "use_bias_correction_kl": (False, {"beta": 0.5, "num_ppo_epochs": 2}), "dynamic_sampling": 3,
+    "reward_fn": (("toy/make.py:gold_score",), {}), "reward_weights": ((0.5,), {}), "dataset": ("{tmp}/prompts.csv", ON_TEXTS),
+    "prompt_column": ("other", {"dataset": "{tmp}/prompts.csv", "model": "toy/sft"} | ON_TEXTS),
+    "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"} | ON_TEXTS),
+    "num_eval_prompts": 30, "reward_model": ("{tmp}/reward", BY_MODEL), "temperature": 0.5, "missing_eos_penalty": (1.0, {"response_length": 4}),
+    "reward_label": ("NEGATIVE", {"reward_model": "{tmp}/classifier", "reward_label": "POSITIVE"} | BY_MODEL),
 }  # fmt: skip
 ELSEWHERE = {  # flags whose effect is no number in metrics.jsonl
     "output_dir": "all runs of the tests",
@@ -264,7 +280,7 @@ def test_sample_tables(script, tmp_path, capsys, tiny):
         run(MODULES[script], tmp_path / str(n), num_sample_generations=n, **tiny[script])
         out = capsys.readouterr().out
         titles.append(len(re.findall(r"^ *(?:update|step) \d+ of \d+ *$", out, re.MULTILINE)))
-    assert titles == ([0, 2, 3] if script in ("ppo", "rloo") else [0, 1, 3])
+    assert titles == ([0, 2, 3] if script in ("ppo", "rloo", "grpo") else [0, 1, 3])
 
 
 CONFIGURATION = """

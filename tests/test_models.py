@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import dpo
+import grpo
 import ppo
 import reward_model
 import rloo
@@ -272,7 +273,7 @@ def test_tf32_on_a_gpu_and_the_ratio_that_goes_with_it():
     """On any device but a CPU float32 products go through the tensor cores, and the first ratio may show it."""
     before = torch.get_float32_matmul_precision()
     try:
-        for script in (ppo, rloo, dpo, sft, reward_model):
+        for script in (ppo, rloo, grpo, dpo, sft, reward_model):
             torch.set_float32_matmul_precision("highest")
             args = script.Args()
             args.torch_device = "meta"

@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 from test_train import lines_of, untimed
 
 import dpo
+import grpo
 import ppo
 import reward_model
 import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, num_sample_generations=0, learning_rate=1e-3,
@@ -50,6 +51,12 @@ RUNS = {
     "rloo, stage 3": ("rloo", dict(normalize_advantage=True), dict(zero_stage=3)),
     "rloo, adapter, stage 2": ("rloo", dict(lora_r=4), dict(zero_stage=2)),
     "rloo, adapter, stage 3": ("rloo", dict(lora_r=4, ema_decay=0.5), dict(zero_stage=3)),
+    "grpo, stage 0": ("grpo", dict(num_mini_batches=2, num_ppo_epochs=2, dynamic_sampling=2, num_eval_prompts=5), {}),
+    "grpo, stage 2": ("grpo", dict(loss_type="grpo", importance_sampling_level="sequence", beta=0.1, num_ppo_epochs=2),
+                      dict(zero_stage=2)),
+    "grpo, stage 3": ("grpo", dict(loss_type="dr_grpo", scale_rewards="batch", mask_truncated_completions=True),
+                      dict(zero_stage=3)),
+    "grpo, adapter, stage 3": ("grpo", dict(lora_r=4, beta=0.1, loss_type="cispo", num_ppo_epochs=2), dict(zero_stage=3)),
     "dpo, stage 0": ("dpo", dict(num_eval_prompts=5), {}),
     "dpo, stage 2": ("dpo", dict(precompute_ref=True, loss_type="ipo"), dict(zero_stage=2)),
     "dpo, stage 3": ("dpo", dict(label_smoothing=0.1), dict(zero_stage=3, gather_for_rollout=False)),
@@ -93,13 +100,14 @@ def world(tmp_path_factory):
 def settings_of(script, world, output, **settings):
     """Settings of a run, with paths in the folder of the fixture."""
     data = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}.get(script, "prompts")
-    here = dict(dataset=str(world / data), output_dir=str(output))
+    here = dict(output_dir=str(output)) | ({} if script == "grpo" else dict(dataset=str(world / data)))
     for name in ("gold_reward_fn", "pretrain_data"):
         if name in settings:
             settings[name] = str(world / settings[name])
     if "reward_fn" in settings:
         settings["reward_fn"] = tuple(str(world / x) if ":" in x else x for x in settings["reward_fn"])
-    defaults = ROLLOUTS if script in ("ppo", "rloo") else TEXTS
+    group = dict(num_generations=4, seed=2) if script == "grpo" else {}
+    defaults = ROLLOUTS | group if script in ("ppo", "rloo", "grpo") else TEXTS
     return defaults | here | settings
 
 
@@ -160,7 +168,7 @@ def test_two_processes_are_one(runs, run):
         assert not wrong
     files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
     assert files == sorted(path.relative_to(two) for path in two.rglob("*.safetensors")) and files
-    is_rollout = RUNS[run][0] in ("ppo", "rloo")
+    is_rollout = RUNS[run][0] in ("ppo", "rloo", "grpo")
     for file in files:
         a, b = load_file(one / file), load_file(two / file)
         assert a.keys() == b.keys()

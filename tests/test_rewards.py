@@ -10,11 +10,15 @@ from test_options import chat_tokenizer
 from test_train import ROOT, run
 from transformers import AutoModelForCausalLM
 
+import grpo
 import ppo
 import rloo
 
-SCRIPTS = {"ppo": ppo, "rloo": rloo}
-SMALL = dict(batch_size=8, total_episodes=16, response_length=6, dataset_test_split="none")
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}
+SMALL = dict(batch_size=8, total_episodes=16, response_length=6, dataset_test_split="none", model="toy/sft")
+REVIEWS = {  # settings with which a script writes reviews
+    "ppo": {}, "rloo": {}, "grpo": dict(model="toy/sft", reward_fn=("reward_model",), num_generations=4, temperature=0.7),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -49,11 +53,11 @@ def test_columns_belong_to_their_rows(name, tmp_path, data, write, takes):
         assert len(given["completions"]) == len(given["n"])
         return given["n"]
     """
-    group = {"rloo_k": 4} if name == "rloo" else {}
+    group = {"rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}.get(name, {})
     lines = run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL, **group)
     assert all(1 <= line["rewards/f/mean"] <= 29 and line["rewards/f/std"] > 0 for line in lines)
     assert all(line["objective/scores"] == pytest.approx(line["rewards/f/mean"]) for line in lines)
-    assert all(line["objective/equal_groups"] == 1 for line in lines if name == "rloo")
+    assert all(line.get("objective/equal_groups", 1) == line.get("frac_reward_zero_std", 1) == 1 for line in lines)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -65,7 +69,8 @@ def test_a_function_gets_what_it_asks_for(name, tmp_path, data, write):
         return [len(ids) for ids in completion_ids]
     """
     for line in run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL):
-        assert line["objective/scores"] == pytest.approx(line["val/response_length"])
+        length = line["completions/mean_length" if name == "grpo" else "val/response_length"]
+        assert line["objective/scores"] == pytest.approx(length)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -82,7 +87,7 @@ def test_conversations_are_given_as_messages(name, tmp_path, write):
         return [len(message["content"]) for (message,) in completions]
     """
     out = dict(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"), reward_fn=(write(code),))
-    assert run(SCRIPTS[name], tmp_path / "out", **out, **SMALL)[-1]["objective/scores"] > 0
+    assert run(SCRIPTS[name], tmp_path / "out", **SMALL | out)[-1]["objective/scores"] > 0
 
 
 CODE = """
@@ -121,12 +126,14 @@ def test_the_weighted_sum():
 def test_a_reward_model_beside_a_function(name, tmp_path, tiny, write):
     """A function that gives 1 moves the reward model's score by its weight, and nothing else."""
     file = write("def one(texts):\n    return [1.0] * len(texts)\n", "one")
-    alone = run(SCRIPTS[name], tmp_path / "a", **tiny[name])
+    settings = tiny["rloo"] | REVIEWS[name]
+    alone = run(SCRIPTS[name], tmp_path / "a", **settings)
     both = dict(reward_fn=("reward_model", file), reward_weights=(1.0, 0.25))
-    beside = run(SCRIPTS[name], tmp_path / "b", **both, **tiny[name])
+    beside = run(SCRIPTS[name], tmp_path / "b", **settings | both)
     assert beside[0]["objective/scores"] == pytest.approx(alone[0]["objective/scores"] + 0.25)
     assert beside[0]["rewards/reward_model/mean"] == pytest.approx(alone[0]["objective/scores"])
-    assert alone[0]["rewards/reward_model/std"] == pytest.approx(alone[0]["objective/scores_std"] * (8 / 7) ** 0.5)
+    std = alone[0]["reward_std"] if name == "grpo" else alone[0]["objective/scores_std"] * (8 / 7) ** 0.5
+    assert alone[0]["rewards/reward_model/std"] == pytest.approx(std)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -135,7 +142,8 @@ def test_wrong_reward_functions(name, tmp_path, data, write):
 
     def sentence(*fns, **settings):
         with pytest.raises(SCRIPTS[name].UserError) as error:
-            run(SCRIPTS[name], tmp_path / str(len(list(tmp_path.iterdir()))), reward_fn=fns, **settings, **data, **SMALL)
+            out, group = tmp_path / str(len(list(tmp_path.iterdir()))), {"num_generations": 2} if name == "grpo" else {}
+            run(SCRIPTS[name], out, reward_fn=fns, **settings, **data, **SMALL, **group)
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -161,7 +169,8 @@ def samples_of(folder):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_samples_are_what_was_trained_on(name, tmp_path, tiny):
-    lines = run(SCRIPTS[name], tmp_path, num_sample_generations=2, missing_eos_penalty=1.0, **tiny[name])
+    settings = tiny["rloo"] | REVIEWS[name] | ({"beta": 0.1} if name == "grpo" else {})
+    lines = run(SCRIPTS[name], tmp_path, num_sample_generations=2, missing_eos_penalty=1.0, **settings)
     samples = samples_of(tmp_path)
     assert [sample["update"] for sample in samples] == [1] * 4 + [2] * 4 + [3] * 4
     for sample in samples:
@@ -169,11 +178,12 @@ def test_samples_are_what_was_trained_on(name, tmp_path, tiny):
         assert "".join(sample["tokens"]) == sample["response"] and sample["prompt"] and T <= 8
         ended = sample["response"].endswith("<|end|>")
         assert sample["score"] == pytest.approx(sample["rewards_by_name"]["reward_model"] - (not ended), abs=1e-5)
-        columns = ["old_logprobs", "ref_logprobs", "kl", "advantages"]
+        columns = ["old_logprobs", "ref_logprobs", "advantages"] + ["kl"] * (name != "grpo")
         columns += ["rewards", "values", "returns"] if name == "ppo" else []
         assert all(len(sample[column]) == T for column in columns)
-        old, ref = torch.tensor(sample["old_logprobs"]), torch.tensor(sample["ref_logprobs"])
-        torch.testing.assert_close(torch.tensor(sample["kl"]), old - ref)
+        if name != "grpo":
+            old, ref = torch.tensor(sample["old_logprobs"]), torch.tensor(sample["ref_logprobs"])
+            torch.testing.assert_close(torch.tensor(sample["kl"]), old - ref)
         if name == "ppo":  # reward: the KL of each token, and the score in the last
             assert sum(sample["rewards"]) == pytest.approx(sample["score"] - 0.05 * sum(sample["kl"]), abs=1e-4)
     assert len(lines) == 3
@@ -182,7 +192,7 @@ def test_samples_are_what_was_trained_on(name, tmp_path, tiny):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_samples_of_a_resumed_run(name, tmp_path, tiny):
     """What came after the checkpoint is there once, as if the run had not been interrupted."""
-    settings = dict(num_sample_generations=3, save_steps=1, save_total_limit=9, **tiny[name])
+    settings = dict(num_sample_generations=3, save_steps=1, save_total_limit=9) | tiny["rloo"] | REVIEWS[name]
     run(SCRIPTS[name], tmp_path, **settings)
     whole = samples_of(tmp_path)
     run(SCRIPTS[name], tmp_path, **settings, resume=str(tmp_path / "checkpoints/step-00000001.pt"))
