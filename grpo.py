@@ -610,7 +610,7 @@ def grpo_gradient(
         loss = ((losses + args.beta * kl) * weights).masked_fill(~r.loss_mask, 0.0).sum()
         (loss + args.aux_loss_coef * aux_loss * len(index) / len(rows)).backward()
         with torch.no_grad():
-            sums["loss"] += loss.detach()
+            sums["loss"] += loss.detach() / WORLD_SIZE
             is_low = (ratio < 1 - args.epsilon) & (r.advantages < 0)  # where the loss is clipped, and has no gradient
             is_high = (ratio > (args.loss_type != "cispo") + args.epsilon_high) & (r.advantages > 0)
             token_stats = {
