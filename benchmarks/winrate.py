@@ -29,6 +29,7 @@ The results are pairs.jsonl (one line per pair, written as soon as it is judged)
 """
 
 import asyncio
+import inspect
 import json
 import math
 import os
@@ -116,10 +117,10 @@ class Pair:
 def compare(args: Args) -> None:
     """Both sides respond to every prompt, the judge decides pair by pair, and the wins are counted."""
     device = check_args(args)
-    prompts, references = load_rows(args)
+    prompts, references, rows = load_rows(args)
     a = load_side("A", args.model, prompts, args)
     b = load_side("B", args.other, prompts, args) if args.other else None
-    judge = make_judge(args, device)
+    judge = make_judge(args, device, rows)
     with explain(f"--output-dir {args.output_dir} cannot be written, or is in use"):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         file = open(Path(args.output_dir) / "pairs.jsonl", "x")  # from here on nothing can be wrong with the input
@@ -193,12 +194,12 @@ def judge_by_score(pairs: list[Pair], keep: Callable, score: Callable, batch_siz
     """The higher score wins. Equal texts are scored once, so that rounding cannot make one of them the winner."""
     for i in range(0, len(pairs), batch_size):
         batch = pairs[i : i + batch_size]
-        keys = [((p.prompt + p.a, p.ended_a), (p.prompt + p.b, p.ended_b)) for p in batch]
+        keys = [((p.row, p.prompt, p.a, p.ended_a), (p.row, p.prompt, p.b, p.ended_b)) for p in batch]
         unique = list(dict.fromkeys(key for both in keys for key in both))
         with explain("the reward should be one number for each text"):
             scores = {key: float(x) for key, x in zip(unique, score(unique), strict=True)}
-        for (text, _), x in scores.items():
-            require(math.isfinite(x), f"the reward is {x} for the text {text!r}")
+        for (_, prompt, response, _), x in scores.items():
+            require(math.isfinite(x), f"the reward is {x} for the text {prompt + response!r}")
         for pair, (a, b) in zip(batch, keys):
             pair.score_a, pair.score_b = scores[a], scores[b]
             pair.winner = "a" if scores[a] > scores[b] else "b" if scores[b] > scores[a] else "tie"
@@ -390,8 +391,8 @@ def check_args(args: Args) -> torch.device:
         return torch.empty(0, device=args.device or best).device
 
 
-def load_rows(args: Args) -> tuple[list, list | None]:
-    """The first `num_prompts` prompts, texts or conversations, and the reference texts if they are side B."""
+def load_rows(args: Args) -> tuple[list, list | None, list[dict]]:
+    """The first `num_prompts` prompts, texts or conversations, the reference texts if they are side B, and all rows."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(args.dataset).suffix)
@@ -404,7 +405,7 @@ def load_rows(args: Args) -> tuple[list, list | None]:
     for i, prompt in enumerate(prompts):
         is_text = prompt and isinstance(prompt, (str, list)) and (not references or isinstance(references[i], str))
         require(is_text, f"--dataset {args.dataset}: row {i} has no prompt, or no text to compare with")
-    return prompts, references
+    return prompts, references, data.to_list()
 
 
 def load_side(letter: str, name: str, prompts: list, args: Args) -> Side:
@@ -427,7 +428,7 @@ def load_side(letter: str, name: str, prompts: list, args: Args) -> Side:
     return Side(letter, policy, tokenizer, rows)
 
 
-def make_judge(args: Args, device: torch.device) -> Callable[[list[Pair], Callable], None]:
+def make_judge(args: Args, device: torch.device, rows: list[dict]) -> Callable[[list[Pair], Callable], None]:
     """The function that judges pairs, and calls its second argument with each pair as soon as it is judged."""
     if args.judge_url:
         with explain(f"--judge-template {args.judge_template} cannot be used"):
@@ -439,9 +440,21 @@ def make_judge(args: Args, device: torch.device) -> Callable[[list[Pair], Callab
         file, _, name = args.reward_fn.partition(":")
         with explain(f"--reward-fn {args.reward_fn} could not be loaded; it should be file.py:name"):
             function = runpy.run_path(file)[name]
+            parameters = inspect.signature(function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        there = {"prompts", "completions", *rows[0]}
+        lacking = [p.name for p in parameters.values() if p.default is p.empty and p.name not in there]
 
-        def score(texts: list[tuple[str, bool]]) -> list[float]:
-            return function([text for text, _ in texts])
+        def score(keys: list[tuple[int, str, str, bool]]) -> list[float]:
+            """By f(texts), or by f(prompts, completions, **columns) as the scripts understand it."""
+            if not takes_all and "completions" not in parameters:
+                return function([prompt + response for _, prompt, response, _ in keys])
+            require(takes_all or not lacking, f"it asks for {', '.join(lacking)}; there are {', '.join(sorted(there))}")
+            given = {name: [rows[row][name] for row, *_ in keys] for name in rows[0]}
+            given |= {"prompts": given[args.prompt_column], "completions": [response for _, _, response, _ in keys]}
+            if isinstance(given["prompts"][0], list):
+                given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
+            return function(**{name: x for name, x in given.items() if takes_all or name in parameters})
 
     else:
         score = reward_scorer(args, device)
@@ -450,8 +463,8 @@ def make_judge(args: Args, device: torch.device) -> Callable[[list[Pair], Callab
     return lambda pairs, keep: judge_by_score(pairs, keep, score, args.batch_size)
 
 
-def reward_scorer(args: Args, device: torch.device) -> Callable[[list[tuple[str, bool]]], list[float]]:
-    """The function from texts, and whether each ended, to the rewards of --reward-model."""
+def reward_scorer(args: Args, device: torch.device) -> Callable[[list[tuple[int, str, str, bool]]], list[float]]:
+    """The function from rows, their prompts, responses, and whether these ended, to the rewards of --reward-model."""
     with explain(f"{args.reward_model!r} could not be loaded, as a folder here or from the hub"):
         options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}
         judge = pipeline("text-classification", args.reward_model, device=device, dtype=torch.float32,
@@ -466,8 +479,8 @@ def reward_scorer(args: Args, device: torch.device) -> Callable[[list[tuple[str,
     tokenizer.truncation_side = "left"
     config.pad_token_id = None  # texts come one by one: the last token is read even if it is the pad token
 
-    def score(texts: list[tuple[str, bool]]) -> list[float]:
-        texts = [text + stop * ended for text, ended in texts]
+    def score(keys: list[tuple[int, str, str, bool]]) -> list[float]:
+        texts = [prompt + response + stop * ended for _, prompt, response, ended in keys]
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             found = judge(texts, function_to_apply="none", top_k=None, truncation=True, max_length=length)
         return [{one["label"]: one["score"] for one in logits}[label] + bias for logits in found]

@@ -666,3 +666,20 @@ def test_every_argument_is_read_and_has_a_sentence():
     source = SCRIPT.read_text()
     for name in winrate.Args.__dataclass_fields__:
         assert re.search(rf"^    {name}: .* = .*  # \w", source, re.M) and f"args.{name}" in source, name
+
+
+def test_a_reward_function_with_columns(tmp_path):
+    """TRL's signature, as in the scripts: what the function asks for, row by row; a column that is not there is named."""
+    rows = [{"prompt": f"The film {i}", "answer": f"answer {i}", "n": i} for i in range(6)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "r.py").write_text(
+        "def f(prompts, completions, answer, n):\n"
+        "    assert all(p == f'The film {i}' and a == f'answer {i}' for p, a, i in zip(prompts, answer, n))\n"
+        "    return [float(len(c)) for c in completions]\n\n\n"
+        "def g(completions, solution):\n    return [0.0] * len(completions)\n"
+    )
+    data = dict(dataset=str(tmp_path / "d.jsonl"), dataset_split="train", model="toy/sft", other="toy/sft", num_prompts=6)
+    _, pairs = run(tmp_path / "out", reward_fn=f"{tmp_path}/r.py:f", temperature=1.0, batch_size=4, **data)
+    assert all(p["score_a"] == len(p["a"]) and p["score_b"] == len(p["b"]) for p in pairs) and len(pairs) == 6
+    with pytest.raises(winrate.UserError, match="asks for solution; there are answer, completions, n, prompt, prompts"):
+        run(tmp_path / "out2", reward_fn=f"{tmp_path}/r.py:g", temperature=1.0, **data)
