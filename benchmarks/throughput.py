@@ -1,4 +1,4 @@
-"""Throughput: time and memory of one PPO or RLOO update, ours beside TRL's, or beside our own at another revision.
+"""Throughput: time and memory of one PPO, RLOO or GRPO update, ours beside TRL's, or beside our own at another revision.
 
     python benchmarks/throughput.py --quick                           # tiny models against TRL 0.16.1, two minutes
     python benchmarks/throughput.py                                   # all settings; an hour on two CPU cores
@@ -7,8 +7,10 @@
     python benchmarks/throughput.py --growth                          # how do time and memory grow with the batch, ...?
     python benchmarks/throughput.py --settings tiny,vocab --algorithms ppo --against 0.16.1,0.7.11
 
-How it measures. Each library trains through its own entry point, in a fresh process: `train(Args(...))` of ppo.py and
-rloo.py, PPOTrainer and RLOOTrainer of TRL. An update lasts from the last optimiser step of one update to the last step
+    python benchmarks/throughput.py --settings tiny,small --algorithms grpo --against 1.16
+
+How it measures. Each library trains through its own entry point, in a fresh process: `train(Args(...))` of our
+scripts, PPOTrainer, RLOOTrainer and GRPOTrainer of TRL. An update lasts from the last optimiser step of one update to the last step
 of the next, so it includes rollout, scoring, gradient steps and logging. A hook that torch calls after every optimiser
 step takes the time, in the same way on all sides. The first update of a process is a warm-up and is not counted. The
 two sides take turns, --repeats times, so a machine that slows down slows down both. Memory is the peak of the process
@@ -30,7 +32,7 @@ What is not equal, because it is what the libraries differ in:
     in float32, and in PPO also generation and the scoring critic; TRL 0.7.11 generation and the reward model.
   - TRL 0.7.11 has a value head on the policy, so ours runs with `--critic shared`. Both use temperature 1, because TRL
     leaves the temperature out of its log-probabilities.
-  - TRL 1.16 has no PPO. Its defaults, bfloat16 and gradient checkpointing, are turned off to make the work equal.
+  - TRL 1.16 has no PPO, and is the only one compared for GRPO, here with KL in the loss. Its defaults, bfloat16 and gradient checkpointing, are turned off to make the work equal.
 
 The split into rollout, score (reference, critic, reward) and update (gradient steps) comes from metrics.jsonl for ours,
 for TRL from the moments when generation starts and ends and the epochs begin. The rest is metrics and advantages.
@@ -234,7 +236,8 @@ def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
     lines = [json.loads(line) for line in Path(spec["output"], "metrics.jsonl").read_text().splitlines()]
     recorder.phases = [{phase: line[f"time/{phase}"] for phase in PHASES} for line in lines]
     rows = [b - a for a, b in itertools.pairwise([0, *(line["episode"] for line in lines)])]
-    recorder.rollouts = [(n, round(n * line["val/response_length"])) for n, line in zip(rows, lines)]
+    length = "completions/mean_length" if spec["algorithm"] == "grpo" else "val/response_length"
+    recorder.rollouts = [(n, round(n * line[length])) for n, line in zip(rows, lines)]
 
 
 def work(spec: dict) -> None:
@@ -282,7 +285,7 @@ def make_models(folder: Path, setting: Setting) -> None:
         model.save_pretrained(folder / name)
         tokenizer.save(str(folder / name / "tokenizer.json"))
         write_tokenizer_config(folder / name, "<pad>", "<eos>")
-    for algorithm in ("ppo", "rloo"):
+    for algorithm in ("ppo", "rloo", "grpo"):
         write_prompts(folder, setting, algorithm)
 
 
@@ -292,7 +295,7 @@ def write_prompts(folder: Path, setting: Setting, algorithm: str) -> None:
     """
     import torch
 
-    count = setting.batch // setting.rloo_k if algorithm == "rloo" else setting.batch
+    count = setting.batch if algorithm == "ppo" else setting.batch // setting.rloo_k
     shortest, longest = setting.prompt_lengths
     lengths = [round(shortest + (longest - shortest) * (i + 1) / count) for i in range(count)]
     rows = [torch.randint(2, setting.vocab, (n,)).tolist() for n in lengths]
@@ -332,8 +335,11 @@ def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> 
         "stop-token": "eos" if setting.toy else "none", "batch-size": setting.batch, "num-mini-batches": 1,
         "num-ppo-epochs": setting.epochs, "total-episodes": setting.batch * (setting.updates + 1),
         "local-rollout-forward-batch-size": setting.rollout_batch, "learning-rate": setting.learning_rate,
-        "kl-coef": setting.kl_coef, "num-sample-generations": 0, "save-steps": 1000,
-    } | ({"rloo-k": setting.rloo_k} if algorithm == "rloo" else {})  # fmt: skip
+        "num-sample-generations": 0, "save-steps": 1000,
+    } | {
+        "ppo": {"kl-coef": setting.kl_coef}, "rloo": {"kl-coef": setting.kl_coef, "rloo-k": setting.rloo_k},
+        "grpo": {"beta": setting.kl_coef, "num-generations": setting.rloo_k, "reward-fn": "reward_model"},
+    }[algorithm]  # fmt: skip
     if setting.micro_batches > 1:
         flags["micro-batch-size"] = setting.batch // setting.micro_batches
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))] + ["--bf16"] * setting.bf16
@@ -490,7 +496,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--settings", type=a_list(SETTINGS), help=f"of {','.join(SETTINGS)}; by default all that need no GPU")
-    add("--algorithms", type=a_list(("ppo", "rloo")), default=["ppo", "rloo"], help="of ppo,rloo")
+    add("--algorithms", type=a_list(("ppo", "rloo", "grpo")), default=["ppo", "rloo"], help="of ppo,rloo,grpo")
     add("--against", type=a_list(VERSIONS), default=["0.16.1"], help=f"versions of TRL, of {','.join(VERSIONS)}")
     add("--baseline", metavar="REV", help="compare with our own scripts at a git revision, or in this tree (.)")
     add("--ours", metavar="FLAGS", default="", help='further flags for our side: --ours="--bf16"')

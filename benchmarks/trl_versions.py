@@ -37,7 +37,7 @@ VERSIONS = {
     ),
     "1.16": Version(
         "trl116", "trl==1.16.0 transformers==5.23.0 torch==2.13.0 accelerate==1.15.0 datasets==5.2.0 numpy==2.4.6",
-        ("rloo",),
+        ("rloo", "grpo"),
     ),
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ def copy_toy(folder: Path) -> None:
         merges = tokenizer["model"]["merges"]
         tokenizer["model"]["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
         (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
-    for algorithm in ("ppo", "rloo"):
+    for algorithm in ("ppo", "rloo", "grpo"):
         shutil.copy(ROOT / "toy/data/prompts/train.jsonl", folder / f"prompts-{algorithm}.jsonl")
 
 
@@ -180,13 +180,14 @@ def train_07(spec: dict, s, recorder) -> None:
 
 
 def train_116(spec: dict, s, recorder) -> None:
-    """TRL 1.16: RLOOTrainer, with `num_iterations` for the epochs."""
+    """TRL 1.16: RLOOTrainer or GRPOTrainer, with `num_iterations` for the epochs."""
     import torch
     from datasets import Dataset
-    from trl import RLOOConfig, RLOOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     tokenizer, _, reward_model = load_models(spec)
-    config = RLOOConfig(
+    is_grpo = spec["algorithm"] == "grpo"
+    config = (GRPOConfig if is_grpo else RLOOConfig)(
         output_dir=spec["output"], max_steps=(s.updates + 1) * s.epochs, num_iterations=s.epochs,
         per_device_train_batch_size=s.batch // s.micro_batches, gradient_accumulation_steps=s.micro_batches,
         steps_per_generation=s.micro_batches, num_generations=s.rloo_k, max_completion_length=s.response_length,
@@ -194,7 +195,7 @@ def train_116(spec: dict, s, recorder) -> None:
         gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
         disable_tqdm=True,
     )  # fmt: skip
-    trainer = RLOOTrainer(
+    trainer = (GRPOTrainer if is_grpo else RLOOTrainer)(
         model=spec["policy"], reward_funcs=reward_model, reward_processing_classes=tokenizer, args=config,
         processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": load_prompts(spec)}),
     )  # fmt: skip
