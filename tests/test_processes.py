@@ -47,7 +47,7 @@ RUNS = {
                                     dict(zero_stage=2)),
     "ppo, shared critic, stage 3": ("ppo", dict(critic="shared", use_score_scaling=True), dict(zero_stage=3)),
     "rloo, stage 0": ("rloo", dict(num_mini_batches=2, token_level_kl=True), {}),
-    "rloo, stage 2": ("rloo", dict(normalize_reward=True), dict(zero_stage=2)),
+    "rloo, stage 2": ("rloo", dict(normalize_reward=True, reward_fn=("reward.py:tail",)), dict(zero_stage=2)),
     "rloo, stage 3": ("rloo", dict(normalize_advantage=True), dict(zero_stage=3)),
     "rloo, adapter, stage 2": ("rloo", dict(lora_r=4), dict(zero_stage=2)),
     "rloo, adapter, stage 3": ("rloo", dict(lora_r=4, ema_decay=0.5), dict(zero_stage=3)),
@@ -90,7 +90,8 @@ def world(tmp_path_factory):
     lines = [json.dumps({"text": row["prompt"] + row["completion"]}) + "\n" for row in texts]
     (folder / "texts.jsonl").write_text("".join(lines))
     (folder / "reward.py").write_text(
-        "import os\n\n\ndef length(texts):\n    return [len(text) / 50 for text in texts]\n\n\n"
+        "import os\n\n\ndef tail(prompts, completions, prompt):\n    assert prompt == prompts\n"
+        "    return [len(x) / 50 - len(y) / 20 for x, y in zip(completions, prompts)]\n\n\ndef length(texts):\n    return [len(text) / 50 for text in texts]\n\n\n"
         "calls = []\n\n\ndef second_fails(texts):\n    calls.append(1)\n"
         "    return [float('nan') if len(calls) > 2 and os.environ['RANK'] == '1' else 1.0 for _ in texts]\n"
     )

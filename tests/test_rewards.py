@@ -90,6 +90,16 @@ def test_conversations_are_given_as_messages(name, tmp_path, write):
     assert run(SCRIPTS[name], tmp_path / "out", **SMALL | out)[-1]["objective/scores"] > 0
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_completions_are_without_their_prompt(name, tmp_path, data, write):
+    code = """
+    def f(prompts, completions, completion_ids):
+        assert not any(text.startswith(prompt) or "<|" in text for text, prompt in zip(completions, prompts))
+        return [0.0 if text else 1.0 for text in completions]
+    """
+    run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL)
+
+
 CODE = """
 def even(n, completions):
     return [None if x % 2 else 2.0 for x in n]
