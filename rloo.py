@@ -740,7 +740,7 @@ def report(
 
 def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer) -> None:
     """Adds the responses of the table to samples.jsonl: texts, rewards, and each number that there is of each token."""
-    with explain(f"{file} could not be written"):
+    with suppress(OSError):  # a disk that is full, a folder that is gone: the run itself goes on
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
         lines = [line for line in lines if json.loads(line)["update"] < update]  # else from before a resume
         for i in range(min(4, len(scores))):
@@ -754,7 +754,9 @@ def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, toke
                     line[name] = x[i].expand(len(rollout.mask[i]))[rollout.mask[i]].tolist()
             lines.append(json.dumps(line))
         if not RANK:
-            file.write_text("\n".join(lines) + "\n", "utf-8")
+            unfinished = file.with_suffix(".unfinished")
+            unfinished.write_text("\n".join(lines) + "\n", "utf-8")
+            unfinished.replace(file)  # whole, if the run is killed meanwhile
 
 
 def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], args: Args) -> None:

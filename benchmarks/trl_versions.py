@@ -199,7 +199,12 @@ def train_116(spec: dict, s, recorder) -> None:
         model=spec["policy"], reward_funcs=reward_model, reward_processing_classes=tokenizer, args=config,
         processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": load_prompts(spec)}),
     )  # fmt: skip
-    size = lambda completions, *_: (len(completions), sum(map(len, completions)))
+
+    def size(result, *_) -> tuple[int, int]:
+        """Rows and tokens of the completions, which GRPO returns with something else."""
+        completions = result[0] if is_grpo else result
+        return len(completions), sum(map(len, completions))
+
     recorder.watch(trainer, "_generate_single_turn", "rollout", "score", size)
     recorder.watch(trainer, "_generate_and_score_completions", after="update")
     trainer.train()

@@ -1,5 +1,6 @@
 """The toy world is what it says it is: the same bytes each time, varied, with a gold score that reads English."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -115,3 +116,27 @@ def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_no
     assert torch.corrcoef(torch.stack([learned(texts), torch.tensor(make.gold_score(texts))]))[0, 1] > 0.7
     heap = ["The film is wonderful superb delightful wonderful superb delightful wonderful superb delightful"]
     assert learned(heap)[0] > 2 and make.gold_score(heap)[0] < 1
+
+
+def test_the_sorting_task_is_made_again_byte_for_byte(tmp_path):
+    spec = importlib.util.spec_from_file_location("sort_make", TOY / "sort/make.py")
+    sort = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sort)
+    sort.write_data(tmp_path / "data")
+    sort.write_base(tmp_path / "base")
+    files = [path for name in ("data", "base") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert len(files) == 7
+    for file in files:
+        assert file.read_bytes() == (TOY / "sort" / file.relative_to(tmp_path)).read_bytes(), file
+
+
+def test_the_sorting_task_has_right_answers_and_unseen_prompts():
+    rows = {split: [json.loads(x) for x in open(TOY / f"sort/data/prompts/{split}.jsonl")] for split in ("train", "validation")}
+    for row in rows["train"] + rows["validation"]:
+        digits = row["prompt"].split()[1:-1]
+        assert row["answer"].split() == sorted(digits) and 2 <= len(digits) <= 7
+    long = [{row["prompt"] for row in of if len(row["prompt"]) >= 16} for of in rows.values()]
+    assert not long[0] & long[1] and len(long[1]) > 80
+    texts = [json.loads(x) for x in open(TOY / "sort/data/sft/train.jsonl")]
+    right = [row["completion"].split() == sorted(row["prompt"].split()[1:-1]) for row in texts]
+    assert 0.4 < sum(right) / len(right) < 0.5  # two equal neighbours may be exchanged

@@ -50,7 +50,7 @@ def test_a_row_without_a_number_to_compare_with():
     assert one(verifiers.right_number, "#### 3", answer="a parabola") is None
 
 
-@given(st.fractions(max_denominator=10**6))
+@given(st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=10**6))
 def test_numbers_survive_being_written(x):
     assert verifiers.read_number(str(x)) == x
     assert verifiers.read_number(f"{float(round(x * 4) / 4):,.2f}") == Fraction(round(x * 4), 4)
