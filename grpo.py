@@ -1024,8 +1024,8 @@ ALIASES = {  # other libraries' spellings
     "--max-completion-length": "--response-length", "--router-aux-loss-coef": "--aux-loss-coef",
     "--dataset-text-field": "--prompt-column", "--resume-from-checkpoint": "--resume",
 }  # fmt: skip
-CURVES = [["reward", "objective/gold_scores", "eval/accuracy", "eval/pass@1"], ["frac_reward_zero_std", "completions/clipped_ratio"],
-          ["completions/mean_length"], ["entropy"]]  # fmt: skip
+CURVES = [["reward", "objective/gold_scores", "eval/accuracy", "eval/pass@1"],
+          ["frac_reward_zero_std", "completions/clipped_ratio"], ["completions/mean_length"], ["entropy"]]  # fmt: skip
 
 
 def check_args(args: Args) -> None:
