@@ -38,7 +38,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["ppo", "rloo", "dpo", "sft", "reward_model"]
+SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model"]
 NOT_COMPARED = ("time/", "perf/", "eps")  # beginnings of the names of metrics that no two runs share
 
 

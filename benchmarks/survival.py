@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = {  # flags of a run of 12 steps
     "ppo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl --ema-decay 0.9",
     "rloo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl",
+    "grpo": "--batch-size 8 --num-generations 4 --total-episodes 96 --response-length 8 --dynamic-sampling 2",
     "dpo": "--dataset {tmp}/preferences --dataset-test-split none --batch-size 8 --num-train-epochs 2",
     "sft": "--dataset {tmp}/sft --dataset-test-split none --batch-size 8",
     "reward_model": "--dataset {tmp}/preferences --dataset-test-split none --batch-size 8",
@@ -186,7 +187,7 @@ def main() -> None:
     """The kills, then the faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = lambda text: [name for name in text.split(",") if name]
-    parser.add_argument("--scripts", type=names, default=list(TINY), help="of ppo,rloo,dpo,sft,reward_model")
+    parser.add_argument("--scripts", type=names, default=list(TINY), help="of ppo,rloo,grpo,dpo,sft,reward_model")
     parser.add_argument("--kills", type=int, default=20, help="of each script")
     parser.add_argument("--faults", type=names, default=list(FAULTS), help=f"of {','.join(FAULTS)}; none for no fault")
     args = parser.parse_args()
