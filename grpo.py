@@ -149,7 +149,7 @@ class Args:
     model: str = "toy/sort/sft"  # the policy to start from, which is also the reference that KL is measured against
     reward_model: str = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
     reward_label: str | None = None  # the label whose logit is the reward, for a classifier that has several
-    # what gives the reward: reward_model, or file.py:name of a function, f(texts) or TRL's; of several, the sum
+    # reward_model, or file.py:name of a function; of several, the sum
     reward_fn: tuple[str, ...] = ("toy/verifiers.py:exact_match",)
     reward_weights: tuple[Finite, ...] = ()  # the weights of their sum; by default all 1 (TRL)
     gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
@@ -214,7 +214,7 @@ def train(args: Args) -> None:
     reference = make_reference(policy, args) if args.beta or args.lora_r else None
     models = place(args, policy, reference, reward_model)
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
-    reward_functions = make_rewards(args, policy, reward_model, prompts)
+    reward = make_reward(args, policy, reward_model, prompts)
     gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
     set_batch_sizes(args, policy, len(prompts) * args.num_generations)
     G, length = args.num_generations, max(len(x["input_ids"]) for x in prompts) + args.response_length
@@ -231,7 +231,7 @@ def train(args: Args) -> None:
     try:
         for update in run.steps(args.num_updates):
             with run.clock("rollout"):
-                rollout, scores, num_batches = sample_groups(policy, prompt_batches, reward_functions, args)  # 1 and 2
+                rollout, scores, num_batches = sample_groups(policy, prompt_batches, reward, args)  # 1 and 2
             with run.clock("score"):
                 if args.beta:
                     with adapter_off(policy, reference):
@@ -247,7 +247,7 @@ def train(args: Args) -> None:
             if gold_reward:
                 stats["objective/gold_scores"] = gold_reward(rollout).nanmean().item()
             if eval_prompts and (update % args.eval_steps == 0 or update == args.num_updates):
-                stats |= evaluate(policy, reward_functions, eval_prompts, args)
+                stats |= evaluate(policy, reward, eval_prompts, args)
             report(run, update, stats, rollout, scores, policy.tokenizer, args)
             schedule.step()
     finally:  # after an error or Ctrl-C, too: what was trained is on disk
@@ -395,9 +395,8 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
 
 
 def sample_groups(
-    policy: nn.Module, prompt_batches: Iterator[list[dict]], functions: dict[str, Callable[[Rollout], Tensor]],
-    args: Args,
-) -> tuple[Rollout, Tensor, int]:  # fmt: skip
+    policy: nn.Module, prompt_batches: Iterator[list[dict]], reward: Callable[[Rollout], Tensor], args: Args
+) -> tuple[Rollout, Tensor, int]:
     """Steps 1 and 2: a batch of responses, G to each prompt, their scores (B,), and how many batches were sampled.
 
     With --dynamic-sampling, groups whose scores are all equal, and which therefore give no gradient, are replaced by
@@ -406,7 +405,7 @@ def sample_groups(
     G, N, parts, num_rows = args.num_generations, args.dynamic_sampling, [], 0
     for draw in range(1 + N):
         rollout = sample_batch(policy, [prompt for prompt in next(prompt_batches) for _ in range(G)], args)
-        scores = score_responses(rollout, functions, args)
+        scores = score_responses(rollout, reward, args)
         differs = (scores.view(-1, G).std(1) > 0).repeat_interleave(G)  # (B,)
         num_kept = int(differs.sum()) if draw < N else args.batch_size
         in_order = (~differs).long().argsort(stable=True)  # those that differ come first
@@ -466,20 +465,9 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -
     return scores - (penalty or 0.0) * (~ended).float()
 
 
-def weighted_sum(rewards: Tensor, weights: tuple[float, ...]) -> Tensor:
-    """(B,) sums of rewards (K, B) times K weights, all 1 if none are given; a NaN has nothing to say of its row."""
-    return (rewards * rewards.new_tensor(weights or [1.0] * len(rewards))[:, None]).nansum(0)
-
-
-def score_responses(rollout: Rollout, functions: dict[str, Callable[[Rollout], Tensor]], args: Args) -> Tensor:
+def score_responses(rollout: Rollout, reward: Callable[[Rollout], Tensor], args: Args) -> Tensor:
     """(B,) scores of the responses, in training and evaluation alike."""
-    rollout.rewards_by_name = {name: reward(rollout) for name, reward in functions.items()}
-    all_rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
-    silent = all_rewards.isnan().all(0)
-    prompt = rollout.examples[int(silent.long().argmax())][args.prompt_column]
-    require(not silent.any(), f"every reward function said None of a response to {prompt!r}")
-    scores = weighted_sum(all_rewards, args.reward_weights)
-    return penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+    return penalize_missing_eos(reward(rollout), rollout.ended, args.missing_eos_penalty)
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -686,7 +674,7 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def evaluate(
-    policy: nn.Module, functions: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict], args: Args
+    policy: nn.Module, reward: Callable[[Rollout], Tensor], prompts: list[dict], args: Args
 ) -> dict[str, float]:
     """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
     at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right; an
@@ -698,7 +686,7 @@ def evaluate(
         answers.temperature, answers.response_length_min = temperature, None
         with torch.random.fork_rng(devices=[]):  # all numbers are drawn on the CPU; training must not notice
             rollout = sample_batch(policy, [prompt for prompt in prompts for _ in range(k)], answers)
-        scores = score_responses(rollout, functions, args)
+        scores = score_responses(rollout, reward, args)
         rights = (next(iter(rollout.rewards_by_name.values())) >= 1).view(-1, k)[: len(prompts) - extra].float()
         if k == 1:
             stats["eval/scores"] = scores[: len(prompts) - extra].mean().item()
@@ -883,18 +871,37 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     return rewards + getattr(model.config, "reward_bias", 0.0)
 
 
-def make_rewards(
+def make_reward(
     args: Args, policy: nn.Module, reward_model: nn.Module | None, examples: list[dict]
-) -> dict[str, Callable[[Rollout], Tensor]]:
-    """What --reward-fn names: functions from a rollout to its rewards (B,), which are NaN where one says None."""
-    specs, num_weights, rewards = args.reward_fn, len(args.reward_weights), {}
-    require(num_weights in (0, len(specs)), f"--reward-weights: {num_weights} numbers for {len(specs)} of --reward-fn")
+) -> Callable[[Rollout], Tensor]:
+    """The function from a rollout to its rewards (B,), the weighted sum of what --reward-fn names.
+
+    What each of them gave is kept in rollout.rewards_by_name; NaN, where it said None, is left out of the sum.
+    """
+    specs, functions = args.reward_fn, {}
+    weights = args.reward_weights or (1.0,) * len(specs)
+    require(len(weights) == len(specs), f"--reward-weights: {len(weights)} numbers for {len(specs)} of --reward-fn")
     for spec in specs:
         is_model, name = spec == "reward_model", spec.rpartition(":")[2]
-        require(name not in rewards, f"--reward-fn {' '.join(specs)}: two of them are called {name!r}; rename one")
+        require(name not in functions, f"--reward-fn {' '.join(specs)}: two of them are called {name!r}; rename one")
         make = partial(model_reward, reward_model) if is_model else partial(function_reward, spec, examples)
-        rewards[name] = make(policy, args)
-    return rewards
+        functions[name] = make(policy, args)
+
+    def reward(rollout: Rollout) -> Tensor:
+        """(B,) rewards; raises UserError if there is none at all for a response."""
+        rollout.rewards_by_name = {name: function(rollout) for name, function in functions.items()}
+        rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
+        silent = rewards.isnan().all(0)
+        prompt = rollout.examples[int(silent.long().argmax())][args.prompt_column]
+        require(not silent.any(), f"every reward function said None of a response to {prompt!r}")
+        return weighted_sum(rewards, weights)
+
+    return reward
+
+
+def weighted_sum(rewards: Tensor, weights: tuple[float, ...]) -> Tensor:
+    """(B,) sums of rewards (K, B) times K weights; a NaN has nothing to say of its row."""
+    return (rewards * rewards.new_tensor(weights)[:, None]).nansum(0)
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:

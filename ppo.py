@@ -165,8 +165,7 @@ class Args:
     model: str = "toy/sft"  # the policy to start from, which is also the reference that KL is measured against
     reward_model: str = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
     reward_label: str | None = None  # the label whose logit is the reward, for a classifier that has several
-    # what gives the reward: reward_model, or file.py:name of a function, f(texts) or TRL's; of several, the sum
-    reward_fn: tuple[str, ...] = ("reward_model",)
+    reward_fn: tuple[str, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; of several, the sum
     reward_weights: tuple[Finite, ...] = ()  # the weights of their sum; by default all 1 (TRL)
     gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     critic: Literal["separate", "shared"] = "separate"  # its own network, or a head on the policy's trunk (TRL 0.7)
@@ -236,7 +235,7 @@ def train(args: Args) -> None:
     ema = deepcopy(policy) if args.ema_decay else None
     models = place(args, policy, critic, reference, reward_model, ema)
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
-    reward_functions = make_rewards(args, policy, reward_model, prompts)
+    reward = make_reward(args, policy, reward_model, prompts)
     gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
     set_batch_sizes(args, policy, len(prompts))
     texts = load_pretrain_texts(args, policy) if args.pretrain_data else None
@@ -259,7 +258,7 @@ def train(args: Args) -> None:
             with run.clock("score"):
                 score_reference(rollout, policy, reference, args)  # 2
                 rollout.values = rollout.map(lambda r: critic_values(policy, critic, r), args)
-                scores = score_responses(rollout, reward_functions, args)
+                scores = score_responses(rollout, reward, args)
             used_scores = scale_scores(scores, state["scores"], args)  # 3
             rollout.kl_coef = state["kl_coef"]
             rewards, non_score_reward = shape_rewards(used_scores, rollout.kl, rollout.mask, rollout.kl_coef)
@@ -273,7 +272,7 @@ def train(args: Args) -> None:
             if gold_reward:
                 stats["objective/gold_scores"] = gold_reward(rollout).nanmean().item()
             if eval_prompts and (update % args.eval_steps == 0 or update == args.num_updates):
-                stats |= evaluate(policy, reference, reward_functions, eval_prompts, args)
+                stats |= evaluate(policy, reference, reward, eval_prompts, args)
             report(run, update, stats, rollout, scores, policy.tokenizer, args)
             if args.adaptive_kl:
                 state["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)  # 7
@@ -489,20 +488,9 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -
     return scores - (penalty or 0.0) * (~ended).float()
 
 
-def weighted_sum(rewards: Tensor, weights: tuple[float, ...]) -> Tensor:
-    """(B,) sums of rewards (K, B) times K weights, all 1 if none are given; a NaN has nothing to say of its row."""
-    return (rewards * rewards.new_tensor(weights or [1.0] * len(rewards))[:, None]).nansum(0)
-
-
-def score_responses(rollout: Rollout, functions: dict[str, Callable[[Rollout], Tensor]], args: Args) -> Tensor:
+def score_responses(rollout: Rollout, reward: Callable[[Rollout], Tensor], args: Args) -> Tensor:
     """(B,) scores of the responses, in training and evaluation alike."""
-    rollout.rewards_by_name = {name: reward(rollout) for name, reward in functions.items()}
-    all_rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
-    silent = all_rewards.isnan().all(0)
-    prompt = rollout.examples[int(silent.long().argmax())][args.prompt_column]
-    require(not silent.any(), f"every reward function said None of a response to {prompt!r}")
-    scores = weighted_sum(all_rewards, args.reward_weights)
-    return penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+    return penalize_missing_eos(reward(rollout), rollout.ended, args.missing_eos_penalty)
 
 
 # --- 3. Reward --------------------------------------------------------------------------------------------------------
@@ -534,12 +522,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     k1 = logprobs - ref_logprobs
     k2, k3 = 0.5 * k1**2, torch.expm1(-k1) + k1
     return {"k1": k1, "kl": k1, "abs": k1.abs(), "k2": k2, "mse": k2, "k3": k3}[estimator]
-
-
-def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """(B, T) exact KL(policy || reference) over the vocabulary, from logits (B, T, V)."""
-    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
-    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
@@ -707,11 +689,10 @@ def optimize(
     policy.eval()
     critic.eval()
     tokens = sums.pop("tokens")
-    means = {name: float(x / tokens) for name, x in sums.items()}
+    means = {name: float(x / tokens) for name, x in sums.items() if name != "ratio_error"}
     means |= {name: float(x / max(1, steps)) for name, x in per_step.items()}
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
     means["val/skipped_steps"] = args.num_ppo_epochs * args.num_mini_batches - steps
-    del means["ratio_error"]
     return means
 
 
@@ -750,9 +731,8 @@ def explained_variance(rollout: Rollout) -> float:
 
 
 def evaluate(
-    policy: nn.Module, reference: nn.Module, functions: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict],
-    args: Args,
-) -> dict[str, float]:  # fmt: skip
+    policy: nn.Module, reference: nn.Module, reward: Callable[[Rollout], Tensor], prompts: list[dict], args: Args
+) -> dict[str, float]:
     """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
 
     Their KL is taken at the training temperature; on distributions sharpened to one token it would say little.
@@ -763,7 +743,7 @@ def evaluate(
         rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], answers)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    scores = score_responses(rollout, functions, args)[: len(prompts)]
+    scores = score_responses(rollout, reward, args)[: len(prompts)]
     once = rollout.select(torch.arange(len(prompts), device=args.torch_device))  # without the prompts that fill up
     stats = rollout_stats(once, scores, torch.zeros_like(once.kl))
     names = "objective/scores", "objective/kl", "val/eos_share", "val/response_length"
@@ -939,6 +919,12 @@ class OneTypeCache(StaticCache):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """(B, T) exact KL(policy || reference) over the vocabulary, from logits (B, T, V)."""
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+
+
 def response_kl(policy: nn.Module, reference: nn.Module, args: Args, r: Rollout) -> Tensor:
     """(b, T) exact KL of policy and reference for some episodes."""
     logits, _ = response_forward(policy, r, args.temperature)  # (b, T, V)
@@ -1017,18 +1003,37 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     return rewards + getattr(model.config, "reward_bias", 0.0)
 
 
-def make_rewards(
+def make_reward(
     args: Args, policy: nn.Module, reward_model: nn.Module | None, examples: list[dict]
-) -> dict[str, Callable[[Rollout], Tensor]]:
-    """What --reward-fn names: functions from a rollout to its rewards (B,), which are NaN where one says None."""
-    specs, num_weights, rewards = args.reward_fn, len(args.reward_weights), {}
-    require(num_weights in (0, len(specs)), f"--reward-weights: {num_weights} numbers for {len(specs)} of --reward-fn")
+) -> Callable[[Rollout], Tensor]:
+    """The function from a rollout to its rewards (B,), the weighted sum of what --reward-fn names.
+
+    What each of them gave is kept in rollout.rewards_by_name; NaN, where it said None, is left out of the sum.
+    """
+    specs, functions = args.reward_fn, {}
+    weights = args.reward_weights or (1.0,) * len(specs)
+    require(len(weights) == len(specs), f"--reward-weights: {len(weights)} numbers for {len(specs)} of --reward-fn")
     for spec in specs:
         is_model, name = spec == "reward_model", spec.rpartition(":")[2]
-        require(name not in rewards, f"--reward-fn {' '.join(specs)}: two of them are called {name!r}; rename one")
+        require(name not in functions, f"--reward-fn {' '.join(specs)}: two of them are called {name!r}; rename one")
         make = partial(model_reward, reward_model) if is_model else partial(function_reward, spec, examples)
-        rewards[name] = make(policy, args)
-    return rewards
+        functions[name] = make(policy, args)
+
+    def reward(rollout: Rollout) -> Tensor:
+        """(B,) rewards; raises UserError if there is none at all for a response."""
+        rollout.rewards_by_name = {name: function(rollout) for name, function in functions.items()}
+        rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
+        silent = rewards.isnan().all(0)
+        prompt = rollout.examples[int(silent.long().argmax())][args.prompt_column]
+        require(not silent.any(), f"every reward function said None of a response to {prompt!r}")
+        return weighted_sum(rewards, weights)
+
+    return reward
+
+
+def weighted_sum(rewards: Tensor, weights: tuple[float, ...]) -> Tensor:
+    """(B,) sums of rewards (K, B) times K weights; a NaN has nothing to say of its row."""
+    return (rewards * rewards.new_tensor(weights)[:, None]).nansum(0)
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:

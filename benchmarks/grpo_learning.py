@@ -97,7 +97,7 @@ def judge(results: list[dict], data: Path) -> None:
         policy = grpo.load_policy(args)
         _, prompts = grpo.load_prompts(args, policy, None)
         torch.manual_seed(0)
-        result |= grpo.evaluate(policy, grpo.make_rewards(args, policy, None, prompts), prompts, args)
+        result |= grpo.evaluate(policy, grpo.make_reward(args, policy, None, prompts), prompts, args)
 
 
 def main() -> None:

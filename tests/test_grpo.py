@@ -54,8 +54,9 @@ def golden_rollout(args, policy):
     examples = [{"prompt": ""}] * len(responses)
     rollout = grpo.Rollout(prompts, prompt_mask, responses, mask, ended, ARRAYS["old_logprobs"], examples)
     first, second = (torch.tensor([math.nan if x is None else x for x in row]) for row in TRL["rewards"])
-    functions = {"first": lambda _: first} | ({"second": lambda _: second} if args.reward_weights else {})
-    return rollout, grpo.score_responses(rollout, functions, args)
+    rollout.rewards_by_name = {"first": first} | ({"second": second} if args.reward_weights else {})
+    rewards = torch.stack(list(rollout.rewards_by_name.values()))
+    return rollout, grpo.weighted_sum(rewards, args.reward_weights or (1.0,))
 
 
 @pytest.mark.parametrize("case", TRL["cases"])
@@ -290,17 +291,17 @@ def test_dynamic_sampling(monkeypatch):
     monkeypatch.setattr(grpo, "sample_batch", answer)
     monkeypatch.setattr(grpo, "score_responses", score)
     prompts = ([{"n": 4 * i + j} for j in range(4)] for i in range(9))
-    rollout, scores, count = grpo.sample_groups(None, prompts, {}, args)
+    rollout, scores, count = grpo.sample_groups(None, prompts, None, args)
     assert rollout.prompts.flatten().tolist() == [3, 3, 8, 8, 9, 9, 12, 12] and count == 4
     assert scores.tolist() == rollout.rewards_by_name["f"].tolist() == [0, 1] * 4
     assert [x["n"] for x in rollout.examples] == rollout.prompts.flatten().tolist()
     assert rollout.mask.sum(1).tolist() == [1, 1, 3, 3, 3, 3, 1, 1] and rollout.responses.shape == (8, 3)
     draws, prompts = iter([[1, 0, 0, 0], [0, 0, 1, 0]]), ([{"n": 4 * i + j} for j in range(4)] for i in range(9))
     args.dynamic_sampling = 1  # too few: the rest is filled up with what differs not
-    rollout, _, count = grpo.sample_groups(None, prompts, {}, args)
+    rollout, _, count = grpo.sample_groups(None, prompts, None, args)
     assert rollout.prompts.flatten().tolist() == [0, 0, 6, 6, 4, 4, 5, 5] and count == 2
     args.dynamic_sampling, draws = 0, iter([[0, 0, 0, 0]])
-    assert grpo.sample_groups(None, prompts, {}, args)[2] == 1
+    assert grpo.sample_groups(None, prompts, None, args)[2] == 1
 
 
 def test_dynamic_sampling_in_a_run(tmp_path):
@@ -323,9 +324,13 @@ def test_evaluation(monkeypatch, processes):
 
     monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
     monkeypatch.setattr(grpo, "sample_batch", answer)
-    functions = {"right": lambda r: r.old_logprobs[:, 0], "other": lambda r: r.prompts[:, 0].float()}
+
+    def reward(r):
+        r.rewards_by_name = {"right": r.old_logprobs[:, 0], "other": r.prompts[:, 0].float()}
+        return sum(r.rewards_by_name.values())
+
     prompts = [{"prompt": "", "n": n} for n in range(4)]
-    stats = grpo.evaluate(None, functions, prompts, args)
+    stats = grpo.evaluate(None, reward, prompts, args)
     expected = {"eval/accuracy": 0.5, "eval/scores": 0.5 + 1.5, "eval/pass@1": 0.5, "eval/pass@2": 0.75}
     assert stats == pytest.approx(expected)
 

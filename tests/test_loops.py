@@ -709,7 +709,7 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, name):
     policy = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
     reward = lambda r: 2.0 * r.prompts.flatten()  # noqa: E731
     examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
-    stats = script.evaluate(policy, None, {"reward": reward}, examples, args)
+    stats = script.evaluate(policy, None, reward, examples, args)
     expected = {"eval/scores": 12.0, "eval/kl": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
     assert stats == pytest.approx(expected)
 

@@ -128,7 +128,7 @@ def test_the_weighted_sum():
     """TRL 1.16: (rewards * weights).nansum over the functions."""
     rewards = torch.tensor([[1.0, math.nan, 3.0], [10.0, 20.0, math.nan]])
     for script in SCRIPTS.values():
-        assert script.weighted_sum(rewards, ()).tolist() == [11, 20, 3]
+        assert script.weighted_sum(rewards, (1.0, 1.0)).tolist() == [11, 20, 3]
         assert script.weighted_sum(rewards, (2.0, -1.0)).tolist() == [-8, -20, 6]
 
 

@@ -28,7 +28,7 @@ LAST_LINE = "# === The algorithm ends here."
 # Most lines of a script, and of its part with the algorithm. They are what the scripts have now: a line that is added
 # is to take the place of another one, or to be worth a higher number here.
 CEILINGS = {
-    "ppo.py": (1817, 718), "rloo.py": (1728, 668), "grpo.py": (1668, 660), "dpo.py": (1344, 464),
+    "ppo.py": (1822, 699), "rloo.py": (1734, 650), "grpo.py": (1675, 648), "dpo.py": (1344, 464),
     "reward_model.py": (1080, 364), "sft.py": (1078, 346),
 }  # fmt: skip
 
