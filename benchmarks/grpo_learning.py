@@ -122,7 +122,7 @@ def main() -> None:
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             results = list(pool.map(run, jobs))
         judge(results, data)
-    args.output.write_text(json.dumps({"equal_lengths": args.equal_lengths, "runs": results}, indent=1) + "\n")
+    args.output.write_text(json.dumps({"equal_lengths": args.equal_lengths, "runs": results}) + "\n")
     print("| side | reward, updates 51-100 | 451-500 | eval/accuracy | eval/pass@1 | eval/pass@8 | seconds |")
     print("|---|---|---|---|---|---|---|")
     for side in args.sides.split(","):
