@@ -791,10 +791,11 @@ def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, toke
 
 def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], args: Args) -> None:
     """What a library leaves to its users to notice, each in one sentence, once per run."""
-    k1 = (rollout.old_logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
-    if k1.mean() < -0.1 - 3 * k1.std() / len(k1) ** 0.5:
-        run.warn("the KL to the reference is clearly negative, which a true KL never is: sampling and scoring probably "
-                 "use different distributions (temperature, dropout, padding).")  # fmt: skip
+    if rollout.ref_logprobs is not None:
+        k1 = (rollout.old_logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
+        if k1.mean() < -0.1 - 3 * k1.std() / len(k1) ** 0.5:
+            run.warn("the KL to the reference is clearly negative, which a true KL never is: sampling and scoring "
+                     "probably use different distributions (temperature, dropout, padding).")  # fmt: skip
     if args.stop_token_id is not None and not rollout.ended.any():
         run.warn("no response ends with the stop token: raise --response-length, set --missing-eos-penalty or "
                  "--stop-token, or check that the policy was taught to end its texts.")  # fmt: skip
@@ -1061,11 +1062,11 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
     if the prompts are), completion_ids, and columns of the dataset, one value per row. It may say None of a row.
     """
     function, tokenizer = load_function(spec), policy.tokenizer
-    parameters = list(inspect.signature(function).parameters.values()) if inspect.isfunction(function) else []
+    parameters = [] if inspect.isbuiltin(function) else list(inspect.signature(function).parameters.values())
     names, takes_all = {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
     is_trl = takes_all or not names.isdisjoint({"completions", "completion_ids"})
     there = {"prompts", "completions", "completion_ids", *examples[0]}
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     lacks = is_trl and ", ".join(sorted(needed - there))
     require(not lacks, f"the reward function {spec} asks for {lacks}, and the data have {', '.join(sorted(there))}")
 

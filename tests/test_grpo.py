@@ -330,7 +330,7 @@ def test_evaluation(monkeypatch, processes):
         return sum(r.rewards_by_name.values())
 
     prompts = [{"prompt": "", "n": n} for n in range(4)]
-    stats = grpo.evaluate(None, reward, prompts, args)
+    stats = grpo.evaluate_answers(None, reward, prompts, args)
     expected = {"eval/accuracy": 0.5, "eval/scores": 0.5 + 1.5, "eval/pass@1": 0.5, "eval/pass@2": 0.75}
     assert stats == pytest.approx(expected)
 

@@ -64,8 +64,8 @@ def test_columns_belong_to_their_rows(name, tmp_path, data, write, takes):
 def test_a_function_gets_what_it_asks_for(name, tmp_path, data, write):
     """completion_ids are the response up to and including its stop token; a default is no need."""
     code = """
-    def f(completions, completion_ids, missing=3, *, n):
-        assert missing == 3
+    def f(completions, completion_ids, missing=3, *rest, n):
+        assert missing == 3 and not rest
         return [len(ids) for ids in completion_ids]
     """
     for line in run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL):
@@ -98,6 +98,14 @@ def test_completions_are_without_their_prompt(name, tmp_path, data, write):
         return [0.0 if text else 1.0 for text in completions]
     """
     run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_function_may_be_an_object(name, tmp_path, data, write):
+    """With a signature of its own, such as a partial one."""
+    code = "from functools import partial\ndef g(x, completions, n):\n    return [x] * len(n)\nf = partial(g, 7.0)\n"
+    lines = run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL)
+    assert all(line["rewards/f/mean"] == 7 for line in lines)
 
 
 CODE = """

@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {
     "ppo.py": ppo, "rloo.py": rloo, "grpo.py": grpo, "dpo.py": dpo, "reward_model.py": reward_model, "sft.py": sft,
 }  # fmt: skip
-OWN = {"Args", "check_args", "evaluate", "train", "warn_about"}  # in several scripts, each with its own text
+OWN = {"Args", "check_args", "train"}  # in several scripts, each with its own text
 BY_METHOD = {"Rollout"}  # its fields are the script's own, its methods are not
 LAST_LINE = "# === The algorithm ends here."
 # Most lines of a script, and of its part with the algorithm. They are what the scripts have now: a line that is added
 # is to take the place of another one, or to be worth a higher number here.
 CEILINGS = {
-    "ppo.py": (1822, 699), "rloo.py": (1734, 650), "grpo.py": (1675, 648), "dpo.py": (1344, 464),
+    "ppo.py": (1823, 699), "rloo.py": (1735, 650), "grpo.py": (1679, 648), "dpo.py": (1344, 464),
     "reward_model.py": (1080, 364), "sft.py": (1078, 346),
 }  # fmt: skip
 

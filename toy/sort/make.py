@@ -3,7 +3,8 @@
     python toy/sort/make.py       # writes toy/sort/data/ and toy/sort/base/, the same bytes each time
 
 A prompt is two to seven digits, `sort 7 2 4 :`, and the answer the same digits in order, `2 4 7`. A token is a digit or
-a word. `toy/sort/sft` has seen too few of these texts to be right more often than not; reinforcement does the rest.
+a word. Most of the texts for the SFT have a mistake, so the policy in `toy/sort/sft` makes as many when it is sampled,
+though it could do without: reinforcement teaches it to.
 """
 
 import json
