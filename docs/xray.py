@@ -41,12 +41,12 @@ class UserError(Exception):
 
 
 def read_lines(file: Path) -> list[dict]:
-    """The objects of a jsonl file; NaN and the infinities, which JSON does not have, become None."""
+    """The objects of a jsonl file."""
     rows = []
     try:
         with file.open("rb") as lines:
             for line in lines:
-                row = json.loads(line, parse_constant=lambda name: None)
+                row = json.loads(line)
                 if not isinstance(row, dict):
                     raise ValueError("not a JSON object")
                 rows.append(row)
@@ -56,7 +56,7 @@ def read_lines(file: Path) -> list[dict]:
 
 
 def is_number(x: object) -> bool:
-    """True of what can be drawn; a huge literal such as 1e999 is read as infinity."""
+    """True of what can be drawn: not of None, NaN and the infinities."""
     return isinstance(x, (int, float)) and math.isfinite(x)
 
 
