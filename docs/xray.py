@@ -196,7 +196,7 @@ dl .on { font-weight: 700 }
 #extremes { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 0 1rem; margin: 0 0 .9rem }
 #extremes button { display: flex; justify-content: space-between; gap: .5rem; width: 100%; border: 0; cursor: pointer;
   padding: .1rem .4rem; margin: 0 0 2px; border-radius: 3px; color: inherit; font: .9rem/1.4 system-ui, sans-serif }
-#extremes button span { overflow: hidden; text-overflow: ellipsis; white-space: pre }
+#extremes span:first-child { overflow: hidden; text-overflow: ellipsis; white-space: pre }
 figure { margin: 0 0 .5rem }
 figcaption { font-size: .85rem }
 figcaption span { margin-right: 1rem }
