@@ -258,7 +258,7 @@ def test_packing_keeps_every_token_in_order_but_the_remainder():
 
 def test_length_grouped_batches_hold_every_row_once_and_pad_less():
     lengths = torch.randint(1, 100, (1000,)).tolist()
-    passes = sft.length_grouped_batches(lengths, [], 10)  # without end: 100 batches are a pass
+    passes = reward_model.length_grouped_batches(lengths, [], 10)  # without end: 100 batches are a pass
     batches, second = (list(itertools.islice(passes, 100)) for _ in range(2))
     assert batches != second and sorted(i for batch in second for i in batch) == list(range(1000))
     assert sorted(i for batch in batches for i in batch) == list(range(1000))
@@ -266,6 +266,17 @@ def test_length_grouped_batches_hold_every_row_once_and_pad_less():
     plain = sum(10 * max(lengths[i : i + 10]) for i in range(0, 1000, 10))
     assert grouped < 0.7 * plain
     assert batches != sorted(batches, key=lambda b: max(lengths[i] for i in b))  # the order of batches is random
+
+
+def test_random_batches_hold_every_row_once_sorted_by_length():
+    """The last batch of a pass has what is left; texts of all lengths meet in a batch, in which they are sorted."""
+    rows = [([i] * n, []) for i, n in enumerate(torch.randint(1, 100, (999,)).tolist())]
+    first, second = (list(itertools.islice(passes, 100)) for passes in [sft.random_batches(rows, [], 10)] * 2)
+    for batches in (first, second):
+        assert sorted(row[0][0] for batch in batches for row in batch) == list(range(999)) and len(batches[-1]) == 9
+        assert all(batch == sorted(batch, key=lambda row: len(row[0])) for batch in batches)
+        assert sum(len(batch[-1][0]) - len(batch[0][0]) > 50 for batch in batches) > 80
+    assert first != second
 
 
 def test_labels_are_scored_by_the_logits_before_them():
