@@ -1,6 +1,6 @@
 """What TRL 0.23, the last release with a DDPOTrainer, computes for small fixed inputs, written down for ddpo.py.
 
-    python benchmarks/trl_ddpo_parity.py     # needs a package index; makes a venv in /tmp/trl023, a minute at most
+    python benchmarks/trl_ddpo_parity.py     # needs a package index; makes a venv in /tmp/trl023, two minutes
 
 In float64 it records the denoising step with its log-probability, the loss, and the statistics per prompt. In float32
 it records an epoch of the trainer for six settings: what was sampled, the order in which it was trained on, losses,
