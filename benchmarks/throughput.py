@@ -497,7 +497,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--settings", type=a_list(SETTINGS), help=f"of {','.join(SETTINGS)}; by default all that need no GPU")
     add("--algorithms", type=a_list(("ppo", "rloo", "grpo")), default=["ppo", "rloo"], help="of ppo,rloo,grpo")
-    add("--against", type=a_list(VERSIONS), default=["0.16.1"], help=f"versions of TRL, of {','.join(VERSIONS)}")
+    add("--against", type=a_list(TRAIN), default=["0.16.1"], help=f"versions of TRL, of {','.join(TRAIN)}")
     add("--baseline", metavar="REV", help="compare with our own scripts at a git revision, or in this tree (.)")
     add("--ours", metavar="FLAGS", default="", help='further flags for our side: --ours="--bf16"')
     add("--baseline-ours", metavar="FLAGS", default="", help="further flags for the baseline")

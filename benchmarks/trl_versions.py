@@ -39,6 +39,10 @@ VERSIONS = {
         "trl116", "trl==1.16.0 transformers==5.23.0 torch==2.13.0 accelerate==1.15.0 datasets==5.2.0 numpy==2.4.6",
         ("rloo", "grpo"),
     ),
+    "0.23": Version(  # the last one with a DDPOTrainer, for trl_ddpo_parity.py
+        "trl023", "trl==0.23.0 transformers==4.56.2 torch==2.13.0 diffusers==0.35.2 accelerate==1.15.0 peft==0.21.2 "
+        "numpy==2.4.6", ("ddpo",),
+    ),
 }  # fmt: skip
 
 
