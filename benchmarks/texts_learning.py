@@ -7,7 +7,7 @@
 Both sides read the same data in batches of 64, with the learning rate, its schedule and the clipping that ours wrote in
 args.json; for sft both begin with the same random weights. The order of the data and dropout are each side's own, and so
 is the first head of the reward model. Every 50 or 100 steps TRL's model is saved; our evaluation reads it, on the same
-test split as it reads our own. Seconds are those of the training loop, evaluations and saving included.
+test split as it reads our own. (What the runs cost is another question: see throughput.py.)
 
 What comes out: a JSON file, a chart for each algorithm beside it, and a table in Markdown for each.
 """
@@ -41,7 +41,7 @@ SHARED = ("learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", 
 
 
 def train_trl(algorithm: str, settings: dict, start: str, output: str) -> None:
-    """Inside the venv: one run of TRL, which leaves a checkpoint for each evaluation, and its seconds."""
+    """Inside the venv: one run of TRL, which leaves a checkpoint for each evaluation."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
@@ -63,9 +63,7 @@ def train_trl(algorithm: str, settings: dict, start: str, output: str) -> None:
     data = load_dataset("json", data_files=f"{ROOT / settings['dataset']}/train.jsonl", split="train")
     tokenizer = AutoTokenizer.from_pretrained(start)
     trainer = trainer_class(model=start, args=config, train_dataset=data, processing_class=tokenizer)
-    began = time.perf_counter()
     trainer.train()
-    Path(output, "seconds.json").write_text(json.dumps(time.perf_counter() - began))
 
 
 def judge(algorithm: str, settings: dict, checkpoint: Path) -> dict[str, float]:
@@ -99,6 +97,7 @@ def run(job: tuple) -> dict:
     side, algorithm, seed, python, folder = job
     output = folder / f"{algorithm}-{side}-{seed}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "4294967296")  # as ours sets them
     command = [
         sys.executable, ROOT / f"{algorithm}.py", "--seed", seed, "--output-dir", output, "--eval-steps",
         EVERY[algorithm], "--num-sample-generations", 0, "--save-steps", 1000,
@@ -111,16 +110,14 @@ def run(job: tuple) -> dict:
         sys.exit(f"{algorithm}, {side}, seed {seed}, failed: {done.stderr[-2000:]}")
     if side == "ours":
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        seconds = sum(line["time/step"] for line in lines)
         curve = [line for line in lines if next(iter(METRICS[algorithm])) in line]
     else:
         settings = json.loads((folder / f"{algorithm}-ours-{seed}/args.json").read_text())
         checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
         curve = [judge(algorithm, settings, path) | {"step": int(path.name.split("-")[1])} for path in checkpoints]
-        seconds = json.loads((output / "seconds.json").read_text())
     curve = [{name: line[name] for name in ("step", *METRICS[algorithm])} for line in curve]
-    print(f"{algorithm}, {side}, seed {seed}: {curve[-1]}, {seconds:.0f} s", flush=True)
-    return {"algorithm": algorithm, "side": side, "seed": seed, "seconds": seconds, "curve": curve}
+    print(f"{algorithm}, {side}, seed {seed}: {curve[-1]}", flush=True)
+    return {"algorithm": algorithm, "side": side, "seed": seed, "curve": curve}
 
 
 def save_start(folder: Path, seed: int) -> None:
@@ -139,7 +136,7 @@ def show(results: dict, output: Path) -> None:
     for algorithm in dict.fromkeys(run["algorithm"] for run in results["runs"]):
         own, names = [run for run in results["runs"] if run["algorithm"] == algorithm], METRICS[algorithm]
         figure, axes = figure_of(1, len(names), 11, 3)
-        print(f"\n| {algorithm} | {' | '.join(names.values())} | seconds |\n|---|{'---:|' * (len(names) + 1)}")
+        print(f"\n| {algorithm} | {' | '.join(names.values())} |\n|---|{'---:|' * len(names)}")
         for side, label in SIDES.items():
             runs = [run for run in own if run["side"] == side]
             if not runs:
@@ -151,7 +148,6 @@ def show(results: dict, output: Path) -> None:
                 panel.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
                 panel.set_title(title, fontsize=10), panel.set_xlabel("steps", fontsize=9)
                 cells.append([run["curve"][-1][name] for run in runs])
-            cells.append([run["seconds"] for run in runs])
             spread = lambda values: statistics.stdev(values) if len(values) > 1 else 0.0
             print(f"| {label} | {' | '.join(f'{statistics.fmean(x):.3g} ± {spread(x):.1g}' for x in cells)} |")
         axes[0, 0].legend(frameon=False, fontsize=9)
@@ -165,6 +161,7 @@ def main() -> None:
     parser.add_argument("--algorithms", type=a_list(tuple(EVERY)), default=list(EVERY), help="of sft,reward_model,dpo")
     parser.add_argument("--redraw", action="store_true", help="run nothing, draw what the JSON file holds")
     parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="folder of TRL's virtual environment")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/learning-texts.json", help="JSON file")
     parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -176,7 +173,7 @@ def main() -> None:
         os.chdir(ROOT)  # where toy/ is
         python = make_venv("1.16", args.venvs)
         results = {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d"), "ours": describe_ours(ROOT), "runs": []}
-        with tempfile.TemporaryDirectory(prefix="texts-learning-") as folder, ThreadPoolExecutor(2) as pool:
+        with tempfile.TemporaryDirectory(prefix="texts-learning-") as folder, ThreadPoolExecutor(args.jobs) as pool:
             for seed in map(int, args.seeds.split(",")):
                 save_start(Path(folder), seed)
                 for side in SIDES:  # ours first: TRL takes its settings
