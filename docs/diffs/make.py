@@ -1,0 +1,89 @@
+"""Writes the pages beside it: what changes in the algorithm part from one script to the next.
+
+    python docs/diffs/make.py     # after a change to a script; a test fails as long as the pages are old
+
+A page names the functions that fall away, come in and stay the same text, and shows the others as a diff. Docstrings,
+settings and everything below "The algorithm ends here" are left out.
+"""
+
+import ast
+import difflib
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+END = "# === The algorithm ends here"
+STEPS = {
+    ("ppo", "rloo"): """The critic falls away, and with it the values, GAE, the value loss and half of the networks in
+training. That is allowed because any number that does not depend on the response may be subtracted from its reward
+without changing the expected gradient, and the mean reward of the *other* responses to the same prompt is such a
+number. The price is that K responses must be drawn to each prompt, and that all tokens of a response share one
+advantage: the whole response has become the action, so ratio and clipping are those of its probability.""",
+    ("rloo", "grpo"): """The leave-one-out mean becomes the mean of the whole group, and is divided by the group's
+standard deviation. The first changes the advantages by the factor (K − 1)/K alone, which the learning rate absorbs; the
+second is a choice that gives hard and easy prompts the same weight, and `--scale-rewards none` undoes it. The ratio is
+again one per token, and the KL, if there is one, has moved from the reward into the loss, where it is no longer part of
+what the group compares.""",
+    ("sft", "reward_model"): """The label of a text is no longer its next token but which of two texts was preferred, so
+the network's output at all positions falls away but for one number, at the last. Cross-entropy stays: −log σ of the
+difference of two rewards is the cross-entropy of a choice between two. The zero of the rewards is left open by the
+loss, which sees differences alone, and is set at the end.""",
+    ("reward_model", "dpo"): """The reward head falls away, because a policy *is* a reward model: β log(π/π_ref) is the
+reward for which it is the best policy that stays near the reference. Put this into the same loss, and what was a
+difference of two outputs becomes a difference of two log-ratios. What it costs is a reference that reads every pair
+once, and that nobody ever judges what the policy itself would write.""",
+}  # fmt: skip
+SAME_ROLE = {  # functions under another name
+    ("ppo", "rloo"): {"mini_batch_gradient": "response_gradient", "optimize": "optimize_policy"},
+    ("rloo", "grpo"): {"response_gradient": "grpo_gradient", "optimize_policy": "update_policy"},
+    ("sft", "reward_model"): {"text_gradient": "pair_gradient"},
+    ("reward_model", "dpo"): {
+        "Pair": "Preference", "encode_pairs": "encode_preferences", "preference_loss": "dpo_loss",
+        "pair_gradient": "preference_gradient",
+    },
+}  # fmt: skip
+
+
+def functions(script: str) -> dict[str, list[str]]:
+    """Name -> lines, without its docstring, of each function and class in a script's algorithm part, in order."""
+    text = (HERE.parent.parent / f"{script}.py").read_text("utf-8").split(END)[0]
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "Args":
+            own = lines[node.lineno - 1 : node.end_lineno]
+            if ast.get_docstring(node):
+                first = node.body[0]
+                del own[first.lineno - node.lineno : first.end_lineno - node.lineno + 1]
+            found[node.name] = own
+    return found
+
+
+def named(names: list[str]) -> str:
+    """`a`, `b` and so on, or a dash."""
+    return ", ".join(f"`{name}`" for name in names) or "–"
+
+
+def page(before: str, after: str) -> str:
+    """The Markdown page of a step."""
+    a, b = functions(before), functions(after)
+    partners = {new: old for old, new in SAME_ROLE[before, after].items()} | {name: name for name in b if name in a}
+    changed = [name for name in b if name in partners and a[partners[name]] != b[name]]
+    titles = {name: name if name == old else f"{old} → {name}" for name, old in partners.items()}
+    new = [name for name in b if name not in partners]
+    out = [f"# From `{before}.py` to `{after}.py`", "", STEPS[before, after], ""]
+    out += ["Made by [`make.py`](make.py) from the two algorithm parts; docstrings are left out.", ""]
+    out += ["| | functions |", "|---|---|"]
+    out += [f"| fall away | {named([name for name in a if name not in partners.values()])} |"]
+    out += [f"| come in | {named(new)} |", f"| change | {named([titles[name] for name in changed])} |"]
+    out += [f"| stay, word for word | {named([name for name in b if name in partners and name not in changed])} |", ""]
+    for name in changed:
+        diff = list(difflib.unified_diff(a[partners[name]], b[name], lineterm="", n=2))[2:]
+        lines = [" ⋯" if line.startswith("@@") else line for line in diff]
+        out += [f"## `{titles[name]}`", "", "```diff", *lines, "```", ""]
+    for name in new:
+        out += [f"## New: `{name}`", "", "```python", *b[name], "```", ""]
+    return "\n".join(out).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    for before, after in STEPS:
+        (HERE / f"{before}-{after}.md").write_text(page(before, after), "utf-8")
