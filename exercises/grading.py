@@ -128,14 +128,15 @@ def grade(
 
 def on_padding(inputs: tuple, value: float) -> list:
     """Inputs with a value on padding, in all that has the shape of a mask that is among them."""
-    mask = find_mask(inputs, None)
-    fits = [isinstance(x, Tensor) and mask is not None and x.is_floating_point() and x.shape == mask.shape for x in inputs]
+    mask = find_mask(inputs)
+    fits = [isinstance(x, Tensor) and x.is_floating_point() and x.shape == mask.shape for x in inputs]
     return [x.masked_fill(~mask, value) if fit else x for x, fit in zip(inputs, fits)]
 
 
-def find_mask(inputs: tuple, default: Tensor | None) -> Tensor | None:
-    """The mask among the inputs."""
-    return next((x for x in inputs if isinstance(x, Tensor) and x.dtype == torch.bool), default)
+def find_mask(inputs: tuple) -> Tensor:
+    """The mask among the inputs; if there is none, all of the first is real."""
+    masks = [x for x in inputs if isinstance(x, Tensor) and x.dtype == torch.bool]
+    return masks[0] if masks else torch.ones_like(inputs[0], dtype=torch.bool)
 
 
 def read_outputs(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str, Tensor]:
@@ -149,12 +150,13 @@ def read_outputs(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[
 def read_loss(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str, Tensor]:
     """The results of a loss by name, and what other people's code says of it: its mean over real tokens, the gradient
     of that with respect to the first input (0 where none flows), and the share of real tokens that are clipped."""
-    first, mask = inputs[0].clone().requires_grad_(), find_mask(inputs, torch.ones_like(inputs[0]))
+    first, mask = inputs[0].clone().requires_grad_(), find_mask(inputs)
     results = read_outputs(outputs, function, first, *inputs[1:])
-    mean = (results["losses"] * mask).sum() / mask.sum()
-    grad = torch.autograd.grad(mean, first, materialize_grads=True)[0] if mean.requires_grad else torch.zeros_like(first)
-    results |= {"mean_loss": mean, "gradient": grad}
-    return results | {"share_clipped": (results["clipped"] * mask).sum() / mask.sum()} if "clipped" in results else results
+    mean, grad = (results["losses"] * mask).sum() / mask.sum(), torch.zeros_like(first)
+    if mean.requires_grad:
+        (grad,) = torch.autograd.grad(mean, first, materialize_grads=True)
+    shares = {"share_clipped": x[mask].double().mean() for name, x in results.items() if name == "clipped"}
+    return results | shares | {"mean_loss": mean, "gradient": grad}
 
 
 def diagnose(mistakes: dict, read: Callable, output: str, seen: list[tuple[tuple, Tensor]]) -> str | None:

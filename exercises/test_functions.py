@@ -479,6 +479,10 @@ def test_policy_loss(student):
         return torch.max(-A * mask * d.exp(), -A * mask * d.clamp(-eps, eps).exp()), d.exp(), mask
 
     mistakes = {
+        "`clipped` says where the ratio is out of range. It should say where the clipped branch is the larger loss.":
+            loss(flag=lambda a, b, r, eps: (r - 1).abs() > eps),
+        "`clipped` is turned: it should be true where the clipped branch is the larger loss.":
+            loss(flag=lambda a, b, r, eps: a > b),
         "The sign is turned: this is what the paper maximises. A loss is minus that.": loss(sign=1, choose=torch.min),
         "The sign of A is turned, but the maximum is kept.": loss(sign=1),
         "The minimum is taken of the two losses. With turned signs it has to be the maximum.": loss(choose=torch.min),
@@ -489,10 +493,6 @@ def test_policy_loss(student):
         "The ratio is a quotient of two logarithms. It is the exponential of their difference.":
             loss(lambda new, old: new / old),
         "This is the log-ratio. Its exponential is wanted.": loss(lambda new, old: new - old),
-        "`clipped` says where the ratio is out of range. It should say where the clipped branch is the larger loss.":
-            loss(flag=lambda a, b, r, eps: (r - 1).abs() > eps),
-        "`clipped` is turned: it should be true where the clipped branch is the larger loss.":
-            loss(flag=lambda a, b, r, eps: a > b),
         "No gradient flows: the ratio was detached, or computed without one.":
             loss(lambda new, old: (new - old).exp().detach()),
     }  # fmt: skip
@@ -525,7 +525,8 @@ def test_value_loss(student):
     mistakes = {
         "The factor 1/2 is missing.": loss(factor=1.0),
         "The smaller of the two errors is taken. It has to be the larger.": loss(choose=torch.min),
-        "The clip is forgotten, or is around the returns instead of the old values, where it has no effect.": loss(choose=lambda a, b: a),
+        "The clip is forgotten, or is around the returns instead of the old values, where it has no effect.":
+            loss(choose=lambda a, b: a),
         "The clipped branch is always taken. The larger of the two is wanted.": loss(choose=lambda a, b: b),
         "The old value is not added again after the clip of the difference.":
             loss(lambda v, old, R, eps: (v - old).clamp(-eps, eps)),

@@ -1,7 +1,6 @@
 """The exercises: the scripts solve them, an edit of a script is named for what it is, and an empty file is not red."""
 
 import inspect
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -68,7 +67,8 @@ def test_every_function_has_an_exercise_and_the_scripts_parameters():
     emptied = {name: f for name, f in vars(functions).items() if inspect.isfunction(f)}
     assert list(emptied) == NAMES
     for name in set(NAMES) - {"response_logprobs"}:
-        theirs = [p.replace("args", "beta") for p in inspect.signature(getattr(SCRIPTS.get(name, ppo), name)).parameters]
+        theirs = inspect.signature(getattr(SCRIPTS.get(name, ppo), name)).parameters
+        theirs = ["beta" if parameter == "args" else parameter for parameter in theirs]
         assert list(inspect.signature(emptied[name]).parameters) == theirs, name
         with pytest.raises(NotImplementedError):
             emptied[name](*theirs)
@@ -95,7 +95,8 @@ PLANTED = [
     ("response_logprobs", "div_(temperature)", "mul_(temperature)", "multiplied by the temperature"),
     ("preference_loss", "chosen - rejected - margin", "rejected - chosen - margin", "exchanged"),
     ("preference_loss", "- margin)", "+ margin)", "margin has the wrong sign"),
-    ("preference_loss", "F.logsigmoid(chosen - rejected - margin)", "(chosen - rejected - margin).sigmoid().log()", "not finite"),
+    ("preference_loss", "F.logsigmoid(chosen - rejected - margin)", "(chosen - rejected - margin).sigmoid().log()",
+     "not finite"),
     ("preference_loss", "(chosen + rejected) ** 2", "(chosen - rejected) ** 2", "It wants their sum"),
     ("dpo_loss", "chosen_ratio - rejected_ratio", "rejected_ratio - chosen_ratio", "exchanged"),
     ("dpo_loss", "* F.logsigmoid(beta * delta)", "* F.logsigmoid(delta)", "beta is missing from the loss"),
@@ -105,12 +106,15 @@ PLANTED = [
     ("kl_estimate", "0.5 * k1**2", "k1**2", "k2 lacks its factor"),
     ("kl_estimate", "torch.expm1(-k1) + k1", "torch.expm1(k1) - k1", "k3 has the sign of its logarithm turned"),
     ("kl_estimate", "torch.expm1(-k1) + k1", "torch.exp(-k1) + k1", "k3 lacks its -1"),
-    ("shape_rewards", "mask & ~F.pad(mask, (0, 1))[:, 1:]", "torch.arange(len(mask[0])) == len(mask[0]) - 1", "last position"),
+    ("shape_rewards", "mask & ~F.pad(mask, (0, 1))[:, 1:]", "torch.arange(len(mask[0])) == len(mask[0]) - 1",
+     "last position"),
     ("shape_rewards", "mask & ~F.pad(mask, (0, 1))[:, 1:]", "mask", "on every real token"),
     ("shape_rewards", "-kl_coef * kl", "kl_coef * kl", "The KL has the wrong sign"),
     ("shape_rewards", "kl.masked_fill(~mask, 0.0)", "kl", "What stands on padding"),
-    ("shape_rewards", "is_last, non_score_reward", "is_last, non_score_reward + scores[:, None] * is_last", "has the score in it"),
-    ("leave_one_out", "groups.sum(1, keepdim=True) - groups) / (k - 1)", "groups.mean(1, keepdim=True))", "includes the reward itself"),
+    ("shape_rewards", "is_last, non_score_reward", "is_last, non_score_reward + scores[:, None] * is_last",
+     "has the score in it"),
+    ("leave_one_out", "groups.sum(1, keepdim=True) - groups) / (k - 1)", "groups.mean(1, keepdim=True))",
+     "includes the reward itself"),
     ("leave_one_out", "(k - 1)\n", "k\n", "divided by k"),
     ("leave_one_out", "groups - others", "others", "This is the mean of the others"),
     ("group_advantages", "groups.std(1, keepdim=True)", "groups.std(1, keepdim=True, correction=0)", "biased"),
@@ -121,7 +125,8 @@ PLANTED = [
     ("masked_whiten", ".masked_fill(~mask, 0.0)", "", "Padding is not 0"),
     ("masked_whiten", "whitened + mean", "whitened", "makes no difference"),
     ("gae", ", values.masked_fill(~mask, 0.0)\n", ", values\n", "What stands on padding"),
-    ("gae", "rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)", "pass", "What stands on padding"),
+    ("gae", "rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)", "pass",
+     "What stands on padding"),
     ("gae", "gamma * next_value", "next_value", "gamma is missing before V"),
     ("gae", "gamma * lam * advantage", "lam * advantage", "gamma is missing before A"),
     ("gae", "gamma * lam * advantage", "gamma * advantage", "lam is missing"),
@@ -139,7 +144,8 @@ PLANTED = [
     ("value_loss", "0.5 * torch.max", "torch.max", "The factor 1/2"),
     ("value_loss", "torch.max", "torch.min", "The smaller of the two"),
     ("value_loss", "torch.max(unclipped, clipped)", "unclipped", "The clip is forgotten"),
-    ("value_loss", "clamp(old_values - cliprange_value, old_values + ", "clamp(returns - cliprange_value, returns + ", "or is around the returns"),
+    ("value_loss", "clamp(old_values - cliprange_value, old_values + ", "clamp(returns - cliprange_value, returns + ",
+     "or is around the returns"),
 ]  # fmt: skip
 
 
@@ -148,3 +154,47 @@ def test_a_planted_mistake_is_named(name, old, new, words):
     with pytest.raises(pytest.fail.Exception) as failure:
         grade(name, solution(name, (old, new)))
     assert words in str(failure.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_mistake_hides_another(name, monkeypatch):
+    """Whoever makes a mistake of the grader's list reads its sentence, and not that of one before it."""
+    calls = []
+    monkeypatch.setattr(graders, "grade", lambda *arguments: calls.append(arguments) or solution(name))
+    grade(name, None)
+    _, _, outputs, cases, mistakes, read = (*calls[0], partial(grading.read_outputs, calls[0][2]))[:6]
+    for sentence, mistaken in mistakes.items():
+        results = [read(mistaken, *inputs) for _, inputs, _ in cases]
+        wrong = [x for (_, _, right), own in zip(cases, results) for x in right if x in own and own[x].numel()
+                 and not grading.equal(own[x], right[x])]  # fmt: skip
+        seen = {x: [(inputs, own[x]) for (_, inputs, _), own in zip(cases, results)] for x in wrong}
+        assert sentence in [grading.diagnose(mistakes, read, x, seen[x]) for x in wrong], sentence
+
+
+def run_pytest(capsys, *options):
+    """Exit code and output of pytest on the folder, in this process, which has loaded torch already."""
+    code = pytest.main([str(ROOT / "exercises"), "-p", "no:cacheprovider", *options])
+    return code, capsys.readouterr().out
+
+
+def test_an_empty_file_is_not_done_and_shows_no_traceback(capsys):
+    code, text = run_pytest(capsys)
+    assert code == 1 and f" 0 done, 0 wrong, {len(NAMES)} not done yet, masked_mean is the next " in text, text
+    assert "Traceback" not in text and "Error" not in text and len(text.splitlines()) < 15, text
+
+
+def test_a_file_half_done(capsys, tmp_path):
+    """The student's line is shown, and none of the grader's."""
+    text = (ROOT / "exercises/functions.py").read_text()
+    text = text.replace('raise NotImplementedError("masked_mean")', "return x[mask].sum() / max(mask.sum(), 1)")
+    (tmp_path / "half.py").write_text(text.replace('raise NotImplementedError("gae")', "return rewards, 1 / 0"))
+    code, text = run_pytest(capsys, f"--solutions={tmp_path}/half.py")
+    assert code == 1 and f" 1 done, 1 wrong, {len(NAMES) - 2} not done yet, response_mask is the next " in text, text
+    assert "ZeroDivisionError: division by zero" in text and "return rewards, 1 / 0" in text
+    assert "Traceback" not in text and "grading.py" not in text, text
+
+
+def test_a_file_that_is_no_python(capsys, tmp_path):
+    (tmp_path / "broken.py").write_text("def gae(:")
+    code, text = run_pytest(capsys, f"--solutions={tmp_path}/broken.py")
+    assert code == 2 and "broken.py cannot be read: SyntaxError" in text and "Traceback" not in text, text
