@@ -13,6 +13,10 @@ def pytest_addoption(parser):
     parser.addoption("--solutions", default=str(FILE), help="the file to grade, by default exercises/functions.py")
 
 
+def pytest_configure(config):
+    config.option.reportchars = ""  # no second list of what is wrong, cut off at the width of the terminal
+
+
 @pytest.fixture(scope="session")
 def student(request):
     """The functions of the file that is graded."""

@@ -25,7 +25,8 @@ def golden(name: str) -> tuple[str, dict, dict]:
         return {key: numbers(x) if isinstance(x, list) else x for key, x in pairs.items()}
 
     data = json.loads((GOLDEN / f"{name}.json").read_text(), object_hook=convert)
-    return f"the numbers of {data['source'].split()[0]} (tests/golden/{name}.json)", data["inputs"], data["outputs"]
+    library = data["source"].split()[0].replace("==", " ")
+    return f"the numbers of {library} (tests/golden/{name}.json)", data["inputs"], data["outputs"]
 
 
 def numbers(x: list) -> Tensor:
@@ -75,15 +76,18 @@ def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
     must(function, f"The function {name} is gone from the file.")
 
     def call(*inputs):
-        given = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+        given, trouble = [x.clone() if isinstance(x, Tensor) else x for x in inputs], None
         try:
             results = function(*given)
         except NotImplementedError:
-            pytest.skip("not done yet")
+            trouble = "not done yet"
         except Exception as error:
-            own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == function.__code__.co_filename]
+            file = getattr(student, "__file__", None)
+            own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == file]
             place = f"\nLine {own[-1].lineno}: {own[-1].line}" if own else ""
-            fail(f"It stopped with {type(error).__name__}: {error}{place}")
+            trouble = f"It stopped with {type(error).__name__}: {error}{place}"
+        if trouble:  # said out here, where pytest does not show the error once more
+            (pytest.skip if trouble == "not done yet" else fail)(trouble)
         results = results if isinstance(results, tuple) else (results,)
         must(results != (None,), "It returns None. Is the `return` missing?")
         fits = len(results) == len(outputs) and all(isinstance(x, Tensor) for x in results)

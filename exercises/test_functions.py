@@ -84,8 +84,6 @@ def test_token_logprobs(student):
     extreme = logprobs(numbers([[[1000.0, 0.0]]]), torch.tensor([[1]]))
     must(extreme.isfinite().all(), "With logits 1000 and 0 it is not finite: exp(1000) is too large for a float, or a "
          "probability was rounded to 0 before its log was taken. log_softmax avoids both.")  # fmt: skip
-    total = sum(logprobs(logits, torch.full_like(tokens, word)).exp() for word in range(logits.shape[-1]))
-    must((total - 1).abs().max() < 1e-6, "The probabilities of all words do not add up to 1.")
 
 
 def test_response_logprobs(student):
@@ -172,9 +170,6 @@ def test_dpo_loss(student):
     def loss(delta, of=lambda delta, beta: -F.logsigmoid(beta * delta)):
         return lambda a, b, ra, rb, beta: (of(delta(a, b, ra, rb), beta), a, b)
 
-    def rewards(chosen, rejected):
-        return lambda a, b, ra, rb, beta: (a, chosen(a, ra, beta), rejected(b, rb, beta))
-
     def right_delta(a, b, ra, rb):
         return a - ra - (b - rb)
 
@@ -188,15 +183,14 @@ def test_dpo_loss(student):
             loss(lambda a, b, ra, rb: a - b),
         "The sign of the loss is turned: a log-probability is negative, and the loss is minus that.":
             loss(right_delta, lambda delta, beta: F.logsigmoid(beta * delta)),
-        "beta is missing from the rewards.": rewards(lambda a, ra, beta: a - ra, lambda b, rb, beta: b - rb),
+        "beta is missing from the rewards.": lambda a, b, ra, rb, beta: (a, a - ra, b - rb),
         "No gradient flows through the losses: `detach` (or `no_grad`) is on the wrong tensor.":
             lambda a, *others: (a.detach(), a, a),
     }  # fmt: skip
     dpo = grade(student, "dpo_loss", outputs, cases, mistakes, partial(read_loss, outputs))
     policy = numbers([-3, -5]).requires_grad_()
-    losses, *rewards = dpo(policy, policy - 1, policy.detach(), policy.detach() - 1, 0.1)
+    _, *rewards = dpo(policy, policy - 1, policy.detach(), policy.detach() - 1, 0.1)
     must(not any(x.requires_grad for x in rewards), "A gradient can flow through the rewards: `detach` is missing.")
-    must((losses - log(2)).abs().max() < 1e-6, "Where the policy is the reference, the loss should be log 2.")
 
 
 # --- Rewards
@@ -224,17 +218,17 @@ def test_kl_estimate(student):
         "k2 lacks its factor 1/2.": of("k2", lambda d: d**2),
         "k3 has the sign of its logarithm turned throughout: q / p is exp(ref_logprobs - logprobs).":
             of("k3", lambda d: d.exp() - 1 - d),
-        "k3 has the wrong sign before its logarithm: + (log p - log q) is - log(q / p).":
+        "k3 has the wrong sign before its last term: - log(q / p) is + (log p - log q).":
             of("k3", lambda d: (-d).exp() - 1 - d),
         "k3 has p / q where it should have q / p.": of("k3", lambda d: d.exp() - 1 + d),
         "k3 lacks its -1: where the models agree it should be 0.": of("k3", lambda d: (-d).exp() + d),
     }  # fmt: skip
     kl = grade(student, "kl_estimate", ("estimate",), cases, mistakes, read)
-    p, q = numbers([[4, 1, 0, 2], [1, 1, 3, 0]]).log_softmax(-1)
+    p, q = numbers([[6, 1, 0, 2], [1, 1, 6, 0]]).log_softmax(-1)
     exact = (p.exp() * (p - q)).sum()
     for name in ("k1", "k3"):
         mean = (p.exp() * kl(p[None], q[None], name)).sum()
-        must((mean - exact).abs() < 1e-6, f"Averaged over a vocabulary with p, {name} should be the KL exactly.")
+        must((mean - exact).abs() < 1e-6, f"Averaged over a vocabulary, with p as weights, {name} should be the KL.")
 
 
 def test_shape_rewards(student):
@@ -280,7 +274,7 @@ def test_shape_rewards(student):
             only(lambda s, r, m: r + s * (m & ~F.pad(m, (0, 1), value=True)[:, 1:])),
         "The KL has the wrong sign: it is a cost, to be subtracted.": penalty(lambda kl, m, c, s: c * kl * m),
         "kl_coef is missing.": penalty(lambda kl, m, c, s: -kl * m),
-        "The second result has the score in it. It is the part that comes from the KL alone.":
+        "The second result has the score in it (are both one tensor?). It is the part that comes from the KL alone.":
             lambda s, kl, m, c: {"non_score_reward": penalty(lambda kl, m, c, s: -c * kl * m)(s, kl, m, c)["rewards"]},
     }  # fmt: skip
     grade(student, "shape_rewards", ("rewards", "non_score_reward"), cases, mistakes)
@@ -292,10 +286,9 @@ def test_shape_rewards(student):
 def test_leave_one_out(student):
     where, i, o = golden("openrlhf059_reinforce")
     theirs = i["rloo_scores_prompt_major"]
-    right = o["rloo_shaped_scores"].flatten()
     cases = [
         case(EXAMPLE, numbers([0, 3, 9, 1, 1, 4]), 3, advantages=[-6, -1.5, 7.5, -1.5, -1.5, 3]),
-        case(where, theirs.flatten(), theirs.shape[1], advantages=right),
+        case(where, theirs.flatten(), theirs.shape[1], advantages=o["rloo_shaped_scores"].flatten()),
     ]
 
     def others(x):
@@ -313,10 +306,7 @@ def test_leave_one_out(student):
         "The sign is turned: a reward above those of the others is a positive advantage.":
             lambda r, k: (others(r.view(-1, k)) - r.view(-1, k)).flatten(),
     }  # fmt: skip
-    advantages = grade(student, "leave_one_out", ("advantages",), cases, mistakes)
-    rewards, k = theirs.flatten(), theirs.shape[1]
-    shifted = advantages(rewards + torch.arange(len(theirs)).repeat_interleave(k), k)
-    must((shifted - right).abs().max() < 1e-6, "A constant added to all rewards of a group should change nothing.")
+    grade(student, "leave_one_out", ("advantages",), cases, mistakes)
 
 
 def test_group_advantages(student):
