@@ -109,10 +109,12 @@ def grade(
     `read` makes results by name of a function and its inputs, if they are not simply its outputs.
     """
     function, read = guarded(student, name, outputs), read or partial(read_outputs, outputs)
+    trouble = ""
     try:
         results = [read(function, *inputs) for _, inputs, _ in cases]
     except Exception as error:  # the student's own are caught before; this is a result of another shape
-        fail(f"Its results cannot be used: {error}")
+        trouble = f"Its results cannot be used: {error}"
+    must(not trouble, trouble)
     for (where, inputs, right), own in zip(cases, results):
         for output, expected in right.items():
             if expected.dtype == torch.bool:
