@@ -93,7 +93,7 @@ PLANTED = [
     ("response_logprobs", "torch.arange(P - 1, P + T - 1", "torch.arange(P, P + T", "shifted by one"),
     ("response_logprobs", "div_(temperature)", "div_(1)", "temperature is forgotten"),
     ("response_logprobs", "div_(temperature)", "mul_(temperature)", "multiplied by the temperature"),
-    ("value_loss", "return 0.5 * torch.max(unclipped, clipped)", "return unclipped[0, :2]", "Its results cannot be used"),
+    ("value_loss", "0.5 * torch.max(unclipped, clipped)", "unclipped[0, :2]", "Its results cannot be used"),
     ("preference_loss", "chosen - rejected - margin", "rejected - chosen - margin", "exchanged"),
     ("preference_loss", "- margin)", "+ margin)", "margin has the wrong sign"),
     ("preference_loss", "F.logsigmoid(chosen - rejected - margin)", "(chosen - rejected - margin).sigmoid().log()",
