@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (".", "docs", "toy", "benchmarks", "tests", "tests/golden")
+FOLDERS = (".", "docs", "toy", "benchmarks", "exercises", "tests", "tests/golden")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 MAIN = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py"]
 OTHER_TOOLS = {
     "--dist": "pytest",
+    "--solutions": "pytest, in exercises/conftest.py",
     "--nproc-per-node": "torchrun",
     "--nnodes": "torchrun",
     "--rdzv-endpoint": "torchrun",

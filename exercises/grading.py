@@ -1,0 +1,188 @@
+"""How an exercise is graded: the student's results against the right ones and, if they differ, against usual mistakes.
+
+A case has inputs and the right results by name. A mistake is a sentence and a function that makes it: the sentence is
+shown if that function returns what the student's returned, in every case.
+"""
+
+import json
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+GOLDEN = Path(__file__).resolve().parent.parent / "tests/golden"
+EXAMPLE = "the example of the docstring"
+
+
+def golden(name: str) -> tuple[str, dict, dict]:
+    """Where they come from, inputs and outputs of a file of other people's numbers, as tensors in float64."""
+
+    def convert(pairs: dict) -> dict:
+        return {key: numbers(x) if isinstance(x, list) else x for key, x in pairs.items()}
+
+    data = json.loads((GOLDEN / f"{name}.json").read_text(), object_hook=convert)
+    library = data["source"].split()[0].replace("==", " ")
+    return f"the numbers of {library} (tests/golden/{name}.json)", data["inputs"], data["outputs"]
+
+
+def numbers(x: list) -> Tensor:
+    """Numbers or truths, in any number of dimensions, as float64."""
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def row(*x: float) -> Tensor:
+    """One row of numbers (1, T)."""
+    return numbers([x])
+
+
+def bits(*rows: str) -> Tensor:
+    """A mask (B, T) from rows such as "1100"."""
+    return torch.tensor([[x == "1" for x in row] for row in rows])
+
+
+def case(where: str, *inputs, **right) -> tuple[str, tuple, dict]:
+    """Inputs of a function, and the right results by name."""
+    return where, inputs, {name: torch.as_tensor(x) for name, x in right.items()}
+
+
+def fail(sentence: str) -> None:
+    """Ends the exercise with a sentence, and no traceback of the grader's."""
+    pytest.fail(sentence, pytrace=False)
+
+
+def must(condition: object, sentence: str) -> None:
+    """A property that the mathematics demands."""
+    if not condition:
+        fail(sentence)
+
+
+def near(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one shape are equal to five digits."""
+    return torch.isclose(a.double(), b.double(), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Equal in shape, and in value to five digits."""
+    return a.shape == b.shape and bool(near(a, b).all())
+
+
+def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
+    """The student's function, which answers bad form with a sentence: errors, results missing, inputs changed."""
+    function = getattr(student, name, None)
+    must(function, f"The function {name} is gone from the file.")
+
+    def call(*inputs):
+        given, trouble = [x.clone() if isinstance(x, Tensor) else x for x in inputs], None
+        try:
+            results = function(*given)
+        except NotImplementedError:
+            trouble = "not done yet"
+        except Exception as error:
+            file = getattr(student, "__file__", None)
+            own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == file]
+            place = f"\nLine {own[-1].lineno}: {own[-1].line}" if own else ""
+            trouble = f"It stopped with {type(error).__name__}: {error}{place}"
+        if trouble:  # said out here, where pytest does not show the error once more
+            (pytest.skip if trouble == "not done yet" else fail)(trouble)
+        results = results if isinstance(results, tuple) else (results,)
+        must(results != (None,), "It returns None. Is the `return` missing?")
+        fits = len(results) == len(outputs) and all(isinstance(x, Tensor) for x in results)
+        kinds = [type(x).__name__ for x in results]
+        must(fits, f"It returns {', '.join(kinds)}; it should return {len(outputs)} x Tensor: {', '.join(outputs)}.")
+        for i, (before, after) in enumerate(zip(inputs, given)):
+            unchanged = not isinstance(before, Tensor) or torch.equal(before.nan_to_num(), after.nan_to_num())
+            must(unchanged, f"It changes its argument number {i + 1}. Others still need it: make a new tensor.")
+        return results if len(results) > 1 else results[0]
+
+    return call
+
+
+def grade(
+    student, name: str, outputs: tuple[str, ...], cases: list, mistakes: dict, read: Callable | None = None
+) -> Callable:
+    """Compares all cases, and ends at the first mismatch; returns the student's function, to look at its properties.
+
+    `read` makes results by name of a function and its inputs, if they are not simply its outputs.
+    """
+    function, read = guarded(student, name, outputs), read or partial(read_outputs, outputs)
+    trouble = ""
+    try:
+        results = [read(function, *inputs) for _, inputs, _ in cases]
+    except Exception as error:  # the student's own are caught before; this is a result of another shape
+        trouble = f"Its results cannot be used: {error}"
+    must(not trouble, trouble)
+    for (where, inputs, right), own in zip(cases, results):
+        for output, expected in right.items():
+            if expected.dtype == torch.bool:
+                must(own[output].dtype == torch.bool, f"`{output}` should be boolean, and is {own[output].dtype}.")
+            if not equal(own[output], expected):
+                seen = [(inputs, x[output]) for (_, inputs, _), x in zip(cases, results)]
+                sentence = diagnose(mistakes, read, output, seen) or f"`{output}` is not right."
+                if sentence not in mistakes and equal(read(function, *on_padding(inputs, 0.0))[output], expected):
+                    sentence = "What stands on padding gets into it. With zeros there it would be right."
+                fail(f"{sentence}\n{difference(output, own[output], expected, where)}")
+    _, inputs, right = cases[0]
+    spoiled = read(function, *on_padding(inputs, torch.nan))
+    must(all(equal(spoiled[output], right[output]) for output in right), "NaN on padding gets into the result. NaN * 0 "
+         "is NaN, so that multiplying by the mask does not keep it out; masked_fill and torch.where do.")  # fmt: skip
+    return function
+
+
+def on_padding(inputs: tuple, value: float) -> list:
+    """Inputs with a value on padding, in all that has the shape of a mask that is among them."""
+    mask = find_mask(inputs)
+    fits = [isinstance(x, Tensor) and x.is_floating_point() and x.shape == mask.shape for x in inputs]
+    return [x.masked_fill(~mask, value) if fit else x for x, fit in zip(inputs, fits)]
+
+
+def find_mask(inputs: tuple) -> Tensor:
+    """The mask among the inputs; if there is none, all of the first is real."""
+    masks = [x for x in inputs if isinstance(x, Tensor) and x.dtype == torch.bool]
+    return masks[0] if masks else torch.ones_like(inputs[0], dtype=torch.bool)
+
+
+def read_outputs(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str, Tensor]:
+    """The results of a function by name. A mistaken function may give them so itself, without those that are right."""
+    results = function(*inputs)
+    if isinstance(results, dict):
+        return results
+    return dict(zip(outputs, results if isinstance(results, tuple) else (results,)))
+
+
+def read_loss(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str, Tensor]:
+    """The results of a loss by name, and what other people's code says of it: its mean over real tokens, the gradient
+    of that with respect to the first input (0 where none flows), and the share of real tokens that are clipped."""
+    first, mask = inputs[0].clone().requires_grad_(), find_mask(inputs)
+    results = read_outputs(outputs, function, first, *inputs[1:])
+    mean, grad = (results["losses"] * mask).sum() / mask.sum(), torch.zeros_like(first)
+    if mean.requires_grad:
+        (grad,) = torch.autograd.grad(mean, first, materialize_grads=True)
+    shares = {"share_clipped": x[mask].double().mean() for name, x in results.items() if name == "clipped"}
+    return results | shares | {"mean_loss": mean, "gradient": grad}
+
+
+def diagnose(mistakes: dict, read: Callable, output: str, seen: list[tuple[tuple, Tensor]]) -> str | None:
+    """The mistake that explains an output in all cases, which are inputs and what came out."""
+    for sentence, mistaken in mistakes.items():
+        results = [read(mistaken, *inputs).get(output) for inputs, _ in seen]
+        if all(a is not None and equal(a, b) for a, (_, b) in zip(results, seen)):
+            return sentence
+
+
+def difference(output: str, own: Tensor, right: Tensor, where: str) -> str:
+    """Where two tensors first differ, with that row of both."""
+    if own.shape != right.shape:
+        return f"Seen in {where}:\n  `{output}` has shape {tuple(own.shape)} and should have {tuple(right.shape)}."
+    own, right = torch.atleast_1d(own), torch.atleast_1d(right)
+    differs = ~near(own, right)
+    index = differs.nonzero()[0].tolist()
+    lines = [f"Seen in {where}:"] + [f"  row {index[0]}"] * (len(index) > 1)
+    for who, x in (("yours", own), ("right", right)):
+        values = x[tuple(index[:-1])].detach().flatten().tolist()
+        lines.append(f"  {who}  {output} = " + " ".join(f"{round(v, 4) + 0.0:8.4g}" for v in values))
+    marks = "".join("       ^^" if d else " " * 9 for d in differs[tuple(index[:-1])].flatten())
+    return "\n".join([*lines, " " * len(f"  yours  {output} =") + marks.rstrip()])

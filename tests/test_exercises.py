@@ -1,0 +1,204 @@
+"""The exercises: the scripts solve them, an edit of a script is named for what it is, and an empty file is not red."""
+
+import inspect
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dpo
+import grpo
+import ppo
+import reward_model
+import rloo
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "exercises"))
+
+import functions  # noqa: E402
+import grading  # noqa: E402
+import test_functions as graders  # noqa: E402
+
+SCRIPTS = {"leave_one_out": rloo, "group_advantages": grpo, "preference_loss": reward_model, "dpo_loss": dpo}
+NAMES = [name.removeprefix("test_") for name in vars(graders) if name.startswith("test_")]
+
+
+def response_logprobs(script, logits, tokens, prompt_length, temperature):
+    """The script's function asks a model for the logits that it needs."""
+    prompts, responses = tokens[:, :prompt_length], tokens[:, prompt_length:]
+    real = [torch.ones_like(x, dtype=torch.bool) for x in (prompts, responses)]
+    rollout = script.Rollout(prompts, real[0], responses, real[1], None, None)
+
+    def model(logits_to_keep, **_):
+        return SimpleNamespace(logits=logits[:, logits_to_keep])
+
+    return script.token_logprobs(script.response_forward(model, rollout, temperature)[0], responses)
+
+
+def solution(name, *edits):
+    """The function of a script that solves an exercise, after edits of its text: pairs of old and new."""
+    script = SCRIPTS.get(name, ppo)
+    original = "response_forward" if name == "response_logprobs" else name
+    text, space = inspect.getsource(getattr(script, original)), dict(vars(script))
+    for old, new in edits:
+        assert old in text, (old, text)
+        text = new.join(text.rsplit(old, 1))  # the last one, which is not that of a docstring
+    exec(text, space)
+    if name == "dpo_loss":
+        return lambda *logps_and_beta: space[name](*logps_and_beta[:4], dpo.Args(beta=logps_and_beta[4]))
+    return partial(response_logprobs, SimpleNamespace(**space)) if name == "response_logprobs" else space[name]
+
+
+def grade(name, function):
+    """Grades one function; raises what a student would read."""
+    getattr(graders, f"test_{name}")(SimpleNamespace(**{name: function}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_scripts_solve_the_exercises(name):
+    grade(name, solution(name))
+
+
+def test_every_function_has_an_exercise_and_the_scripts_parameters():
+    """dpo_loss takes beta where the script takes its Args; response_logprobs is two functions of the script in one."""
+    emptied = {name: f for name, f in vars(functions).items() if inspect.isfunction(f)}
+    assert list(emptied) == NAMES
+    for name in set(NAMES) - {"response_logprobs"}:
+        theirs = inspect.signature(getattr(SCRIPTS.get(name, ppo), name)).parameters
+        theirs = ["beta" if parameter == "args" else parameter for parameter in theirs]
+        assert list(inspect.signature(emptied[name]).parameters) == theirs, name
+        with pytest.raises(NotImplementedError):
+            emptied[name](*theirs)
+
+
+PLANTED = [
+    ("masked_mean", "mask.sum().clamp(min=1)", "mask.numel()", "Padding is counted"),
+    ("masked_mean", "x.masked_fill(~mask, 0.0)", "x", "What stands on padding"),
+    ("masked_mean", "x.masked_fill(~mask, 0.0)", "(x * mask)", "NaN * 0 is NaN"),
+    ("masked_mean", ".clamp(min=1)", "", "0 / 0"),
+    ("response_mask", "cumsum(1) - is_stop == 0", "cumsum(1) == 0", "The stop token is not in the mask"),
+    ("response_mask", "is_stop.cumsum(1) - is_stop == 0", "is_stop == 0", "Only the stop tokens are left out"),
+    ("response_mask", "is_stop == 0", "is_stop > 0", "mask is turned round"),
+    ("response_mask", ", is_stop.any(1)", ", ~is_stop.any(1)", "`ended` is turned round"),
+    ("response_mask", ", is_stop.any(1)", ", is_stop.sum(1)", "should be boolean"),
+    ("token_logprobs", ".log_softmax(-1)", "", "logits"),
+    ("token_logprobs", ".log_softmax(-1)", ".softmax(-1)", "probabilities"),
+    ("token_logprobs", ".log_softmax(-1)", ".log_softmax(1)", "over the positions"),
+    ("token_logprobs", ".log_softmax(-1)", ".softmax(-1).log()", "not finite"),
+    ("token_logprobs", ".squeeze(-1)", "", "shape (1, 2, 1) and should have (1, 2)"),
+    ("token_logprobs", "return ", "", "Is the `return` missing?"),
+    ("response_logprobs", "torch.arange(P - 1, P + T - 1", "torch.arange(P, P + T", "shifted by one"),
+    ("response_logprobs", "div_(temperature)", "div_(1)", "temperature is forgotten"),
+    ("response_logprobs", "div_(temperature)", "mul_(temperature)", "multiplied by the temperature"),
+    ("value_loss", "0.5 * torch.max(unclipped, clipped)", "unclipped[0, :2]", "Its results cannot be used"),
+    ("preference_loss", "chosen - rejected - margin", "rejected - chosen - margin", "exchanged"),
+    ("preference_loss", "- margin)", "+ margin)", "margin has the wrong sign"),
+    ("preference_loss", "F.logsigmoid(chosen - rejected - margin)", "(chosen - rejected - margin).sigmoid().log()",
+     "not finite"),
+    ("preference_loss", "(chosen + rejected) ** 2", "(chosen - rejected) ** 2", "It wants their sum"),
+    ("dpo_loss", "chosen_ratio - rejected_ratio", "rejected_ratio - chosen_ratio", "exchanged"),
+    ("dpo_loss", "* F.logsigmoid(beta * delta)", "* F.logsigmoid(delta)", "beta is missing from the loss"),
+    ("dpo_loss", "chosen - ref_chosen, rejected - ref_rejected", "chosen, rejected", "reference is missing"),
+    ("dpo_loss", "beta * chosen_ratio.detach()", "beta * chosen_ratio", "`detach` is missing"),
+    ("kl_estimate", "logprobs - ref_logprobs", "ref_logprobs - logprobs", "k1 has the wrong sign"),
+    ("kl_estimate", "0.5 * k1**2", "k1**2", "k2 lacks its factor"),
+    ("kl_estimate", "torch.expm1(-k1) + k1", "torch.expm1(k1) - k1", "k3 has the sign of its logarithm turned"),
+    ("kl_estimate", "torch.expm1(-k1) + k1", "torch.exp(-k1) + k1", "k3 lacks its -1"),
+    ("shape_rewards", "mask & ~F.pad(mask, (0, 1))[:, 1:]", "torch.arange(len(mask[0])) == len(mask[0]) - 1",
+     "last position"),
+    ("kl_estimate", "torch.expm1(-k1)", "torch.expm1(-k1.clamp(-4.5, 4.5))", "Averaged over a vocabulary"),
+    ("shape_rewards", "mask & ~F.pad(mask, (0, 1))[:, 1:]", "mask", "on every real token"),
+    ("shape_rewards", "-kl_coef * kl", "kl_coef * kl", "The KL has the wrong sign"),
+    ("shape_rewards", "kl.masked_fill(~mask, 0.0)", "kl", "What stands on padding"),
+    ("shape_rewards", "is_last, non_score_reward", "is_last, non_score_reward + scores[:, None] * is_last",
+     "has the score in it"),
+    ("leave_one_out", "groups.sum(1, keepdim=True) - groups) / (k - 1)", "groups.mean(1, keepdim=True))",
+     "includes the reward itself"),
+    ("leave_one_out", "(k - 1)\n", "k\n", "divided by k"),
+    ("leave_one_out", "groups - others", "others", "This is the mean of the others"),
+    ("group_advantages", "groups.std(1, keepdim=True)", "groups.std(1, keepdim=True, correction=0)", "biased"),
+    ("group_advantages", "groups.std(1, keepdim=True)", "scores.std()", "deviation of the whole batch"),
+    ("group_advantages", "deviation + 1e-4", "deviation + 1e-4 * (scale == 'none')", "0 / 0"),
+    ("masked_whiten", "masked_var(x, mask)", "x[mask].var(correction=0)", "biased"),
+    ("masked_whiten", "torch.rsqrt(", "torch.reciprocal(", "divided by the variance"),
+    ("masked_whiten", ".masked_fill(~mask, 0.0)", "", "Padding is not 0"),
+    ("masked_whiten", "whitened + mean", "whitened", "makes no difference"),
+    ("gae", ", values.masked_fill(~mask, 0.0)\n", ", values\n", "What stands on padding"),
+    ("gae", "rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)", "pass",
+     "What stands on padding"),
+    ("gae", "gamma * next_value", "next_value", "gamma is missing before V"),
+    ("gae", "gamma * lam * advantage", "lam * advantage", "gamma is missing before A"),
+    ("gae", "gamma * lam * advantage", "gamma * advantage", "lam is missing"),
+    ("gae", "+ gamma * next_value", "", "delta lacks the value of the next token"),
+    ("gae", "reversed(range(rewards.shape[1]))", "range(rewards.shape[1])", "The loop runs forwards"),
+    ("gae", "gamma * lam * advantage", "gamma * min(lam, 0.97) * advantage", "With lam = 1"),
+    ("gae", "advantages + values", "advantages", "The returns are the advantages"),
+    ("gae", "rewards[:, t]", "rewards[t]", "It stopped with"),
+    ("policy_loss", "torch.max(unclipped", "torch.min(unclipped", "The minimum is taken"),
+    ("policy_loss", "torch.max(unclipped, clipped)", "unclipped", "The clip is forgotten"),
+    ("policy_loss", "-advantages * ratio, -advantages", "advantages * ratio, advantages", "The sign of A is turned"),
+    ("policy_loss", "logprobs - old_logprobs", "old_logprobs - logprobs", "The ratio is turned"),
+    ("policy_loss", "log_ratio.exp()", "log_ratio", "This is the log-ratio"),
+    ("policy_loss", "log_ratio.exp()", "log_ratio.exp().detach()", "No gradient flows"),
+    ("policy_loss", "clipped > unclipped", "(ratio - 1).abs() > cliprange", "where the ratio is out of range"),
+    ("policy_loss", "logprobs - old_logprobs", "logprobs.sub_(old_logprobs)", "It changes its argument number 1"),
+    ("value_loss", "0.5 * torch.max", "torch.max", "The factor 1/2"),
+    ("value_loss", "torch.max", "torch.min", "The smaller of the two"),
+    ("value_loss", "torch.max(unclipped, clipped)", "unclipped", "The clip is forgotten"),
+    ("value_loss", "clamp(old_values - cliprange_value, old_values + ", "clamp(returns - cliprange_value, returns + ",
+     "or is around the returns"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, old, new, words", PLANTED)
+def test_a_planted_mistake_is_named(name, old, new, words):
+    with pytest.raises(pytest.fail.Exception) as failure:
+        grade(name, solution(name, (old, new)))
+    assert words in str(failure.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_mistake_hides_another(name, monkeypatch):
+    """Whoever makes a mistake of the grader's list reads its sentence, and not that of one before it."""
+    calls = []
+    monkeypatch.setattr(graders, "grade", lambda *arguments: calls.append(arguments) or solution(name))
+    grade(name, None)
+    _, _, outputs, cases, mistakes, read = (*calls[0], partial(grading.read_outputs, calls[0][2]))[:6]
+    for sentence, mistaken in mistakes.items():
+        results = [read(mistaken, *inputs) for _, inputs, _ in cases]
+        wrong = [x for (_, _, right), own in zip(cases, results) for x in right if x in own and own[x].numel()
+                 and not grading.equal(own[x], right[x])]  # fmt: skip
+        seen = {x: [(inputs, own[x]) for (_, inputs, _), own in zip(cases, results)] for x in wrong}
+        assert sentence in [grading.diagnose(mistakes, read, x, seen[x]) for x in wrong], sentence
+
+
+def run_pytest(capsys, *options):
+    """Exit code and output of pytest on the folder, in this process, which has loaded torch already."""
+    code = pytest.main([str(ROOT / "exercises"), "-p", "no:cacheprovider", *options])
+    return code, capsys.readouterr().out
+
+
+def test_an_empty_file_is_not_done_and_shows_no_traceback(capsys):
+    code, text = run_pytest(capsys)
+    assert code == 1 and f" 0 done, 0 wrong, {len(NAMES)} not done yet, masked_mean is the next " in text, text
+    assert "Traceback" not in text and "Error" not in text and len(text.splitlines()) < 15, text
+
+
+def test_a_file_half_done(capsys, tmp_path):
+    """The student's line is shown, and none of the grader's."""
+    text = (ROOT / "exercises/functions.py").read_text()
+    text = text.replace('raise NotImplementedError("masked_mean")', "return x[mask].sum() / max(mask.sum(), 1)")
+    (tmp_path / "half.py").write_text(text.replace('raise NotImplementedError("gae")', "return rewards, 1 / 0"))
+    code, text = run_pytest(capsys, f"--solutions={tmp_path}/half.py")
+    assert code == 1 and f" 1 done, 1 wrong, {len(NAMES) - 2} not done yet, response_mask is the next " in text, text
+    assert "ZeroDivisionError: division by zero" in text and "return rewards, 1 / 0" in text
+    assert "Traceback" not in text and "grading.py" not in text, text
+
+
+def test_a_file_that_is_no_python(capsys, tmp_path):
+    (tmp_path / "broken.py").write_text("def gae(:")
+    code, text = run_pytest(capsys, f"--solutions={tmp_path}/broken.py")
+    assert code == 2 and "broken.py cannot be read: SyntaxError" in text and "Traceback" not in text, text
