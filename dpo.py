@@ -38,7 +38,7 @@ maximising it become one step of supervised learning. What falls away: rollouts,
 clipping. What is lost: nobody ever judges the policy's own texts.
 Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao
 et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
-2402.01306: kto_pair, as in TRL 0.7). The README has a glossary of the metrics.
+2402.01306: kto_pair, as in TRL 0.7). docs/dpo.md has a glossary of the metrics.
 
   python dpo.py                                       # the toy world: offline, two minutes on two CPU cores
   python dpo.py --model ./sft --dataset pairs.jsonl   # columns chosen and rejected, with or without prompt
@@ -1260,11 +1260,11 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:
+def write_card(output: Path, args: Args, metrics: dict[str, float], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
     names = {"base_model": args.model, "datasets": args.dataset}
     hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name="transformers", tags=[Path(__file__).stem], **hub)
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
     rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
@@ -1335,7 +1335,7 @@ def main() -> None:
         if not (is_full or isinstance(error, UserError)):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
+        full = "out of memory: lower --micro-batch-size; more in docs/guide.md"
         print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
         sys.exit(2)
 

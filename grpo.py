@@ -38,7 +38,7 @@ How this departs from RLOO: the group's mean includes the response itself, and i
 count alike, easy or hard. Tokens are the actions, each clipped by itself. If all G scores are equal, the group teaches
 nothing: such groups are counted (`frac_reward_zero_std`). Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and
 19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025 (DAPO, 2503.14476); Zheng et al. 2025 (GSPO, 2507.18071);
-MiniMax 2025 (CISPO, 2506.13585). The README has a glossary of the metrics.
+MiniMax 2025 (CISPO, 2506.13585). docs/grpo.md has a glossary of the metrics.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, 44 % to 88 % right
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --reward-fn toy/verifiers.py:right_number \\
@@ -1595,11 +1595,11 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:
+def write_card(output: Path, args: Args, metrics: dict[str, float], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
     names = {"base_model": args.model, "datasets": args.dataset}
     hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name="transformers", tags=[Path(__file__).stem], **hub)
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
     rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
@@ -1670,7 +1670,7 @@ def main() -> None:
         if not (is_full or isinstance(error, UserError)):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
+        full = "out of memory: lower --micro-batch-size; more in docs/guide.md"
         print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
         sys.exit(2)
 

@@ -28,7 +28,7 @@ exp(r_rejected). So differences of rewards mean something: the sigmoid of a diff
 compared with what people chose ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al.
 2020 (2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031:
 the head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288,
-eq. 2), the centring term Eisenstein et al. 2023's (2312.09244). The README has a glossary of the metrics.
+eq. 2), the centring term Eisenstein et al. 2023's (2312.09244). docs/reward_model.md has a glossary of the metrics.
 
   python reward_model.py                             # the toy world: offline, a minute on a CPU
   python reward_model.py --model gpt2 --dataset D    # D has `chosen` and `rejected`, with or without `prompt`
@@ -996,11 +996,11 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:
+def write_card(output: Path, args: Args, metrics: dict[str, float], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
     names = {"base_model": args.model, "datasets": args.dataset}
     hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name="transformers", tags=[Path(__file__).stem], **hub)
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
     rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
@@ -1071,7 +1071,7 @@ def main() -> None:
         if not (is_full or isinstance(error, UserError)):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
+        full = "out of memory: lower --micro-batch-size; more in docs/guide.md"
         print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
         sys.exit(2)
 

@@ -41,7 +41,7 @@ it costs K responses per prompt. If all K rewards are equal, the group teaches n
 --token-level-kl the tokens are the actions (REINFORCE++): A_t = A_i of the scores alone - kl_coef sum_{s>=t} KL_s.
 Papers: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740, sec. 3); Kool et al. 2019 ("Buy 4 REINFORCE samples, get a
 baseline for free", the estimator); Hu 2025 (REINFORCE++, 2501.03262, sec. 3); Schulman et al. 2017 (clipping,
-1707.06347, eq. 7). The README has a glossary of the metrics.
+1707.06347, eq. 7). docs/rloo.md has a glossary of the metrics.
 
   python rloo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to about 4
   python rloo.py --model gpt2 --bf16   # GPT-2 on a GPU, with the same prompts and reward (on a CPU, without --bf16)
@@ -1651,11 +1651,11 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:
+def write_card(output: Path, args: Args, metrics: dict[str, float], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
     names = {"base_model": args.model, "datasets": args.dataset}
     hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name="transformers", tags=[Path(__file__).stem], **hub)
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
     rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
@@ -1726,7 +1726,7 @@ def main() -> None:
         if not (is_full or isinstance(error, UserError)):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
+        full = "out of memory: lower --micro-batch-size; more in docs/guide.md"
         print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
         sys.exit(2)
 

@@ -24,7 +24,7 @@ For each batch of texts x_1..x_n, of which the last tokens are the completion an
 EOS is a label like any other: a policy that is never shown where texts end will never end one, and an RLHF run that
 follows would see only cut-off responses. Prompt tokens carry no loss by default: the policy is asked to answer prompts,
 not to invent them. Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+
-implementation details, 2403.17031). The README has a glossary of the metrics.
+implementation details, 2403.17031). docs/sft.md has a glossary of the metrics.
 
   python sft.py                              # a small GPT-2 from scratch on the toy corpus: offline, a minute on a CPU
   python sft.py --model gpt2 --dataset D     # fine-tunes GPT-2; D has `text`, `prompt` + `completion`, or `messages`
@@ -991,11 +991,11 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def write_card(output: Path, args: Args, metrics: dict[str, float]) -> None:
+def write_card(output: Path, args: Args, metrics: dict[str, float], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
     names = {"base_model": args.model, "datasets": args.dataset}
     hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name="transformers", tags=[Path(__file__).stem], **hub)
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
     rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
@@ -1066,7 +1066,7 @@ def main() -> None:
         if not (is_full or isinstance(error, UserError)):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size; more under 'When memory runs out' in the README"
+        full = "out of memory: lower --micro-batch-size; more in docs/guide.md"
         print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
         sys.exit(2)
 

@@ -1,14 +1,18 @@
-"""What the pages in docs/ and the README say of options holds: names, flags, defaults, links."""
+"""What the pages in docs/ and the README say holds: commands, flags, defaults, links, names of functions, diffs."""
 
 import ast
+import dataclasses
+import importlib.util
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (".", "docs", "toy", "benchmarks", "exercises", "tests", "tests/golden")
+FOLDERS = (".", "docs", "docs/diffs", "toy", "benchmarks", "exercises", "tests", "tests/golden")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 MAIN = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py"]
 OTHER_TOOLS = {
@@ -24,6 +28,8 @@ OTHER_TOOLS = {
 }
 OPTIONS = json.loads((ROOT / "tests/golden/option_names.json").read_text())
 SECTIONS = [name for name in OPTIONS if name != "source"]
+SKELETON = ["What it is", "Usage", "What is logged", "Implementation details", "Results", "When it does not learn",
+            "Three sweeps"]  # fmt: skip
 ANSWERS = ("`--", "always", "computed", "function `", "library: ", "not yet", "left out")
 
 
@@ -43,7 +49,8 @@ def arguments(script):
     return found | {alias: found[flag] for alias, flag in aliases.items()}
 
 
-ARGUMENTS = {path: arguments(path) for path in [*MAIN, *(f"benchmarks/{p.name}" for p in ROOT.glob("benchmarks/*.py"))]}
+OTHER = [str(p.relative_to(ROOT)) for folder in ("benchmarks", "docs") for p in ROOT.glob(f"{folder}/*.py")]
+ARGUMENTS = {path: arguments(path) for path in [*MAIN, *OTHER]}
 ALL_FLAGS = set().union(*ARGUMENTS.values())
 
 
@@ -168,3 +175,69 @@ def test_every_link_leads_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if not target.startswith(("http://", "https://", "#")):
             assert (path.parent / target.split("#")[0]).exists(), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("script", MAIN)
+def test_a_page_has_the_skeleton_and_names_functions_that_exist(script):
+    """Each numbered detail names a function of the script that holds it."""
+    text = (ROOT / f"docs/{Path(script).stem}.md").read_text()
+    assert re.findall(r"^## (.*)", text, re.M)[: len(SKELETON)] == SKELETON
+    details = text[text.index("## Implementation details") : text.index("## Results")]
+    points = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", details, re.M | re.S)
+    assert [int(number) for number, _ in points] == list(range(1, len(points) + 1)) and len(points) >= 8
+    tree = ast.parse((ROOT / script).read_text())
+    defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for _, point in points:
+        held_by = set(re.findall(r"`([a-zA-Z_]+)`", " ".join(re.findall(r"\(([^()]*`[^()]*)\)", point))))
+        assert held_by & defined, point
+
+
+def commands(path):
+    """The command lines of a page that start one of the main scripts, with continuations joined, without comments."""
+    fence = re.compile(r"^```bash\n(.*?)^```", re.M | re.S)
+    lines = [line for block in fence.findall(path.read_text()) for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if re.match(r"python \w+\.py( |$)", line)]
+
+
+def read(command, monkeypatch):
+    """Module and settings of a command line."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", command)
+    module = importlib.import_module(Path(command[0]).stem)
+    return module, module.read_command_line()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_are_understood(path, monkeypatch):
+    """By the script itself: every value has the right type; and every file of this repository that they name is there."""
+    for _, *command in commands(path):
+        if "--resume" not in command:  # which needs the run
+            _, args = read(command, monkeypatch)
+            values = [x for value in vars(args).values() for x in (value if isinstance(value, tuple) else [value])]
+            files = [x.split(":")[0] for x in values if isinstance(x, str) and x.startswith(("toy/", "docs/"))]
+            assert all(Path(file).exists() for file in files), files
+
+
+OFFLINE = sorted({" ".join(words[1:]) for path in PAGES for words in commands(path)
+                  if not {"--model", "--resume", "--dataset", "--from-scratch"} & set(words)})  # fmt: skip
+
+
+@pytest.mark.parametrize("command", OFFLINE)
+def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
+    """Those that start from the toy world, for three steps."""
+    module, args = read(shlex.split(command), monkeypatch)
+    short = tiny[module.__name__]
+    kept = {name: short[name] for name in short if name not in ("learning_rate", "num_generations", "rloo_k")}
+    if module.__name__ == "grpo":
+        kept["batch_size"] = 2 * args.num_generations
+    module.train(dataclasses.replace(args, output_dir=str(tmp_path / "run"), num_sample_generations=0, **kept))
+
+
+def test_diffs_are_fresh():
+    """Else run docs/diffs/make.py."""
+    spec = importlib.util.spec_from_file_location("make_diffs", ROOT / "docs/diffs/make.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    for before, after in make.STEPS:
+        page = (ROOT / f"docs/diffs/{before}-{after}.md").read_text()
+        assert page == make.page(before, after), f"docs/diffs/{before}-{after}.md is old: run docs/diffs/make.py"

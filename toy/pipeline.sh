@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The whole of RLHF on the toy world: texts -> policy -> reward model -> better policies -> win rates -> report.md.
+#
+#   toy/pipeline.sh [FOLDER]      by default runs/pipeline; about eight minutes on two CPU cores
+#
+# Run it again after an interruption, and it goes on where it stopped. PYTHON=... chooses another interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out="${1:-runs/pipeline}" python="${PYTHON:-python}"
+gold="toy/make.py:gold_score"
+
+train() { # train SCRIPT FLAGS...: the run $out/SCRIPT, made, resumed or left as it is
+    local script="$1" run="$out/$1" resume=()
+    shift
+    if [ -e "$run.done" ]; then return; fi
+    if [ -e "$run/args.json" ]; then resume=(--resume "$run"); fi
+    echo "== $script"
+    SECONDS=0
+    "$python" "$script.py" "${resume[@]:---output-dir=$run}" "$@"
+    echo "$SECONDS" >"$run.done"
+}
+
+judge() { # judge POLICY: how often the gold score prefers its answers to those of the SFT policy
+    local run="$out/winrate-$1"
+    if [ -e "$run/winrate.json" ]; then return; fi
+    echo "== win rate of $1"
+    rm -rf "$run"
+    "$python" benchmarks/winrate.py --model "$out/$1" --other "$out/sft" --reward-fn "$gold" --temperature 0.7 \
+        --num-prompts 200 --output-dir "$run"
+}
+
+mkdir -p "$out"
+train sft --num-train-epochs 2
+train reward_model --model "$out/sft" --eos-dropout 0.5
+models=(--model "$out/sft" --reward-model "$out/reward_model" --gold-reward-fn "$gold")
+train ppo "${models[@]}"
+train rloo "${models[@]}"
+train grpo "${models[@]}" --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7 \
+    --beta 0.05 --total-episodes 4096
+train dpo --model "$out/sft" --gold-reward-fn "$gold" --eval-steps 50
+for policy in ppo rloo grpo dpo; do judge "$policy"; done
+"$python" toy/report.py "$out"
