@@ -23,7 +23,8 @@ GOLD = "toy/make.py:gold_score"
 
 def run(module, output, **settings):
     """Trains in this process; returns the lines of metrics.jsonl."""
-    module.train(module.Args(output_dir=str(output), device="cpu", **{"num_sample_generations": 0} | settings))
+    quiet = {"num_sample_generations": 0} if hasattr(module.Args, "num_sample_generations") else {}
+    module.train(module.Args(output_dir=str(output), device="cpu", **quiet | settings))
     return lines_of(output)
 
 
