@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,9 +94,8 @@ def test_a_step_is_that_of_diffusers(kind, config):
     scheduler.set_timesteps(7)
     mean, std = ddpo.ddim_step(scheduler, prediction, scheduler.timesteps, x, 0.6)
     for i, t in enumerate(scheduler.timesteps):
-        with suppress(ValueError):  # it takes no noise of 0 for granted
-            step = scheduler.step(prediction[i], t, x[i], eta=0.6, variance_noise=torch.zeros(1))
-            close(mean[i], step.prev_sample, rtol=1e-4, atol=1e-5)
+        step = scheduler.step(prediction[i], t, x[i], eta=0.6, variance_noise=torch.zeros(1))
+        close(mean[i], step.prev_sample, rtol=1e-4, atol=1e-5)
         close(std[i].item(), 0.6 * scheduler._get_variance(t, t - 1000 // 7) ** 0.5, rtol=1e-4)
 
 
@@ -299,4 +297,313 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms):
     for name in ("reward_mean", "reward_std"):
         close(stats[name], TRL["cases"][case]["logged"][0][name], atol=1e-4)
     weights = [load_file(tmp_path / "out" / UNET)[name] for name in TRL["parameters"]]
-    compare(case, figures, stats, norms, flat(weights), 1e-4)
+    compare(case, figures, stats, norms, flat(weights), 2e-5)
+
+
+# --- The mathematics --------------------------------------------------------------------------------------------------
+
+
+def toy_chain(model=TOY, moved=0.0, **settings):
+    """A chain from a pipeline, whose policy may have been moved away from the first model."""
+    args = ddpo.Args(**dict(model=str(model), sample_num_steps=4, train_gradient_accumulation_steps=1) | settings)
+    torch.manual_seed(1)
+    chain = ddpo.load_chain(args)
+    with torch.no_grad():
+        for p in chain.policy.parameters():
+            if p.requires_grad:
+                p += moved * torch.randn_like(p)
+    return chain
+
+
+def toy_rollout(chain, images=8):
+    """Images with made-up advantages."""
+    torch.manual_seed(2)
+    rollout = ddpo.sample(chain, [{"prompt": PROMPTS[i % 4]} for i in range(images)])
+    rollout.scores = torch.linspace(-1, 1, images)
+    rollout.advantages = torch.linspace(-1.5, 1, images).sin()
+    return rollout
+
+
+def updated(chain, rollout, rate=1e-2):
+    """What update_policy returns, and the weights after it: plain steps, which follow the gradient's size."""
+    optimizer = torch.optim.SGD([p for p in chain.policy.parameters() if p.requires_grad], rate)
+    torch.manual_seed(3)
+    return ddpo.update_policy(chain, optimizer, rollout), flat(chain.policy.parameters())
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_the_ratio_is_1_before_the_first_step(guidance, lora_r):
+    """So the loss is minus the mean advantage, nothing is clipped, and the policy is the reference."""
+    chain = toy_chain(sample_guidance_scale=guidance, lora_r=lora_r, train_batch_size=8)
+    rollout = toy_rollout(chain)
+    assert rollout.kl.shape == (8, 4) and not rollout.kl.any()
+    stats, _ = updated(chain, rollout)
+    assert stats["steps"] == 1 and stats["approx_kl"] < 1e-9 and stats["clipfrac"] == 0
+    close(stats["loss"], -rollout.advantages.mean(), atol=1e-4)
+
+
+def test_a_ratio_that_is_off_is_an_error():
+    """Sampling with one model and training another is not seen in the reward."""
+    chain = toy_chain()
+    rollout = toy_rollout(chain)
+    rollout.old_logprobs += 0.01
+    with pytest.raises(ddpo.UserError, match="off by 0.01 before any step was made"):
+        updated(chain, rollout)
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_the_kl_is_that_of_normal_distributions(lora_r):
+    """Summed over pixels, step by step; those of the reference are the first model's."""
+    chain = toy_chain(moved=0.02, lora_r=lora_r, sample_guidance_scale=2.0, kl_coef=0.1)
+    rollout, first = toy_rollout(chain), toy_chain(sample_guidance_scale=2.0)
+    for i, t in enumerate(chain.timesteps):
+        with torch.no_grad():
+            mean, std = chain.step(rollout.latents[:, i], t.expand(8), rollout.context)
+            ref_mean, _ = first.step(rollout.latents[:, i], t.expand(8), rollout.context)
+        policy, reference = (Normal(x, std.expand_as(x)) for x in (mean, ref_mean))
+        close(rollout.kl[:, i], kl_divergence(policy, reference).sum((1, 2, 3)), rtol=1e-3)
+        close(rollout.old_logprobs[:, i], policy.log_prob(rollout.latents[:, i + 1]).mean((1, 2, 3)), atol=1e-4)
+        close(rollout.ref_means[:, i], ref_mean, atol=1e-5)
+    assert rollout.kl.min() > 0
+    stats = ddpo.rollout_stats(rollout)
+    close(stats["objective/kl"], rollout.kl.sum() / 8)
+
+
+def test_drawing_from_the_reference():
+    """For the pictures: the same noise leads to what the first model draws, not to the policy's."""
+    chain, first = toy_chain(moved=0.05), toy_chain()
+    rows, seeded = [{"prompt": x} for x in PROMPTS], lambda: torch.Generator().manual_seed(4)
+    policy, reference, same = (
+        ddpo.sample(c, rows, of, seeded()).images
+        for c, of in ((chain, "policy"), (chain, "reference"), (first, "policy"))
+    )  # fmt: skip
+    assert torch.equal(reference, same) and (policy - same).abs().max() > 0.05
+
+
+def test_guidance_by_hand():
+    """u + g (c - u): with 1 what there is without guidance, with 0 what the negative prompt alone leads to."""
+    chain = toy_chain(negative_prompts="a cross")
+    x, t = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), chain.timesteps
+    context = ddpo.encode(chain.pipe, PROMPTS, chain.args)
+    with torch.no_grad():
+        c, u = (chain.policy(x, t, y).sample for y in (context, ddpo.encode(chain.pipe, ["a cross"] * 4, chain.args)))
+        for g in (1.0, 1.0 + 1e-12, 0.0, 0.5, 5.0):
+            chain.args.sample_guidance_scale = g
+            mean, std = ddpo.ddim_step(chain.pipe.scheduler, u + g * (c - u), t, x, 1.0)
+            for ours, expected in zip(chain.step(x, t, context), (mean, std)):
+                close(ours, expected, atol=1e-4)
+    assert (c - u)[:3].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_cutting_an_optimiser_step_changes_nothing(parts):
+    """However many images a forward pass has, the step and its numbers are the same, but for rounding."""
+    both = dict(moved=0.02, kl_coef=0.5, train_num_inner_epochs=2, train_timestep_fraction=0.8, train_clip_range=0.1)
+    results = []
+    for n in (2, parts):
+        chain = toy_chain(train_batch_size=8 // n, train_gradient_accumulation_steps=n, **both)
+        results.append(updated(chain, toy_rollout(chain, 16)))
+    (stats, weights), (others, same) = results
+    assert stats["steps"] == 4 and stats["approx_kl"] > 1e-7
+    close(list(stats.values()), list(others.values()), rtol=1e-3, atol=1e-5)
+    close(weights, same, atol=1e-6)
+
+
+def loss_at(chain, rollout, rows, step):
+    """The sum of the losses of some images at a step, and the gradient of their mean."""
+    chain.policy.zero_grad()
+    loss = ddpo.step_gradient(chain, rollout, rows, step, len(rows))[0]
+    return loss.item(), torch.cat([p.grad.flatten() for p in chain.policy.parameters()])
+
+
+def test_the_kl_in_the_loss():
+    """Without advantages it is all there is: kl_coef times the KL, per pixel; and its gradient is the numerical one."""
+    chain = toy_chain(moved=0.02, kl_coef=0.3)
+    rollout, rows, step = toy_rollout(chain), torch.arange(8), torch.arange(8) % 4
+    rollout.advantages = torch.zeros(8)
+    loss, gradient = loss_at(chain, rollout, rows, step)
+    close(loss, 0.3 * rollout.kl[rows, step].sum() / 64, rtol=1e-4)
+    direction, losses = gradient / gradient.norm(), []
+    for sign in (1, -1):
+        start = 0
+        for p in chain.policy.parameters():
+            p.data += sign * (1e-3 if sign > 0 else 2e-3) * direction[start : start + p.numel()].view_as(p)
+            start += p.numel()
+        losses.append(loss_at(chain, rollout, rows, step)[0])
+    close((losses[0] - losses[1]) / 8 / 2e-3, gradient.norm(), rtol=0.02)
+
+
+def test_the_gradient_is_that_of_the_probability():
+    """At ratio 1: minus the mean over images of advantage times the gradient of the log-probability."""
+    chain = toy_chain()
+    rollout, rows, step = toy_rollout(chain), torch.arange(8), torch.arange(8) % 4
+    _, gradient = loss_at(chain, rollout, rows, step)
+    chain.policy.zero_grad()
+    for row in range(8):
+        x, t = rollout.latents[row, step[row]][None], chain.timesteps[step[row]][None]
+        mean, std = chain.step(x, t, rollout.context[row : row + 1])
+        logprob = Normal(mean, std.expand_as(mean)).log_prob(rollout.latents[row, step[row] + 1]).mean()
+        (-rollout.advantages[row] * logprob / 8).backward()
+    close(gradient, torch.cat([p.grad.flatten() for p in chain.policy.parameters()]), rtol=1e-2, atol=1e-4)
+
+
+def other_schedule(folder, **config):
+    """The toy with another schedule."""
+    shutil.copytree(TOY, folder)
+    file = folder / "scheduler/scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monkeypatch, capsys):
+    """It has no probability; all others are trained on, and no number is NaN."""
+    steps, gradient = [], ddpo.step_gradient
+    monkeypatch.setattr(ddpo, "step_gradient", lambda *a: (steps.extend(a[3].tolist()), gradient(*a))[1])
+    model = other_schedule(tmp_path / "sd", set_alpha_to_one=True, timestep_spacing=spacing)
+    lines = run(ddpo, tmp_path / "out", model=str(model), **TINY | dict(kl_coef=kl_coef))
+    assert sorted(steps) == sorted([0, 1] * 32) and "the last step has a deviation of 0" in capsys.readouterr().out
+    numbers = [x for line in lines for x in line.values()]
+    assert torch.tensor(numbers).isfinite().all() and lines[1]["objective/kl"] > 0
+    trained, first = load_file(tmp_path / "out" / UNET), load_file(TOY / UNET)
+    assert all(x.isfinite().all() for x in trained.values()) and any((trained[n] != first[n]).any() for n in first)
+
+
+def test_advantages_belong_to_images():
+    """In another order they are the same numbers in that order; scores of other prompts do not matter."""
+    args, generator = ddpo.Args(per_prompt_stat_tracking_min_count=2), torch.Generator().manual_seed(0)
+    scores, prompts = torch.randn(12, generator=generator), [PROMPTS[i % 3] for i in range(12)]
+    advantages, order = ddpo.prompt_advantages(scores, prompts, {}, args), torch.randperm(12, generator=generator)
+    close(ddpo.prompt_advantages(scores[order], [prompts[i] for i in order], {}, args), advantages[order])
+    scores[0::3] += 100
+    others = [i for i in range(12) if i % 3]
+    close(ddpo.prompt_advantages(scores, prompts, {}, args)[others], advantages[others])
+    for first in range(3):
+        mine = scores[first::3]
+        close(advantages[first::3], (mine - mine.mean()) / mine.std(correction=0), atol=1e-4)
+
+
+def test_parts_are_joined_in_order():
+    """Rows of lists and tensors go on belonging together; what there is not stays away."""
+    chain = toy_chain()
+    parts = [toy_rollout(chain, 4), toy_rollout(chain, 8)]
+    whole = ddpo.join(parts)
+    assert whole.prompts == parts[0].prompts + parts[1].prompts and whole.rows == parts[0].rows + parts[1].rows
+    assert whole.ref_means is None and whole.gold_scores is None
+    for name in ("context", "latents", "old_logprobs", "kl", "images", "scores"):
+        assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts])), name
+
+
+def test_a_gradient_that_is_not_finite_makes_no_step(monkeypatch):
+    chain = toy_chain(train_batch_size=4)
+    rollout, before = toy_rollout(chain), flat(chain.policy.parameters())
+    rollout.advantages[:] = torch.inf
+    stats, weights = updated(chain, rollout)
+    assert torch.equal(weights, before) and not torch.tensor(stats["grad_norm"]).isfinite() and stats["steps"] == 2
+
+
+# --- The loop ---------------------------------------------------------------------------------------------------------
+
+TINY = dict(
+    sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, train_batch_size=8,
+    train_gradient_accumulation_steps=1, num_epochs=2,
+)  # fmt: skip
+
+
+@pytest.fixture
+def rollouts(monkeypatch):
+    """The rollouts of all epochs, as they come to the update."""
+    kept, update = [], ddpo.update_policy
+    monkeypatch.setattr(ddpo, "update_policy", lambda *a: (kept.append(a[2]), update(*a))[1])
+    return kept
+
+
+def an_epoch_by_hand(args, state):
+    """The first epoch with diffusers' own step, torch's normal distribution and optimiser, and plain loops.
+
+    Returns images, scores, KL of each image, the mean of the losses and the weights.
+    """
+    pipe = StableDiffusionPipeline.from_pretrained(TOY, safety_checker=None)
+    scheduler, unet, N, B, g = pipe.scheduler, pipe.unet.train(), args.sample_num_steps, 8, args.sample_guidance_scale
+    scheduler.set_timesteps(N)
+    times, zero = scheduler.timesteps, torch.zeros(1, 1, 1, 1)
+    embed = lambda texts: pipe.text_encoder(  # noqa: E731
+        pipe.tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+    )[0].detach()  # fmt: skip
+    negative = embed([args.negative_prompts])
+
+    def step(x, t, context):
+        """The normal distribution of an image at a time."""
+        u, c = unet(x, t, negative).sample, unet(x, t, context).sample
+        mean = scheduler.step(u + g * (c - u), t, x, eta=args.sample_eta, variance_noise=zero).prev_sample
+        std = args.sample_eta * scheduler._get_variance(t, t - 1000 // N) ** 0.5
+        return Normal(mean, std.expand_as(mean))
+
+    torch.set_rng_state(state)
+    queue, prompts, chains, old = [], [], [[] for _ in range(B)], torch.zeros(B, N)
+    for first in range(0, B, 4):
+        queue = torch.randperm(4).tolist() + queue
+        prompts += [PROMPTS[i] for i in queue[:4]]
+        queue, draws = queue[4:], [torch.randn(4, 1, 8, 8) for _ in range(1 + N)]
+        for i in range(4):
+            chains[first + i].append(draws[0][i : i + 1])
+            for n, t in enumerate(times):
+                with torch.no_grad():
+                    normal = step(chains[first + i][-1], t, embed([prompts[first + i]]))
+                x = normal.mean + normal.stddev * draws[1 + n][i]
+                chains[first + i].append(x)
+                old[first + i, n] = normal.log_prob(x).mean()
+    images = torch.cat([chain[-1] for chain in chains]) / 2 + 0.5
+    scores = toy_make().left_ink(images.clamp(0, 1), prompts, None)
+    advantages = (scores - scores.mean()) / scores.std(correction=0)
+    limit, eps = args.train_adv_clip_max, args.train_clip_range
+    optimizer = torch.optim.AdamW(
+        unet.parameters(), args.train_learning_rate, (args.train_adam_beta1, args.train_adam_beta2),
+        args.train_adam_epsilon, args.train_adam_weight_decay,
+    )  # fmt: skip
+    first_unet, total, norms = pipe.components["unet"].state_dict(), [], []
+    del first_unet
+    S = int(N * args.train_timestep_fraction)
+    for _ in range(args.train_num_inner_epochs):
+        order, steps = torch.randperm(B), [torch.randperm(N)[:S] for _ in range(B)]
+        for rows in order.split(4):
+            losses = []
+            for row in rows:
+                A = advantages[row].clamp(-limit, limit)
+                for n in steps[row]:
+                    normal = step(chains[row][n], times[n], embed([prompts[row]]))
+                    ratio = (normal.log_prob(chains[row][n + 1]).mean() - old[row, n]).exp()
+                    losses.append(-torch.minimum(A * ratio, A * ratio.clamp(1 - eps, 1 + eps)))
+            loss = torch.stack(losses).mean()
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(unet.parameters(), args.train_max_grad_norm).item())
+            optimizer.step(), optimizer.zero_grad()
+            total.append(loss.item())
+    return images, scores, sum(total) / len(total), sum(norms) / len(norms), flat(unet.parameters())
+
+
+def test_an_epoch_by_hand(tmp_path, monkeypatch, rollouts):
+    """Sampling, scores, advantages and two passes of two optimiser steps each, from the same random state."""
+    settings = dict(
+        sample_num_steps=3, sample_batch_size=4, sample_num_batches_per_epoch=2, sample_eta=0.8, train_batch_size=2,
+        train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=0.05, train_adv_clip_max=1.2,
+        train_timestep_fraction=0.7, train_learning_rate=1e-3, train_adam_beta1=0.5, train_adam_beta2=0.8, num_epochs=1,
+        train_adam_epsilon=1e-4, train_adam_weight_decay=0.1, train_max_grad_norm=0.5, sample_guidance_scale=2.0,
+        negative_prompts="a cross",
+    )  # fmt: skip
+    states, batches = [], ddpo.batches
+    monkeypatch.setattr(ddpo, "batches", lambda *a: (states.append(torch.get_rng_state()), batches(*a))[1])
+    (line,) = run(ddpo, tmp_path, **settings)
+    images, scores, loss, norm, weights = an_epoch_by_hand(ddpo.Args(**settings), states[0])
+    close(rollouts[0].images, images.clamp(0, 1).expand(-1, 3, -1, -1), atol=1e-3)
+    close(rollouts[0].scores, scores, atol=1e-3)
+    close([line["reward_mean"], line["reward_std"]], [scores.mean(), scores.std(correction=0)], atol=1e-3)
+    close([line["loss"], line["grad_norm"]], [loss, norm], rtol=2e-2, atol=1e-3)
+    trained, first = load_file(tmp_path / UNET), load_file(TOY / UNET)
+    unet = UNet2DConditionModel.from_pretrained(tmp_path / "unet")
+    moved = flat(unet.parameters()) - flat(UNet2DConditionModel.from_pretrained(TOY / "unet").parameters())
+    assert trained.keys() == first.keys() and moved.abs().max() > 1e-3
+    close(flat(unet.parameters()), weights, rtol=0, atol=1e-4)
+    print((flat(unet.parameters()) - weights).abs().max(), moved.abs().max(), line, loss, norm)
