@@ -1,11 +1,12 @@
 """DDPO: held to TRL 0.23's numbers, to diffusers' scheduler, to the mathematics, and to the world of shapes."""
 
+import gc
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import sys
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,7 +121,8 @@ def test_predictions_of_all_kinds_are_one():
 
 @pytest.mark.parametrize("case", TRL["loss"]["cases"])
 def test_the_loss_is_trls(case):
-    old, changes, advantages = (torch.tensor(TRL["loss"][x]).double() for x in ("old_logprobs", "changes", "advantages"))
+    names = "old_logprobs", "changes", "advantages"
+    old, changes, advantages = (torch.tensor(TRL["loss"][name], dtype=torch.float64) for name in names)
     new = (old + changes).requires_grad_()
     advantages = advantages.clamp(-case["adv_clip_max"], case["adv_clip_max"])
     loss, ratio, _ = ddpo.policy_loss(new, old, advantages, torch.ones(10, dtype=torch.bool), case["clip_range"])
@@ -277,10 +279,11 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms):
             with torch.no_grad():
                 mean, std = chain.step(latents[:, i], t.expand(4), context)
             noise.append((latents[:, i + 1] - mean) / std)
-    draw, orders, noise = torch.randn, iter([torch.arange(8), *orders_of(figures)]), iter(noise)
+    orders, noise, randn = iter([torch.arange(8), *orders_of(figures)]), iter(noise), torch.randn
+    draw = lambda *a, generator=None: randn(*a, generator=generator) if generator else next(noise)  # noqa: E731
     monkeypatch.setattr(ddpo, "update_policy", lambda *a: (seen.append(a), update(*a))[1])
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
-    monkeypatch.setattr(torch, "randn", lambda *a, generator=None: draw(*a, generator=generator) if generator else next(noise))
+    monkeypatch.setattr(torch, "randn", draw)
     (stats,) = run(
         ddpo, tmp_path / "out", model=args.model, dataset=str(golden_world / "prompts.jsonl"),
         reward_fn=f"{golden_world}/reward.py:reward", **settings,
@@ -611,7 +614,7 @@ def test_images_prompts_and_metadata_are_one_image_s(tmp_path, rollouts):
     rows = [{"prompt": PROMPTS[i % 4], "points": i} for i in range(12)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "r.py").write_text(
-        "calls = []\n\n\ndef reward(images, prompts, metadata):\n    assert prompts == [row['prompt'] for row in metadata]\n"
+        "def reward(images, prompts, metadata):\n    assert prompts == [row['prompt'] for row in metadata]\n"
         "    assert images.shape == (8, 3, 8, 8) and 0 <= images.min() <= images.max() <= 1\n"
         "    return [image.mean() + row['points'] for image, row in zip(images, metadata)]\n\n\n"
         "def second(images, prompts, metadata):\n    return (images.amax((1, 2, 3)).numpy(), {'more': 1})\n"
@@ -638,8 +641,8 @@ def test_images_prompts_and_metadata_are_one_image_s(tmp_path, rollouts):
 
 def test_history_of_prompts(tmp_path, rollouts):
     """It is kept over epochs, as long as asked for, and a checkpoint holds it."""
-    settings = dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_buffer_size=6, save_steps=1)
-    run(ddpo, tmp_path, **TINY | settings | dict(per_prompt_stat_tracking_min_count=5, num_epochs=3, train_adv_clip_max=1))
+    settings = dict(per_prompt_stat_tracking_buffer_size=6, per_prompt_stat_tracking_min_count=5, num_epochs=3)
+    run(ddpo, tmp_path, per_prompt_stat_tracking=True, train_adv_clip_max=1, save_steps=1, **TINY | settings)
     history = {}
     for number, rollout in enumerate(rollouts, 1):
         for prompt in PROMPTS:
@@ -658,7 +661,7 @@ def test_pictures(tmp_path):
     lines = run(ddpo, tmp_path / "a", image_steps=1, **TINY | dict(num_epochs=3))
     files = sorted(path.name for path in (tmp_path / "a/images").iterdir())
     assert files == ["epoch-0001.png", "epoch-0002.png", "epoch-0003.png"]
-    pixels = [torch.tensor(list(Image.open(tmp_path / "a/images" / name).convert("L").getdata())) for name in files]
+    pixels = [torch.tensor(list(Image.open(tmp_path / "a/images" / name).convert("L").tobytes())) for name in files]
     rows = [x.view(2, 64, 8, 64) for x in pixels]
     assert Image.open(tmp_path / "a/images" / files[0]).size == (8 * 64, 2 * 64)
     assert all(torch.equal(x[0], rows[0][0]) for x in rows)
@@ -682,7 +685,7 @@ def test_the_folder_is_a_pipeline(tmp_path):
         assert trained.keys() == first.keys()
         assert all(torch.equal(trained[name], first[name]) for name in first) == (file != UNET)
     for file in ("model_index.json", "tokenizer/tokenizer.json"):
-        assert json.loads((tmp_path / file).read_text()).keys() == json.loads((TOY / file).read_text()).keys()
+        assert json.loads((TOY / file).read_text()).keys() <= json.loads((tmp_path / file).read_text()).keys()
     card = (tmp_path / "README.md").read_text()
     assert "library_name: diffusers" in card and "`reward_mean`" in card
     again = run(ddpo, tmp_path / "more", model=str(tmp_path), **TINY | dict(num_epochs=1))
@@ -690,7 +693,8 @@ def test_the_folder_is_a_pipeline(tmp_path):
 
 
 def test_the_kl_term_keeps_the_policy_close(tmp_path):
-    far, near = (run(ddpo, tmp_path / str(x), kl_coef=x, **TINY | dict(num_epochs=3)) for x in (0.0, 10.0))
+    settings = TINY | dict(num_epochs=4, train_num_inner_epochs=2, train_learning_rate=3e-5)
+    far, near = (run(ddpo, tmp_path / str(x), kl_coef=x, **settings) for x in (0.0, 1.0))
     assert untimed(far)[0]["reward_mean"] == untimed(near)[0]["reward_mean"]
     assert 0 < near[-1]["objective/kl"] < far[-1]["objective/kl"] / 4
 
@@ -735,12 +739,9 @@ def test_an_adapter(tmp_path, monkeypatch):
 
 def test_gradient_checkpointing_changes_no_number(tmp_path, monkeypatch):
     """Activations are computed again, and there are as many numbers as before."""
-    from diffusers.models import modeling_utils
-    import torch.utils.checkpoint as module
-
-    calls, checkpoint = [], module.checkpoint
+    calls, module = [], torch.utils.checkpoint
+    checkpoint = module.checkpoint
     monkeypatch.setattr(module, "checkpoint", lambda *a, **k: (calls.append(1), checkpoint(*a, **k))[1])
-    assert modeling_utils
     plain, saved = (run(ddpo, tmp_path / str(x), gradient_checkpointing=x, **TINY) for x in (False, True))
     assert calls
     for a, b in zip(untimed(plain), untimed(saved)):
@@ -759,10 +760,17 @@ def same_run(folder, other):
     assert a == b
 
 
-@pytest.mark.parametrize("settings", [dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=5,
-                                           kl_coef=0.1, sample_batch_size=6, train_batch_size=4), dict(lora_r=2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(per_prompt_stat_tracking=True, kl_coef=0.1, per_prompt_stat_tracking_min_count=5)
+        | dict(sample_batch_size=6, train_batch_size=4, sample_num_batches_per_epoch=2),
+        dict(lora_r=2),
+    ],
+    ids=["prompts", "adapter"],
+)
 def test_resumed_is_uninterrupted(settings, tmp_path):
-    """Killed in the third epoch of four, while a line was written. (Six of four prompts are left in the middle.)"""
+    """Killed in the third epoch of four, while a line was written, with a part of the prompts still to come."""
     settings = TINY | dict(num_epochs=4, save_steps=1, save_total_limit=9) | settings
     run(ddpo, tmp_path / "whole", **settings)
     copy = tmp_path / "cut"
@@ -793,6 +801,8 @@ def test_ctrl_c(tmp_path, monkeypatch, capsys):
     assert said.strip().endswith(f"to resume: python ddpo.py --resume {folder}")
     assert len(lines_of(folder)) == 1 and (folder / UNET).exists() and before is signal.default_int_handler
     monkeypatch.setattr(sys, "argv", ["ddpo.py", "--resume", str(folder)])
+    del end
+    gc.collect()  # and with the traceback the lock of the folder
     ddpo.main()
     run(ddpo, tmp_path / "whole", **settings)
     same_run(folder, tmp_path / "whole")
@@ -803,13 +813,14 @@ def test_ctrl_c(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def refused(monkeypatch, capsys, tmp_path):
-    """refused(*arguments) -> the sentence; nothing was trained, and no model was saved."""
+    """refused(**settings) -> the sentence; nothing was trained, and no model was saved."""
 
-    def call(*arguments, **settings):
+    def call(**settings):
         words = [x for name, value in (TINY | settings).items() for x in (f"--{name.replace('_', '-')}", str(value))]
-        sentence = error_of(monkeypatch, capsys, ddpo, *words, *arguments, "--output-dir", str(tmp_path / "out"))
-        assert not (tmp_path / "out" / UNET).exists()
-        assert not (tmp_path / "out/metrics.jsonl").exists() or not (tmp_path / "out/metrics.jsonl").read_text()
+        folder = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
+        sentence = error_of(monkeypatch, capsys, ddpo, *words, "--output-dir", str(folder))
+        assert not (folder / UNET).exists()
+        assert not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text()
         return sentence
 
     return call
@@ -821,7 +832,7 @@ def test_diffusers_is_missing(refused, monkeypatch):
 
 
 def test_peft_is_missing(refused, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.delattr("peft.get_peft_model")
     assert "--lora-r needs peft: pip install peft" in refused(lora_r=2)
 
 
@@ -873,7 +884,7 @@ def test_a_prompt_that_is_no_text(refused, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "model_index.json"])
-def test_a_folder_that_is_in_use(refused, tmp_path, name):
+def test_a_folder_that_is_in_use(tmp_path, name):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("{}\n")
     with pytest.raises(ddpo.UserError, match="already holds a run or a model"):
@@ -884,8 +895,58 @@ def test_a_folder_that_is_in_use(refused, tmp_path, name):
 def test_schedules_that_cannot_be(refused, tmp_path):
     """No step with noise; or a clipping of images that depends on the image."""
     model = other_schedule(tmp_path / "a", set_alpha_to_one=True)
-    assert "--sample-num-steps 1: no step has a deviation above 0; take more" in refused(model=model, sample_num_steps=1)
+    assert "--sample-num-steps 1: no step has a deviation above 0" in refused(model=model, sample_num_steps=1)
     assert "thresholding" in refused(model=other_schedule(tmp_path / "b", thresholding=True))
 
 
 # --- It learns --------------------------------------------------------------------------------------------------------
+
+
+def reward_gain(output, seed):
+    """How much a short run raises the reward and the gold score: mean of the last two epochs less the first.
+
+    A higher rate and a wider clip range than by default: 40 optimiser steps are few.
+    """
+    lines = run(
+        ddpo, output, seed=seed, sample_num_steps=5, sample_num_batches_per_epoch=2, train_batch_size=16,
+        train_gradient_accumulation_steps=1, num_epochs=5, train_learning_rate=5e-4, train_clip_range=1e-3,
+        gold_reward_fn="toy/shapes/make.py:same_shape", image_steps=9, save_steps=9,
+    )  # fmt: skip
+    score, gold = ([line[name] for line in lines] for name in ("reward_mean", "objective/gold_scores"))
+    return sum(score[-2:]) / 2 - score[0], sum(gold[-2:]) / 2 - gold[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_it_learns(tmp_path, seed):
+    """Shapes move to the left, and are still shapes."""
+    score, gold = reward_gain(tmp_path, seed)
+    assert score > 0.5 and gold > -0.2, (score, gold)
+
+
+def test_it_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
+    """The test above can fail: with the advantages negated the same run moves them to the right."""
+    update, negated = ddpo.update_policy, lambda r: ddpo.Rollout(**vars(r) | {"advantages": -r.advantages})
+    monkeypatch.setattr(ddpo, "update_policy", lambda chain, optimizer, r: update(chain, optimizer, negated(r)))
+    score, _ = reward_gain(tmp_path, 1)
+    assert score < -0.3, score
+
+
+# --- jpeg.py ----------------------------------------------------------------------------------------------------------
+
+
+def test_jpeg():
+    """A plain image is smaller than a smooth one, that than noise; one number for each, in kilobytes, and its sign."""
+    noise = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
+    smooth = torch.linspace(0, 1, 64).expand(3, 64, 64)
+    images, plain = torch.stack([noise, smooth, torch.full((3, 64, 64), 0.5)]), [""] * 3
+    sizes = jpeg.incompressibility(images, plain, plain)
+    assert len(sizes) == 3 and sizes[0] > 2 * sizes[1] and sizes[1] > sizes[2]
+    assert jpeg.compressibility(images, plain, plain) == [-size for size in sizes]
+    file = BytesIO()
+    Image.fromarray((255 * noise).round().byte().permute(1, 2, 0).numpy()).save(file, "JPEG", quality=95)
+    assert sizes[0] == len(file.getvalue()) / 1000 and 2 < sizes[0] < 64 * 64 * 3 / 1000
+
+
+def test_jpeg_as_a_reward(tmp_path, rollouts):
+    run(ddpo, tmp_path, reward_fn="jpeg.py:compressibility", **TINY | dict(num_epochs=1))
+    close(rollouts[0].scores, jpeg.compressibility(rollouts[0].images, [], []))
