@@ -408,7 +408,7 @@ def draw_images(run: "Run", epoch: int, chain: Chain, rows: list[dict]) -> None:
     from diffusers.utils import make_image_grid
     from PIL import Image
 
-    rows = [rows[i % len(rows)] for i in range(8 * WORLD_SIZE)]
+    rows = [rows[i // WORLD_SIZE % len(rows)] for i in range(8 * WORLD_SIZE)]  # the first process draws the first 8
     seeded = lambda: torch.Generator().manual_seed(run.args.seed)  # noqa: E731
     images = torch.cat([sample(chain, rows, of, seeded()).images for of in ("reference", "policy")])
     scale = max(1, 64 // images.shape[-1])  # a pixel of a small image becomes a square

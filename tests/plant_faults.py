@@ -100,7 +100,7 @@ def main() -> int:
     from rich.table import Table
 
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--script", help="ppo, rloo, sft, reward_model or dpo; by default all")
+    parser.add_argument("--script", help="ppo, rloo, grpo, dpo, ddpo, reward_model or sft; by default all")
     parser.add_argument("--name", default="", help="only faults with this in their name")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once")
     asked = parser.parse_args()

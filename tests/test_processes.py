@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from test_train import lines_of, untimed
 
+import ddpo
 import dpo
 import grpo
 import ppo
@@ -27,13 +28,16 @@ import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo, "dpo": dpo, "sft": sft, "reward_model": reward_model, "ddpo": ddpo}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, num_sample_generations=0, learning_rate=1e-3,
                 adam_epsilon=1e-3)  # fmt: skip
 TEXTS = dict(num_train_epochs=2, eval_steps=2, learning_rate=1e-4, batch_size=8)
 SAVED = dict(total_episodes=64, save_steps=1)
+IMAGES = dict(sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, train_batch_size=4,
+              train_gradient_accumulation_steps=2, num_epochs=2, image_steps=1, train_adam_epsilon=1e-3)  # fmt: skip
+HALF_THE_IMAGES = dict(sample_batch_size=4, train_batch_size=2)
 HALF = dict(batch_size=None, per_device_train_batch_size=4)  # on each of two processes, beside 8 on one
 
 # name: script, settings of both runs, settings of the run on two processes alone
@@ -69,6 +73,11 @@ RUNS = {
     "reward_model, stage 2": ("reward_model", {}, dict(zero_stage=2)),
     "reward_model, adapter, stage 3": ("reward_model", dict(lora_r=2), dict(zero_stage=3)),
     "reward_model, stage 3": ("reward_model", dict(center_rewards_coefficient=0.1), dict(zero_stage=3)),
+    "ddpo": ("ddpo", dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=5, kl_coef=0.1),
+             HALF_THE_IMAGES),
+    "ddpo, guided": ("ddpo", dict(sample_guidance_scale=2.0, gold_reward_fn="reward.py:brightness",
+                                  train_timestep_fraction=0.7, train_num_inner_epochs=2), HALF_THE_IMAGES),
+    "ddpo, adapter": ("ddpo", dict(lora_r=2, train_learning_rate=1e-2), HALF_THE_IMAGES),
 }  # fmt: skip
 
 
@@ -92,6 +101,8 @@ def world(tmp_path_factory):
     (folder / "reward.py").write_text(
         "import os\n\n\ndef tail(prompts, completions, prompt):\n    assert prompt == prompts\n"
         "    return [len(x) / 50 - len(y) / 20 for x, y in zip(completions, prompts)]\n\n\ndef length(texts):\n    return [len(text) / 50 for text in texts]\n\n\n"
+        "def brightness(images, prompts, metadata):\n    assert prompts == [row['prompt'] for row in metadata]\n"
+        "    return [x.mean() + len(y) for x, y in zip(images, prompts)]\n\n\n"
         "calls = []\n\n\ndef second_fails(texts):\n    calls.append(1)\n"
         "    return [float('nan') if len(calls) > 2 and os.environ['RANK'] == '1' else 1.0 for _ in texts]\n"
     )
@@ -101,14 +112,14 @@ def world(tmp_path_factory):
 def settings_of(script, world, output, **settings):
     """Settings of a run, with paths in the folder of the fixture."""
     data = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}.get(script, "prompts")
-    here = dict(output_dir=str(output)) | ({} if script == "grpo" else dict(dataset=str(world / data)))
+    here = dict(output_dir=str(output)) | ({} if script in ("grpo", "ddpo") else dict(dataset=str(world / data)))
     for name in ("gold_reward_fn", "pretrain_data"):
         if name in settings:
             settings[name] = str(world / settings[name])
     if "reward_fn" in settings:
         settings["reward_fn"] = tuple(str(world / x) if ":" in x else x for x in settings["reward_fn"])
     group = dict(num_generations=4, seed=2) if script == "grpo" else {}
-    defaults = ROLLOUTS | group if script in ("ppo", "rloo", "grpo") else TEXTS
+    defaults = ROLLOUTS | group if script in ("ppo", "rloo", "grpo") else IMAGES if script == "ddpo" else TEXTS
     return defaults | here | settings
 
 
@@ -131,12 +142,15 @@ def torchrun(*command, processes=2):
 
 
 @pytest.fixture(scope="module")
-def runs(world):
-    """All RUNS on one process, and on two."""
+def runs(world, request):
+    """All RUNS that are asked for, on one process and on two."""
+    asked = {item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")}
     jobs = {}
     for processes in ("one", "two"):
         jobs[processes] = []
         for run, (script, both, extra) in RUNS.items():
+            if run not in asked:
+                continue
             settings = both | (extra if processes == "two" else {})
             jobs[processes].append([script, settings_of(script, world, folder_of(world, processes, run), **settings)])
     jobs["two"].append(["rloo", settings_of("rloo", world, world / "whole", **SAVED)])
@@ -254,7 +268,7 @@ def test_shares(monkeypatch, n, processes):
 
 
 @pytest.mark.parametrize("settings", [dict(zero_stage=3), dict(offload=True), dict(zero_stage=2, shard_size=2)])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS.keys() - {"ddpo"})
 def test_settings_of_many_processes_need_them(script, settings, tmp_path):
     """One sentence, before anything is loaded."""
     module = SCRIPTS[script]
