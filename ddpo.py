@@ -392,8 +392,6 @@ def update_policy(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollo
 # === The algorithm ends here. What follows is needed by every program of this kind ====================================
 
 
-
-
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
     """The metrics that describe an epoch's images, before the update."""
     stats = {"reward_mean": rollout.scores.mean(), "reward_std": rollout.scores.std(correction=0)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from test_train import GOLD, run
 
+import ddpo
 import dpo
 import grpo
 import ppo
@@ -21,15 +22,17 @@ import sft
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {
     "ppo.py": ppo, "rloo.py": rloo, "grpo.py": grpo, "dpo.py": dpo, "reward_model.py": reward_model, "sft.py": sft,
+    "ddpo.py": ddpo,
 }  # fmt: skip
 OWN = {"Args", "check_args", "train"}  # in several scripts, each with its own text
-BY_METHOD = {"Rollout"}  # its fields are the script's own, its methods are not
+BY_METHOD = {"Rollout", "Run"}  # fields and docstring are the script's own, methods are not
+OF_IMAGES = {"Run.end", "sample", "decode", "join", "rollout_stats", "update_policy"}  # of ddpo.py, with its own text
 LAST_LINE = "# === The algorithm ends here."
 # Most lines of a script, and of its part with the algorithm. They are what the scripts have now: a line that is added
 # is to take the place of another one, or to be worth a higher number here.
 CEILINGS = {
     "ppo.py": (1823, 699), "rloo.py": (1735, 650), "grpo.py": (1679, 648), "dpo.py": (1344, 464),
-    "reward_model.py": (1080, 364), "sft.py": (1075, 343),
+    "reward_model.py": (1080, 364), "sft.py": (1075, 343), "ddpo.py": (944, 392),
 }  # fmt: skip
 
 
@@ -46,6 +49,7 @@ def definitions(script):
     for name in BY_METHOD & set(named):
         methods = [n for n in named.pop(name).body if isinstance(n, ast.FunctionDef)]
         named |= {f"{name}.{method.name}": method for method in methods}
+    named = {name: node for name, node in named.items() if script != "ddpo.py" or name not in OF_IMAGES}
     return {name: ast.get_source_segment(text, node) for name, node in named.items()}
 
 
@@ -66,7 +70,8 @@ def test_the_end_of_all_scripts_is_the_same():
         text = (ROOT / script).read_text()
         assert text.count("\n# --- The same text in every script, from here to the end") == 1
         end = set(re.findall(r"^(?:def|class) (\w+)", text.split("\n# --- The same text in every script")[1], re.M))
-        assert {"require", "load_model", "place", "start_run", "Run", "main"} <= end and not end & OWN
+        models = {"load_model", "place", "start_run"} if script != "ddpo.py" else set()  # its own begin, load_chain
+        assert {"require", "Run", "main"} | models <= end and not end & OWN
 
 
 def helps(script):
@@ -100,7 +105,7 @@ def test_shared_arguments_have_the_same_help():
         "batch_size", "micro_batch_size", "per_device_train_batch_size", "num_train_epochs", "model",
         "chosen_column", "rejected_column", "prompt_column", "max_length", "max_prompt_length", "seed", "eval_steps",
         "save_steps", "num_sample_generations", "num_eval_prompts", "response_length", "temperature", "lora_r", "loss_type", "beta",
-        "num_ppo_epochs",
+        "num_ppo_epochs", "kl_coef", "reward_fn",
     }  # fmt: skip
     texts = {}
     for script in SCRIPTS:
@@ -167,6 +172,7 @@ def test_inline_metadata_agrees_with_requirements(script):
     inline = set(re.findall(r'"([^"]+)"', header))
     pinned = {line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()} - {""}
     beside = ("pytest", "pytest-xdist", "hypothesis", "peft", "httpx2")  # tests, --lora-r, benchmarks/winrate.py
+    beside += ("diffusers",) * (script != "ddpo.py")
     beside = {p for p in pinned if p.split("==")[0] in beside}
     assert inline == pinned - beside
 
@@ -178,6 +184,7 @@ ALL_METRICS = {  # settings under which a script logs everything that it can
     "dpo.py": {"gold_reward_fn": GOLD},
     "reward_model.py": {},
     "sft.py": {},
+    "ddpo.py": {"gold_reward_fn": "toy/shapes/make.py:same_shape"},
 }
 
 
@@ -185,7 +192,7 @@ ALL_METRICS = {  # settings under which a script logs everything that it can
 def test_glossary_lists_every_metric(script, tiny, tmp_path):
     """A script's page has each logged name, so that no number on a dashboard is without a meaning."""
     (tmp_path / "texts.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 8)
-    settings = tiny[Path(script).stem] | ALL_METRICS[script] | {"eval_steps": 1}
+    settings = tiny[Path(script).stem] | ALL_METRICS[script] | ({} if script == "ddpo.py" else {"eval_steps": 1})
     if "ptx_coef" in settings:
         settings["pretrain_data"] = str(tmp_path / "texts.jsonl")
     logged, *others = map(set, run(SCRIPTS[script], tmp_path / "out", **settings))
@@ -201,14 +208,14 @@ def test_importing_a_script_does_nothing():
     """No network, no device, no random number drawn (but by rich, for its links)."""
     code = (
         "import random, rich.style, torch; random.seed(1); torch.manual_seed(1); a = random.getstate(), torch.get_rng_state()\n"
-        "import ppo, rloo, grpo, dpo, sft, reward_model\n"
+        "import ppo, rloo, grpo, dpo, sft, reward_model, ddpo\n"
         "assert a[0] == random.getstate() and torch.equal(a[1], torch.get_rng_state())\n"
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "sft.py"])
+@pytest.mark.parametrize("script", ["ppo.py", "sft.py", "ddpo.py"])
 def test_a_script_alone_in_a_folder_starts(script, tmp_path):
     """Copied into an empty folder it imports nothing of ours, and says in one sentence what is not there."""
     (tmp_path / script).write_text((ROOT / script).read_text())
@@ -218,7 +225,7 @@ def test_a_script_alone_in_a_folder_starts(script, tmp_path):
 
 
 def test_random_is_seeded_in_one_place():
-    """start_run seeds; nothing else does, so that a fork can find it, but for the dropout of further processes, and for
+    """start_run, or begin, seeds; nothing else does, so that a fork can find it, but for the dropout of further processes, and for
     sampled texts that are drawn with the same numbers each time."""
     found = {}
     for script in SCRIPTS:
@@ -227,4 +234,6 @@ def test_random_is_seeded_in_one_place():
                 found.setdefault(script, set()).add(node.name)
     own = {"sft.py": {"separate_dropout", "show_samples"}, "reward_model.py": {"separate_dropout"}}
     own["dpo.py"] = {"respond"}
-    assert found == {script: {"start_run"} | own.get(script, set()) for script in SCRIPTS}
+    first = {script: {"begin" if script == "ddpo.py" else "start_run"} for script in SCRIPTS}
+    own["ddpo.py"] = {"draw_images"}
+    assert found == {script: first[script] | own.get(script, set()) for script in SCRIPTS}
