@@ -66,6 +66,7 @@ from typing import Annotated, get_type_hints
 import datasets
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import tyro
 from filelock import FileLock
 from huggingface_hub import ModelCard, ModelCardData
@@ -411,7 +412,7 @@ def draw_images(run: "Run", epoch: int, chain: Chain, rows: list[dict]) -> None:
     rows = [rows[i % len(rows)] for i in range(8 * WORLD_SIZE)]
     seeded = lambda: torch.Generator().manual_seed(run.args.seed)  # noqa: E731
     images = torch.cat([sample(chain, rows, of, seeded()).images for of in ("reference", "policy")])
-    scale = max(1, 64 // images.shape[-1])  # a pixel of a small image becomes a square
+    images, scale = F.pad(images, (1, 1, 1, 1), value=0.5), max(1, 64 // images.shape[-1])  # framed; small ones enlarged
     pixels = (255 * images).round().byte().permute(0, 2, 3, 1).cpu()  # (16, height, width, 3)
     pixels = pixels.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
     if not RANK:
