@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "docs", "docs/diffs", "toy", "benchmarks", "exercises", "tests", "tests/golden")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
-MAIN = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py"]
+MAIN = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py", "ddpo.py"]
 OTHER_TOOLS = {
     "--dist": "pytest",
     "--solutions": "pytest, in exercises/conftest.py",
@@ -228,9 +228,10 @@ def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
     module, args = read(shlex.split(command), monkeypatch)
     short = tiny[module.__name__]
     kept = {name: short[name] for name in short if name not in ("learning_rate", "num_generations", "rloo_k")}
+    kept |= {"num_sample_generations": 0} if hasattr(args, "num_sample_generations") else {}
     if module.__name__ == "grpo":
         kept["batch_size"] = 2 * args.num_generations
-    module.train(dataclasses.replace(args, output_dir=str(tmp_path / "run"), num_sample_generations=0, **kept))
+    module.train(dataclasses.replace(args, output_dir=str(tmp_path / "run"), **kept))
 
 
 def test_diffs_are_fresh():
