@@ -502,8 +502,7 @@ def load_chain(args: Args) -> Chain:
     require(std.any(), f"--sample-num-steps {args.sample_num_steps}: no step has a deviation above 0; take more")
     if not std.all():
         print("the last step has a deviation of 0 and is not trained on")
-    policy = pipe.unet
-    reference = deepcopy(policy)
+    policy, reference = pipe.unet, pipe.unet if args.lora_r else deepcopy(pipe.unet)
     for model in (pipe.vae, pipe.text_encoder, reference):
         model.requires_grad_(False).eval().to(args.torch_device)
     if args.lora_r:
