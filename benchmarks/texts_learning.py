@@ -6,8 +6,8 @@
 
 Both sides read the same data in batches of 64, with the learning rate, schedule and clipping that ours wrote in
 args.json; for sft both begin with the same random weights. The order of the data and dropout are each side's own, and
-so is the first head of the reward model. Every 50 or 100 steps TRL's model is saved; our evaluation reads it, on the same
-test split as it reads our own. (What the runs cost is another question: see throughput.py.)
+so is the first head of the reward model. Every 50 or 100 steps TRL's model is saved; our evaluation reads it, on the
+same test split as it reads our own. (What the runs cost is another question: see throughput.py.)
 
 What comes out: a JSON file, a chart for each algorithm beside it, and a table in Markdown for each.
 """
