@@ -25,7 +25,7 @@ For each epoch:
   2. score       images, prompts and metadata -> one number per image
   3. advantage   A = (score - mean) / std, over the batch or over the last scores of the same prompt; A for every step
   4. loss        ratio_t = pi(x_{t-1} | x_t) / pi_old(x_{t-1} | x_t);  mean max(-A ratio, -A clip(ratio, 1-eps, 1+eps))
-                 + kl_coef * KL of the step to the first model, if asked
+                 + kl_coef * KL of the step to the first model, per pixel, if asked
   5. update      `train_num_inner_epochs` passes, each sample's steps in an order of its own; AdamW
 
 The state is the noisy image, the action the next, less noisy one; the network's weights move mu, and sigma is fixed by
@@ -38,10 +38,11 @@ in closeness to the first model. The paper has no such term; DPOK has it in the 
 Papers: Black et al. 2023 (DDPO, arXiv 2305.13301, sec. 4); Song et al. 2020 (DDIM, 2010.02502, eq. 12 and 16); Ho &
 Salimans 2022 (classifier-free guidance, 2207.12598); Fan et al. 2023 (DPOK, 2305.16381). docs/ddpo.md has a glossary.
 
-  python ddpo.py                    # shapes of 8 x 8 pixels move to the left: offline, a minute and a half on a CPU
+  python ddpo.py                    # shapes of 8 x 8 pixels move to the left: offline, a minute on two CPU cores
   python ddpo.py --model runwayml/stable-diffusion-v1-5 --lora-r 4 --dataset D --reward-fn jpeg.py:compressibility
 
-Shapes: B images, b of a micro-batch, N denoising steps, C channels, H and W of the latent image, L and D of a prompt.
+Shapes: B images, b of a micro-batch, N denoising steps, C channels, H and W of the latent image; an encoded
+prompt has L tokens of width D.
 """
 
 import json
@@ -66,6 +67,7 @@ from typing import Annotated, get_type_hints
 import datasets
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import tyro
 from filelock import FileLock
 from huggingface_hub import ModelCard, ModelCardData
@@ -171,6 +173,7 @@ def train(args: Args) -> None:
             with run.clock("score"):
                 for part in parts:
                     part.scores, part.gold_scores = reward(part), gold and gold(part)  # 2
+                    part.images = None  # they are large, and what follows reads the chains
             rollout = join(parts)
             if args.per_prompt_stat_tracking:  # 3
                 advantages = prompt_advantages(rollout.scores, rollout.prompts, state["scores"], args)
@@ -204,7 +207,8 @@ class Chain:
 
     def step(self, x: Tensor, t: Tensor, context: Tensor, of: str = "policy") -> tuple[Tensor, Tensor]:
         """Mean (b, C, H, W) and deviation (b, 1, 1, 1) of x_{t-1}, given images x at times t (b,) and prompts
-        (b, L, D). With guidance the prediction is u + g (c - u), from those with the negative prompt and the prompt."""
+        (b, L, D), under the network `of`, policy or reference. With guidance the prediction is u + g (c - u), from
+        those with the negative prompt and with the prompt."""
         unet, g = getattr(self, of), self.args.sample_guidance_scale
         off = unet.disable_adapter() if self.args.lora_r and of == "reference" else nullcontext()
         with off, torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
@@ -228,7 +232,7 @@ class Rollout:
     old_logprobs: Tensor  # (B, N) of each step, under the policy that drew it
     kl: Tensor  # (B, N) of each step to the first model, in nats
     ref_means: Tensor | None  # (B, N, C, H, W) mean of each step under the first model, if the loss needs it
-    images: Tensor  # (B, 3, height, width) in [0, 1]
+    images: Tensor | None  # (B, 3, height, width) in [0, 1], until they are judged
     scores: Tensor | None = None  # (B,)
     gold_scores: Tensor | None = None  # (B,)
     advantages: Tensor | None = None  # (B,)
@@ -272,8 +276,8 @@ def sample(chain: Chain, rows: list[dict], of: str = "policy", generator: torch.
 
     All processes draw the noise of all rows, and each denoises its share: how many there are changes no image.
     """
-    args, unet = chain.args, chain.policy.config
-    shape = len(rows), unet.in_channels, unet.sample_size, unet.sample_size
+    args, config = chain.args, chain.policy.config
+    shape = len(rows), config.in_channels, config.sample_size, config.sample_size
     noise = lambda: torch.randn(shape, generator=generator)[RANK::WORLD_SIZE].to(args.torch_device)  # noqa: E731
     rows = rows[RANK::WORLD_SIZE]
     prompts = [row[args.prompt_column] for row in rows]
@@ -287,6 +291,8 @@ def sample(chain: Chain, rows: list[dict], of: str = "policy", generator: torch.
         logprobs.append(gaussian_logprobs(x, mean, std))
         kl.append(gaussian_kl(mean, ref_mean, std))
         ref_means.append(ref_mean)
+    require(x.isfinite().all(), "the policy's images are not finite (NaN or inf): the model is broken, or a "
+            "--train-learning-rate that is too high has broken it")  # fmt: skip
     images = decode(chain.pipe, x, args)
     columns = [torch.stack(column, 1) for column in (latents, logprobs, kl)]
     return Rollout(rows, prompts, context, *columns, torch.stack(ref_means, 1) if args.kl_coef else None, images)
@@ -406,10 +412,10 @@ def draw_images(run: "Run", epoch: int, chain: Chain, rows: list[dict]) -> None:
     from diffusers.utils import make_image_grid
     from PIL import Image
 
-    rows = [rows[i // WORLD_SIZE % len(rows)] for i in range(8 * WORLD_SIZE)]  # the first process draws the first 8
+    rows = [rows[i // WORLD_SIZE % len(rows)] for i in range(8 * WORLD_SIZE)]  # eight on each process
     seeded = lambda: torch.Generator().manual_seed(run.args.seed)  # noqa: E731
     images = torch.cat([sample(chain, rows, of, seeded()).images for of in ("reference", "policy")])
-    scale = max(1, 64 // images.shape[-1])  # a pixel of a small image becomes a square
+    images, scale = F.pad(images, (1, 1, 1, 1), value=0.5), max(1, 64 // images.shape[-1])  # framed; small ones larger
     pixels = (255 * images).round().byte().permute(0, 2, 3, 1).cpu()  # (16, height, width, 3)
     pixels = pixels.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
     if not RANK:
@@ -499,8 +505,7 @@ def load_chain(args: Args) -> Chain:
     require(std.any(), f"--sample-num-steps {args.sample_num_steps}: no step has a deviation above 0; take more")
     if not std.all():
         print("the last step has a deviation of 0 and is not trained on")
-    policy = pipe.unet
-    reference = deepcopy(policy)
+    policy, reference = pipe.unet, pipe.unet if args.lora_r else deepcopy(pipe.unet)
     for model in (pipe.vae, pipe.text_encoder, reference):
         model.requires_grad_(False).eval().to(args.torch_device)
     if args.lora_r:
@@ -935,7 +940,7 @@ def main() -> None:
         if not (is_full or isinstance(error, UserError)):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size; more in docs/guide.md"
+        full = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
         print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
         sys.exit(2)
 

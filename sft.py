@@ -283,7 +283,7 @@ def pack(rows: list[Row], length: int) -> list[Row]:
 def random_batches(rows: list[Row], queue: list[int], batch_size: int) -> Iterator[list[Row]]:
     """Endless passes over all rows in random order; a batch is sorted by length, so that its parts need little padding.
 
-    Batches are not made of rows of similar length: with them, the toy policy ends at perplexity 35 instead of 23.
+    Batches are not made of rows of similar length: with them, the toy policy ends at perplexity 35 instead of 25.
     `queue` holds the rows that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
     """
     while True:
@@ -1066,7 +1066,7 @@ def main() -> None:
         if not (is_full or isinstance(error, UserError)):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size; more in docs/guide.md"
+        full = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
         print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
         sys.exit(2)
 

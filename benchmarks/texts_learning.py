@@ -4,10 +4,10 @@
     python benchmarks/texts_learning.py --seeds 1,2 --algorithms sft
     python benchmarks/texts_learning.py --redraw        # charts and tables again, from the JSON file
 
-Both sides read the same data in batches of 64, with the learning rate, its schedule and the clipping that ours wrote in
-args.json; for sft both begin with the same random weights. The order of the data and dropout are each side's own, and so
-is the first head of the reward model. Every 50 or 100 steps TRL's model is saved; our evaluation reads it, on the same
-test split as it reads our own. (What the runs cost is another question: see throughput.py.)
+Both sides read the same data in batches of 64, with the learning rate, schedule and clipping that ours wrote in
+args.json; for sft both begin with the same random weights. The order of the data and dropout are each side's own, and
+so is the first head of the reward model. Every 50 or 100 steps TRL's model is saved; our evaluation reads it, on the
+same test split as it reads our own. (What the runs cost is another question: see throughput.py.)
 
 What comes out: a JSON file, a chart for each algorithm beside it, and a table in Markdown for each.
 """
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from learning import COLOURS, band
-from throughput import ROOT, a_list, describe_machine, describe_ours, figure_of
+from throughput import RESULTS, ROOT, a_list, describe_machine, describe_ours, figure_of
 from trl_versions import make_venv
 
 EVERY = {"sft": 50, "reward_model": 100, "dpo": 100}  # steps
@@ -97,14 +97,17 @@ def run(job: tuple) -> dict:
     side, algorithm, seed, python, folder = job
     output = folder / f"{algorithm}-{side}-{seed}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "4294967296")  # as ours sets them
+    environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "4294967296")  # as in ours
     command = [
         sys.executable, ROOT / f"{algorithm}.py", "--seed", seed, "--output-dir", output, "--eval-steps",
         EVERY[algorithm], "--num-sample-generations", 0, "--save-steps", 1000,
-    ] + ["--gold-reward-fn", ROOT / "toy/make.py:gold_score", "--num-eval-prompts", 200] * (algorithm == "dpo")  # fmt: skip
+    ]  # fmt: skip
+    if algorithm == "dpo":
+        command += ["--gold-reward-fn", ROOT / "toy/make.py:gold_score", "--num-eval-prompts", 200]
     if side == "TRL":
         start = folder / f"start-{seed}" if algorithm == "sft" else ROOT / "toy/sft"
-        command = [python, __file__, "--inside", algorithm, folder / f"{algorithm}-ours-{seed}/args.json", start, output]
+        settings = folder / f"{algorithm}-ours-{seed}/args.json"
+        command = [python, __file__, "--inside", algorithm, settings, start, output]
     done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{algorithm}, {side}, seed {seed}, failed: {done.stderr[-2000:]}")
@@ -112,7 +115,7 @@ def run(job: tuple) -> dict:
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         curve = [line for line in lines if next(iter(METRICS[algorithm])) in line]
     else:
-        settings = json.loads((folder / f"{algorithm}-ours-{seed}/args.json").read_text())
+        settings = json.loads(settings.read_text())
         checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
         curve = [judge(algorithm, settings, path) | {"step": int(path.name.split("-")[1])} for path in checkpoints]
     curve = [{name: line[name] for name in ("step", *METRICS[algorithm])} for line in curve]
@@ -162,7 +165,7 @@ def main() -> None:
     parser.add_argument("--redraw", action="store_true", help="run nothing, draw what the JSON file holds")
     parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="folder of TRL's virtual environment")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/learning-texts.json", help="JSON file")
+    parser.add_argument("--output", type=Path, default=RESULTS / "learning-texts.json", help="JSON file")
     parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
@@ -172,7 +175,8 @@ def main() -> None:
         sys.path.insert(0, str(ROOT))
         os.chdir(ROOT)  # where toy/ is
         python = make_venv("1.16", args.venvs)
-        results = {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d"), "ours": describe_ours(ROOT), "runs": []}
+        results = {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d"), "ours": describe_ours(ROOT)}
+        results["runs"] = []
         with tempfile.TemporaryDirectory(prefix="texts-learning-") as folder, ThreadPoolExecutor(args.jobs) as pool:
             for seed in map(int, args.seeds.split(",")):
                 save_start(Path(folder), seed)

@@ -253,8 +253,9 @@ def policy_loss(
         loss = max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange))
 
     The paper maximises a minimum; a loss is minimised, so signs turn and the minimum becomes a maximum. Being the
-    larger of two losses, it is never a reason to go beyond the clip range, and always one to come back. On padding the
-    loss is 0, the ratio 1, and `clipped` (boolean) false.
+    larger of two losses, it is flat where the advantage has already moved the ratio beyond the range (no reason to go
+    on), and slopes back where the ratio has gone the wrong way. On padding the loss is 0, the ratio 1, and `clipped`
+    (boolean) false.
 
     Example, with cliprange .2 and the ratios 1.5, .5, 1.5, .5 (give logprobs their logarithms, old_logprobs zeros):
         A       =   1      1     -1     -1

@@ -43,8 +43,8 @@ def tiny(part_of):
         "rloo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
         "grpo": dict(batch_size=8, num_generations=4, total_episodes=24, response_length=8, num_eval_prompts=4),
         "ddpo": dict(
-            sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, train_batch_size=8,
-            train_gradient_accumulation_steps=1, num_epochs=3,
+            num_epochs=2, sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1, train_batch_size=8,
+            train_gradient_accumulation_steps=1,
         ),
         "sft": dict(dataset=part_of("sft", 32), batch_size=8),
         "reward_model": dict(dataset=part_of("preferences", 24), batch_size=8),
