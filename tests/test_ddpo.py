@@ -206,6 +206,27 @@ def norms(monkeypatch):
     return kept
 
 
+@pytest.fixture
+def rollouts(monkeypatch):
+    """The rollouts of all epochs, as they come to the update, and with the images that they had before."""
+    kept, images, sample, update = [], [], ddpo.sample, ddpo.update_policy
+
+    def sample_and_keep(chain, rows, *rest):
+        part = sample(chain, rows, *rest)
+        if not rest:  # or it is for a picture
+            images.append(part.images)
+        return part
+
+    def update_and_keep(chain, optimizer, rollout):
+        kept.append(ddpo.Rollout(**vars(rollout) | {"images": torch.cat(images)}))
+        images.clear()
+        return update(chain, optimizer, rollout)
+
+    monkeypatch.setattr(ddpo, "sample", sample_and_keep)
+    monkeypatch.setattr(ddpo, "update_policy", update_and_keep)
+    return kept
+
+
 @pytest.mark.parametrize("case", TRL["cases"])
 def test_an_update_is_trls(case, monkeypatch, norms):
     """Given what TRL has sampled: each log-probability, gradients, metrics, and weights."""
@@ -261,16 +282,14 @@ def golden_world(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", TRL["cases"])
-def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms):
+def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms, rollouts):
     """`train` itself, on TRL's models: what it samples from TRL's noise, scores, advantages, metrics, and weights.
 
     The noise is what leads from each of TRL's latents to the next one; the first step's comes after x_N, in batches.
     """
     figures, settings = of_case(case), golden_settings(case)
     args = ddpo.Args(model=str(golden_world / "sd"), **settings)
-    seen, update, batches = [], ddpo.update_policy, figures["latents"].split(4)
-    torch.manual_seed(0)
-    chain = ddpo.load_chain(args)
+    batches, chain = figures["latents"].split(4), ddpo.load_chain(args)
     close(chain.negative, figures["negative_prompt_embeds"]), close(chain.timesteps, figures["timesteps"])
     noise = []
     for latents, context in zip(batches, figures["prompt_embeds"].split(4)):
@@ -281,7 +300,6 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms):
             noise.append((latents[:, i + 1] - mean) / std)
     orders, noise, randn = iter([torch.arange(8), *orders_of(figures)]), iter(noise), torch.randn
     draw = lambda *a, generator=None: randn(*a, generator=generator) if generator else next(noise)  # noqa: E731
-    monkeypatch.setattr(ddpo, "update_policy", lambda *a: (seen.append(a), update(*a))[1])
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
     monkeypatch.setattr(torch, "randn", draw)
     (stats,) = run(
@@ -289,7 +307,7 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms):
         reward_fn=f"{golden_world}/reward.py:reward", **settings,
     )  # fmt: skip
     assert not list(noise) and not list(orders)
-    rollout, limit = seen[0][2], args.train_adv_clip_max
+    rollout, limit = rollouts[0], args.train_adv_clip_max
     assert rollout.prompts == TRL["prompts"] and [row["index"] for row in rollout.rows] == list(range(8))
     close(rollout.context, figures["prompt_embeds"], atol=1e-5)
     close(rollout.latents, figures["latents"], atol=1e-5)
@@ -556,14 +574,6 @@ TINY = dict(
 )  # fmt: skip
 
 
-@pytest.fixture
-def rollouts(monkeypatch):
-    """The rollouts of all epochs, as they come to the update."""
-    kept, update = [], ddpo.update_policy
-    monkeypatch.setattr(ddpo, "update_policy", lambda *a: (kept.append(a[2]), update(*a))[1])
-    return kept
-
-
 def an_epoch_by_hand(args, state):
     """The first epoch with diffusers' own step, torch's normal distribution and optimiser, and plain loops.
 
@@ -680,6 +690,20 @@ def test_images_prompts_and_metadata_are_one_image_s(tmp_path, rollouts):
     assert [(line["epoch"], line["step"]) for line in lines] == [(1, 2), (2, 4)]
 
 
+def test_images_are_let_go_of(tmp_path, monkeypatch):
+    """Once they are judged nothing needs them, and they are large."""
+    join, seen = ddpo.join, []
+    monkeypatch.setattr(ddpo, "join", lambda parts: (seen.append([part.images for part in parts]), join(parts))[1])
+    run(ddpo, tmp_path, **TINY)
+    assert seen == [[None, None]] * 2
+
+
+def test_a_policy_that_broke(tmp_path):
+    """Its images are no images, and the reward function is not asked."""
+    with pytest.raises(ddpo.UserError, match="images are not finite .NaN or inf.: the model is broken"):
+        run(ddpo, tmp_path, train_learning_rate=1e30, **TINY)
+
+
 def test_history_of_prompts(tmp_path, rollouts):
     """It is kept over epochs, as long as asked for, and a checkpoint holds it."""
     settings = dict(per_prompt_stat_tracking_buffer_size=6, per_prompt_stat_tracking_min_count=5, num_epochs=3)
@@ -703,8 +727,8 @@ def test_pictures(tmp_path):
     files = sorted(path.name for path in (tmp_path / "a/images").iterdir())
     assert files == ["epoch-0001.png", "epoch-0002.png", "epoch-0003.png"]
     pixels = [torch.tensor(list(Image.open(tmp_path / "a/images" / name).convert("L").tobytes())) for name in files]
-    rows = [x.view(2, 64, 8, 64) for x in pixels]
-    assert Image.open(tmp_path / "a/images" / files[0]).size == (8 * 64, 2 * 64)
+    rows = [x.view(2, 80, 8, 80)[:, 8:-8, :, 8:-8] for x in pixels]  # each image has a frame of a pixel's width
+    assert Image.open(tmp_path / "a/images" / files[0]).size == (8 * 80, 2 * 80)
     assert all(torch.equal(x[0], rows[0][0]) for x in rows)
     assert not torch.equal(rows[0][1], rows[0][0]) and not torch.equal(rows[1][1], rows[2][1])
     pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "a", safety_checker=None)

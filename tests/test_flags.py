@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_train import run, untimed
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, MixtralConfig, MixtralForCausalLM,
 )  # fmt: skip
 
+import ddpo
 import dpo
 import grpo
 import ppo
@@ -21,7 +23,9 @@ import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = {"ppo": ppo, "rloo": rloo, "grpo": grpo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+UNET = "unet/diffusion_pytorch_model.safetensors"
+MODULES = {"ppo": ppo, "rloo": rloo, "grpo": grpo, "dpo": dpo, "sft": sft, "reward_model": reward_model, "ddpo": ddpo}
+TEXTS = [script for script in MODULES if script != "ddpo"]  # those whose models write
 
 
 def fields_of(script):
@@ -132,6 +136,23 @@ CHANGES["grpo"] = {
     "num_eval_prompts": 30, "reward_model": ("{tmp}/reward", BY_MODEL), "temperature": 0.5, "missing_eos_penalty": (1.0, {"response_length": 4}),
     "reward_label": ("NEGATIVE", {"reward_model": "{tmp}/classifier", "reward_label": "POSITIVE"} | BY_MODEL),
 }  # fmt: skip
+GUIDED, PER_PROMPT = {"sample_guidance_scale": 3.0}, {"per_prompt_stat_tracking": True, "sample_batch_size": 16}
+CHANGES["ddpo"] = {
+    "sample_num_steps": 3, "sample_eta": 0.5, "sample_guidance_scale": 3.0, "sample_batch_size": 16,
+    "sample_num_batches_per_epoch": 2, "negative_prompts": ("a cross", GUIDED), "train_batch_size": 4,
+    "train_gradient_accumulation_steps": (2, {"sample_batch_size": 16}), "train_num_inner_epochs": 2,
+    "train_clip_range": (1.0, {"train_num_inner_epochs": 3}), "train_adv_clip_max": 0.1, "train_timestep_fraction": 0.5,
+    "per_prompt_stat_tracking": (True, {"per_prompt_stat_tracking_min_count": 2}),
+    "per_prompt_stat_tracking_buffer_size": (3, PER_PROMPT | {"per_prompt_stat_tracking_min_count": 2}),
+    "per_prompt_stat_tracking_min_count": (2, PER_PROMPT), "kl_coef": (1.0, {"train_num_inner_epochs": 2}),
+    "train_learning_rate": 1e-5, "train_adam_beta1": (0.1, {"num_epochs": 3}), "train_adam_beta2": (0.1, {"num_epochs": 3}),
+    "train_adam_epsilon": 1.0, "train_adam_weight_decay": 10.0, "train_max_grad_norm": (1e-6, {"train_adam_epsilon": 1e-3}),
+    "model": "{tmp}/images", "reward_fn": "toy/shapes/make.py:little_ink", "gold_reward_fn": "toy/shapes/make.py:same_shape",
+    "lora_r": 2, "lora_alpha": (40.0, {"lora_r": 2}), "bf16": True, "dataset": "{tmp}/prompts.csv", "seed": 2,
+    "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"}),
+    "dataset_train_split": ("validation", {"dataset": "{tmp}/splits"}),
+    "prompt_column": ("other", {"dataset": "{tmp}/prompts.csv"}), "num_epochs": 3,
+}  # fmt: skip
 ELSEWHERE = {  # flags whose effect is no number in metrics.jsonl
     "output_dir": "all runs of the tests",
     "exp_name": "test_the_default_folder_has_name_and_seed",
@@ -153,6 +174,7 @@ ELSEWHERE = {  # flags whose effect is no number in metrics.jsonl
     "save_steps": "test_resumed_equals_uninterrupted",
     "save_total_limit": "test_as_many_checkpoints_stay_as_were_asked_for",
     "resume": "test_resumed_equals_uninterrupted",
+    "image_steps": "test_pictures",
 }
 
 
@@ -191,6 +213,12 @@ def world(tmp_path_factory):
             [str(i % 3) if c == "points" else x for c, x in zip(header.split(","), x)] for i, x in enumerate(lines)
         ]
         (tmp / f"{name}.csv").write_text("\n".join([header, *(",".join(line) for line in lines)]) + "\n")
+    shutil.copytree(ROOT / "toy/shapes/sd", tmp / "images")
+    weights = load_file(tmp / "images" / UNET)
+    save_file({name: 0.9 * x for name, x in weights.items()}, tmp / "images" / UNET, {"format": "pt"})
+    (tmp / "splits").mkdir()
+    for split in ("train", "validation"):
+        (tmp / "splits" / f"{split}.jsonl").write_text(json.dumps({"prompt": f"a {split}"}) + "\n")
     (tmp / "prose.csv").write_text("text\n" + "A tree stood there.\n" * 16)
     turns = lambda x: [{"role": "user", "content": "The film"}, {"role": "assistant", "content": f"is {x}."}]  # noqa: E731
     rows = [{"messages": turns("good"), "other": turns("bad")}] * 16
@@ -228,7 +256,7 @@ def test_flag_changes_the_numbers(script, flag, metrics_of, tiny):
     value, both = change if isinstance(change, tuple) else (change, {})
     settings = tiny[script] | both
     given = settings | {flag: value}
-    if flag in ("dataset", "dataset_config"):  # or the evaluations would differ even if nothing else did
+    if flag in ("dataset", "dataset_config") and script != "ddpo":  # or the evaluations would differ even if nothing else did
         given |= {"dataset_test_split": "none"}
         settings |= {"dataset_test_split": "none"}
     assert metrics_of(script, given) != metrics_of(script, settings)
@@ -247,16 +275,16 @@ def test_the_tests_elsewhere_are_there():
 @pytest.mark.parametrize("script", MODULES)
 def test_the_default_folder_has_name_and_seed(script, tmp_path, monkeypatch, tiny):
     monkeypatch.chdir(tmp_path)
-    settings = tiny[script] | dict(exp_name="trial", seed=5, device="cpu", num_sample_generations=0)
+    settings = tiny[script] | dict(exp_name="trial", seed=5, device="cpu")
     MODULES[script].train(MODULES[script].Args(**settings))
     (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("trial__5__") and (folder / "model.safetensors").exists()
+    assert folder.name.startswith("trial__5__") and list(folder.rglob("*model.safetensors"))
 
 
 @pytest.mark.parametrize("script", MODULES)
 def test_device(script, tmp_path):
     args = MODULES[script].Args(device="meta", output_dir=str(tmp_path / "x"))
-    MODULES[script].start_run(args)
+    (ddpo.begin if script == "ddpo" else MODULES[script].start_run)(args)
     assert args.torch_device == "meta"
 
 
@@ -272,7 +300,7 @@ def test_rollout_in_parts_is_the_same_rollout(tmp_path, monkeypatch, tiny):
         assert [line[name] for line in a] == pytest.approx([line[name] for line in b], rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.parametrize("script", MODULES)
+@pytest.mark.parametrize("script", TEXTS)
 def test_sample_tables(script, tmp_path, capsys, tiny):
     """As many tables as asked for, the last one at the end, and in PPO the first batch; none with 0."""
     titles = []
@@ -300,7 +328,7 @@ class OwnClassifier(GPT2ForSequenceClassification):
 """
 
 
-@pytest.mark.parametrize("script", MODULES)
+@pytest.mark.parametrize("script", TEXTS)
 def test_python_code_in_a_checkpoint_runs_only_when_asked(script, tmp_path, tiny):
     folder, mark = tmp_path / f"own_{script}", tmp_path / "was_here"  # imported once per name, so one name a script
     shutil.copytree(ROOT / "toy/sft", folder)
