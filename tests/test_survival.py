@@ -19,6 +19,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from test_train import lines_of, untimed
 
+import ddpo
 import dpo
 import ppo
 import reward_model
@@ -26,7 +27,13 @@ import rloo
 import sft
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model}
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "dpo": dpo, "sft": sft, "reward_model": reward_model, "ddpo": ddpo}
+
+
+def weights_of(folder):
+    """What was trained: a language model, or the UNet of a pipeline."""
+    files = (Path(folder) / name for name in ("model.safetensors", "unet/diffusion_pytorch_model.safetensors"))
+    return load_file(next(file for file in files if file.exists()))
 
 
 def metrics(folder):
@@ -37,7 +44,7 @@ def metrics(folder):
 def assert_same_run(folder, other):
     """Metrics and weights of two runs are the same, bit for bit."""
     assert metrics(folder) == metrics(other)
-    a, b = (load_file(Path(x) / "model.safetensors") for x in (folder, other))
+    a, b = weights_of(folder), weights_of(other)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -58,7 +65,11 @@ def whole(tiny, tmp_path_factory):
 
 def arguments(script, tiny, folder, **more):
     """Settings of a tiny run with a checkpoint after each step, and with all that a checkpoint has to hold."""
-    settings = dict(save_steps=1, save_total_limit=9, eval_steps=2, **tiny[script])
+    settings = dict(save_steps=1, save_total_limit=9, **tiny[script])
+    if script == "ddpo":
+        settings |= dict(num_epochs=3, per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=3)
+    else:
+        settings |= dict(eval_steps=2)
     if script in ("ppo", "rloo"):
         settings |= dict(adaptive_kl=True, ema_decay=0.9, num_mini_batches=2)
     if script == "ppo":
@@ -77,7 +88,8 @@ def cut(folder, tmp_path, step, name="cut"):
             file.unlink()
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[: step + 1]) + lines[0][:20])
-    (copy / "model.safetensors").unlink()
+    for file in copy.rglob("*model.safetensors"):
+        file.unlink()
     return copy
 
 
@@ -298,15 +310,16 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script, tiny, tmp_path, mon
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
     SCRIPTS[script].train(arguments(script, tiny, tmp_path / "once"))
-    weights = load_file(tmp_path / "once/model.safetensors")
+    weights = weights_of(tmp_path / "once")
     assert all(x.isfinite().all() for x in weights.values())
     if script in ("ppo", "rloo"):
         assert [line["val/skipped_steps"] for line in metrics(tmp_path / "once")] == [1, 0, 0]
     is_bad = lambda: True  # noqa: E731
     many = dict(total_episodes=48) if script in ("ppo", "rloo") else dict(num_train_epochs=3.0)
+    many = dict(num_epochs=6) if script == "ddpo" else many
     with pytest.raises(SCRIPTS[script].UserError, match="NaN or infinite in five steps in a row"):
         SCRIPTS[script].train(arguments(script, tiny, tmp_path / "always", **many))
-    weights = load_file(tmp_path / "always/model.safetensors")
+    weights = weights_of(tmp_path / "always")
     assert all(x.isfinite().all() for x in weights.values())
 
 
@@ -357,7 +370,8 @@ FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to al
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_out_of_memory_names_the_flag(script, error, tiny, tmp_path, monkeypatch, capsys):
     """One sentence with what to lower; another error stays what it is, with its traceback."""
-    module, name = SCRIPTS[script], "token_logprobs" if script in ("ppo", "rloo", "dpo") else "pad"
+    names = {"sft": "pad", "reward_model": "pad", "ddpo": "gaussian_logprobs"}
+    module, name = SCRIPTS[script], names.get(script, "token_logprobs")
 
     def full(*_, **__):
         raise error
