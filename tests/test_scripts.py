@@ -225,8 +225,8 @@ def test_a_script_alone_in_a_folder_starts(script, tmp_path):
 
 
 def test_random_is_seeded_in_one_place():
-    """start_run, or begin, seeds; nothing else does, so that a fork can find it, but for the dropout of further processes, and for
-    sampled texts that are drawn with the same numbers each time."""
+    """start_run, or begin, seeds; nothing else does, so that a fork can find it, but for the dropout of further
+    processes, and for texts and images that are drawn with the same numbers each time."""
     found = {}
     for script in SCRIPTS:
         for node in ast.walk(parse(script)[0]):
