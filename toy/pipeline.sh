@@ -31,8 +31,8 @@ judge() { # judge POLICY: how often the gold score prefers its answers to those 
 
 mkdir -p "$out"
 train sft --num-train-epochs 2
-train reward_model --model "$out/sft" --eos-dropout 0.5
-models=(--model "$out/sft" --reward-model "$out/reward_model" --gold-reward-fn "$gold")
+train reward_model --model "$out/sft" --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5
+models=(--model "$out/sft" --reward-model "$out/reward_model" --gold-reward-fn "$gold" --missing-eos-penalty 1)
 train ppo "${models[@]}"
 train rloo "${models[@]}"
 train grpo "${models[@]}" --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7 \

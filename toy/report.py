@@ -75,9 +75,9 @@ def main() -> None:
     text = f"""# From texts to better policies
 
 Supervised fine-tuning ends at perplexity {sft["eval/perplexity"]:.1f} on unseen texts. The reward model, trained from
-that policy in {seconds["reward_model"]} s, has {reward_model["eval/accuracy"]:.0%} of unseen pairs right. Three
-algorithms start from the two; `dpo.py` reads the pairs themselves. Each policy answers {first["pairs"]} unseen prompts,
-and the gold score, which none of them was trained on, compares its answers with those of the SFT policy.
+that policy in {seconds["reward_model"]} s, has {reward_model["eval/accuracy"]:.0%} of unseen pairs right. Three algorithms
+start from the two; `dpo.py` reads the pairs themselves. Each policy answers {first["pairs"]} unseen prompts, and the
+gold score, which none of them was trained on, compares its answers with those of the SFT policy.
 
 | policy | gold score | KL, nats | win rate (95 %) | tokens | share that end | seconds |
 |---|---:|---:|---:|---:|---:|---:|
