@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from safetensors.torch import load_file
 from test_errors import error_of
@@ -547,6 +547,44 @@ def test_any_schedule_becomes_that_of_ddim(tmp_path):
     chain, toy = toy_chain(model), toy_chain()
     assert isinstance(chain.pipe.scheduler, DDIMScheduler) and torch.equal(chain.timesteps, toy.timesteps)
     assert torch.equal(toy_rollout(chain).latents, toy_rollout(toy).latents)
+
+
+def test_stable_diffusion_in_small(tmp_path):
+    """The classes and the layout of Stable Diffusion 1.5: latents of four channels, half as wide as the image, decoded
+    by an AutoencoderKL; attention in the blocks; PNDM's schedule; guidance, an adapter, and a reward of JPEGs."""
+    torch.manual_seed(0)
+    toy = StableDiffusionPipeline.from_pretrained(TOY, safety_checker=None, requires_safety_checker=False)
+    unet = UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=32, attention_head_dim=4,
+    )  # fmt: skip
+    vae = AutoencoderKL(
+        block_out_channels=(4, 8), down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+        latent_channels=4, norm_num_groups=4, scaling_factor=0.18215,
+    )  # fmt: skip
+    schedule = PNDMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", skip_prk_steps=True, steps_offset=1
+    )
+    parts = {"text_encoder": toy.text_encoder, "tokenizer": toy.tokenizer, "safety_checker": None}
+    pipe = StableDiffusionPipeline(
+        vae=vae, unet=unet, scheduler=schedule, feature_extractor=None, requires_safety_checker=False, **parts
+    )
+    pipe.save_pretrained(tmp_path / "sd")
+    settings = dict(sample_num_steps=4, sample_guidance_scale=5.0, sample_batch_size=4, sample_num_batches_per_epoch=2)
+    settings |= dict(train_batch_size=4, train_gradient_accumulation_steps=1, num_epochs=2, lora_r=2)
+    args = ddpo.Args(model=str(tmp_path / "sd"), **settings)
+    chain = ddpo.load_chain(args)
+    rollout = ddpo.sample(chain, [{"prompt": prompt} for prompt in PROMPTS])
+    theirs = pipe.image_processor.postprocess(
+        pipe.vae.decode(rollout.latents[:, -1] / 0.18215).sample, output_type="pt"
+    )
+    assert rollout.latents.shape == (4, 5, 4, 8, 8) and rollout.images.shape == (4, 3, 16, 16)
+    close(rollout.images, theirs, atol=1e-5)
+    lines = run(ddpo, tmp_path / "run", model=args.model, reward_fn=str(ROOT / "jpeg.py:compressibility"), **settings)
+    assert lines[0]["reward_std"] > 0 and lines[0]["objective/kl"] < 1e-6 < lines[1]["objective/kl"]
+    left = StableDiffusionPipeline.from_pretrained(tmp_path / "run", safety_checker=None, requires_safety_checker=False)
+    assert left.unet.config.cross_attention_dim == 32 and isinstance(left.vae, AutoencoderKL)
 
 
 def test_dropout_is_off(tmp_path):
