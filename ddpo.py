@@ -772,7 +772,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
-                "--learning-rate is too high); the weights from before are saved")  # fmt: skip
+                "learning rate is too high); the weights from before are saved")  # fmt: skip
 
     def save(self, step: int) -> None:
         """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""

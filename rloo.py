@@ -1521,7 +1521,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
-                "--learning-rate is too high); the weights from before are saved")  # fmt: skip
+                "learning rate is too high); the weights from before are saved")  # fmt: skip
 
     def is_turn(self, step: int, times: int) -> bool:
         """True at `times` evenly spread steps, the last one included."""
