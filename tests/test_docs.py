@@ -217,7 +217,7 @@ def read(command, monkeypatch):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_are_understood(path, monkeypatch):
-    """By the script itself: every value has the right type; and every file of this repository that they name is there."""
+    """By the script itself: each value has the right type; and files of this repository that they name are there."""
     for _, *command in commands(path.read_text()):
         if "--resume" not in command:  # which needs the run
             _, args = read(command, monkeypatch)
