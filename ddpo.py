@@ -169,21 +169,21 @@ def train(args: Args) -> None:
     try:
         for epoch in run.steps(args.num_epochs):
             with run.clock("rollout"):
-                parts = [sample(chain, next(row_batches)) for _ in range(args.sample_num_batches_per_epoch)]  # 1
+                parts = [sample_images(chain, next(row_batches)) for _ in range(args.sample_num_batches_per_epoch)]  # 1
             with run.clock("score"):
                 for part in parts:
                     part.scores, part.gold_scores = reward(part), gold and gold(part)  # 2
                     part.images = None  # they are large, and what follows reads the chains
-            rollout = join(parts)
+            rollout = join_batches(parts)
             if args.per_prompt_stat_tracking:  # 3
                 advantages = prompt_advantages(rollout.scores, rollout.prompts, state["scores"], args)
             else:
                 advantages = (rollout.scores - rollout.scores.mean()) / (rollout.scores.std(correction=0) + 1e-8)
             rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
             with run.clock("update"):
-                stats = update_policy(chain, optimizer, rollout)  # 4 and 5
+                stats = update_unet(chain, optimizer, rollout)  # 4 and 5
             state["step"] += stats.pop("steps")
-            stats |= rollout_stats(rollout) | {"epoch": epoch, "step": state["step"]}
+            stats |= image_stats(rollout) | {"epoch": epoch, "step": state["step"]}
             run.write(epoch, stats, "reward_mean", "objective/kl")
             if epoch % args.image_steps == 0 or epoch == args.num_epochs:
                 draw_images(run, epoch, chain, rows)
@@ -222,7 +222,7 @@ class Chain:
 
 
 @dataclass
-class Rollout:
+class ImageBatch:
     """A batch of images, and the chain of noisier ones that each came from."""
 
     rows: list[dict]  # B of the dataset, with prompt and metadata
@@ -271,14 +271,14 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(chain: Chain, rows: list[dict], of: str = "policy", generator: torch.Generator | None = None) -> Rollout:
+def sample_images(chain: Chain, rows: list[dict], of: str = "policy", rng: torch.Generator | None = None) -> ImageBatch:
     """Draws an image for each row, and keeps what the later steps need to know of its way.
 
     All processes draw the noise of all rows, and each denoises its share: how many there are changes no image.
     """
     args, config = chain.args, chain.policy.config
     shape = len(rows), config.in_channels, config.sample_size, config.sample_size
-    noise = lambda: torch.randn(shape, generator=generator)[RANK::WORLD_SIZE].to(args.torch_device)  # noqa: E731
+    noise = lambda: torch.randn(shape, generator=rng)[RANK::WORLD_SIZE].to(args.torch_device)  # noqa: E731
     rows = rows[RANK::WORLD_SIZE]
     prompts = [row[args.prompt_column] for row in rows]
     context, x = encode(chain.pipe, prompts, args), noise()
@@ -293,12 +293,12 @@ def sample(chain: Chain, rows: list[dict], of: str = "policy", generator: torch.
         ref_means.append(ref_mean)
     require(x.isfinite().all(), "the policy's images are not finite (NaN or inf): the model is broken, or a "
             "--train-learning-rate that is too high has broken it")  # fmt: skip
-    images = decode(chain.pipe, x, args)
+    images = decode_latents(chain.pipe, x, args)
     columns = [torch.stack(column, 1) for column in (latents, logprobs, kl)]
-    return Rollout(rows, prompts, context, *columns, torch.stack(ref_means, 1) if args.kl_coef else None, images)
+    return ImageBatch(rows, prompts, context, *columns, torch.stack(ref_means, 1) if args.kl_coef else None, images)
 
 
-def join(parts: list[Rollout]) -> Rollout:
+def join_batches(parts: list[ImageBatch]) -> ImageBatch:
     """The sampling batches of an epoch as one, with the rows of all processes."""
     whole = {}
     for name, x in vars(parts[0]).items():
@@ -306,7 +306,7 @@ def join(parts: list[Rollout]) -> Rollout:
             whole[name] = all_gather_list([row for part in parts for row in getattr(part, name)])
         else:
             whole[name] = x if x is None else all_gather(torch.cat([getattr(part, name) for part in parts]))
-    return Rollout(**whole)
+    return ImageBatch(**whole)
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def policy_loss(
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 
 
-def step_gradient(chain: Chain, rollout: Rollout, rows: Tensor, step: Tensor, count: int) -> Tensor:
+def step_gradient(chain: Chain, rollout: ImageBatch, rows: Tensor, step: Tensor, count: int) -> Tensor:
     """Adds up the gradient of one denoising step of each of some images (b,); `step` (b,) says which one.
 
     The loss of an optimiser step is a mean over its `count` pairs of image and step, so each part is divided by that
@@ -367,7 +367,7 @@ def step_gradient(chain: Chain, rollout: Rollout, rows: Tensor, step: Tensor, co
         return torch.stack([loss.sum(), 0.5 * (log_ratio**2).sum(), (away > args.train_clip_range).sum(), away.sum()])
 
 
-def update_policy(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout) -> dict[str, float]:
+def update_unet(chain: Chain, optimizer: torch.optim.Optimizer, rollout: ImageBatch) -> dict[str, float]:
     """`train_num_inner_epochs` passes over the images; means over all steps of images that were trained on."""
     args, B = chain.args, len(rollout.scores)
     N = int(rollout.old_logprobs[0].isfinite().sum())  # steps with a deviation of 0 come last, if there are any
@@ -398,7 +398,7 @@ def update_policy(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollo
 # === The algorithm ends here. What follows is needed by every program of this kind ====================================
 
 
-def rollout_stats(rollout: Rollout) -> dict[str, float]:
+def image_stats(rollout: ImageBatch) -> dict[str, float]:
     """The metrics that describe an epoch's images, before the update."""
     stats = {"reward_mean": rollout.scores.mean(), "reward_std": rollout.scores.std(correction=0)}
     stats["objective/kl"] = rollout.kl.sum(1).mean()
@@ -414,7 +414,7 @@ def draw_images(run: "Run", epoch: int, chain: Chain, rows: list[dict]) -> None:
 
     rows = [rows[i // WORLD_SIZE % len(rows)] for i in range(8 * WORLD_SIZE)]  # eight on each process
     seeded = lambda: torch.Generator().manual_seed(run.args.seed)  # noqa: E731
-    images = torch.cat([sample(chain, rows, of, seeded()).images for of in ("reference", "policy")])
+    images = torch.cat([sample_images(chain, rows, of, seeded()).images for of in ("reference", "policy")])
     images, scale = F.pad(images, (1, 1, 1, 1), value=0.5), max(1, 64 // images.shape[-1])  # framed; small ones larger
     pixels = (255 * images).round().byte().permute(0, 2, 3, 1).cpu()  # (16, height, width, 3)
     pixels = pixels.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
@@ -542,18 +542,18 @@ def encode(pipe, prompts: list[str], args: Args) -> Tensor:
         return pipe.text_encoder(ids.to(args.torch_device))[0].float()
 
 
-def decode(pipe, latents: Tensor, args: Args) -> Tensor:
+def decode_latents(pipe, latents: Tensor, args: Args) -> Tensor:
     """(B, 3, height, width) images in [0, 1], eight at a time: the decoder is large."""
     with torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16):
         parts = [pipe.vae.decode(x).sample for x in (latents / pipe.vae.config.scaling_factor).split(8)]
     return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
 
 
-def load_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
+def load_reward(spec: str, args: Args) -> Callable[[ImageBatch], Tensor]:
     """A user's f(images, prompts, metadata) -> one number per image, or as in TRL a pair (numbers, more metadata)."""
     function = load_function(spec)
 
-    def reward(r: Rollout) -> Tensor:
+    def reward(r: ImageBatch) -> Tensor:
         """(B,) rewards of this process's images."""
         with explain(f"the reward function {spec} failed"):
             result = function(r.images, r.prompts, r.rows)

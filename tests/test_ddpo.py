@@ -210,7 +210,7 @@ def norms(monkeypatch):
 @pytest.fixture
 def rollouts(monkeypatch):
     """The rollouts of all epochs, as they come to the update, and with the images that they had before."""
-    kept, images, sample, update = [], [], ddpo.sample, ddpo.update_policy
+    kept, images, sample, update = [], [], ddpo.sample_images, ddpo.update_unet
 
     def sample_and_keep(chain, rows, *rest):
         part = sample(chain, rows, *rest)
@@ -219,12 +219,12 @@ def rollouts(monkeypatch):
         return part
 
     def update_and_keep(chain, optimizer, rollout):
-        kept.append(ddpo.Rollout(**vars(rollout) | {"images": torch.cat(images)}))
+        kept.append(ddpo.ImageBatch(**vars(rollout) | {"images": torch.cat(images)}))
         images.clear()
         return update(chain, optimizer, rollout)
 
-    monkeypatch.setattr(ddpo, "sample", sample_and_keep)
-    monkeypatch.setattr(ddpo, "update_policy", update_and_keep)
+    monkeypatch.setattr(ddpo, "sample_images", sample_and_keep)
+    monkeypatch.setattr(ddpo, "update_unet", update_and_keep)
     return kept
 
 
@@ -238,7 +238,7 @@ def test_an_update_is_trls(case, monkeypatch, norms):
     pipe = SimpleNamespace(scheduler=scheduler)
     chain = ddpo.Chain(pipe, unet, None, figures["timesteps"], figures["negative_prompt_embeds"], args)
     advantages = figures["advantages"].clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
-    rollout = ddpo.Rollout(
+    rollout = ddpo.ImageBatch(
         TRL["prompts"], TRL["prompts"], figures["prompt_embeds"], figures["latents"], figures["old_logprobs"], None,
         None, figures["images"], figures["rewards"], None, advantages,
     )  # fmt: skip
@@ -248,7 +248,7 @@ def test_an_update_is_trls(case, monkeypatch, norms):
     logprobs, compute, orders = [], ddpo.gaussian_logprobs, orders_of(figures)
     monkeypatch.setattr(ddpo, "gaussian_logprobs", lambda *a: (logprobs.append(x := compute(*a)), x)[1])
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
-    stats = ddpo.update_policy(chain, optimizer, rollout)
+    stats = ddpo.update_unet(chain, optimizer, rollout)
     tolerance = 1e-5
     close(torch.stack(logprobs), figures["new_logprobs"], atol=10 * tolerance)
     if "gradients" in figures:
@@ -340,17 +340,17 @@ def toy_chain(model=TOY, moved=0.0, **settings):
 def toy_rollout(chain, images=8):
     """Images with made-up advantages."""
     torch.manual_seed(2)
-    rollout = ddpo.sample(chain, [{"prompt": PROMPTS[i % 4]} for i in range(images)])
+    rollout = ddpo.sample_images(chain, [{"prompt": PROMPTS[i % 4]} for i in range(images)])
     rollout.scores = torch.linspace(-1, 1, images)
     rollout.advantages = torch.linspace(-1.5, 1, images).sin()
     return rollout
 
 
 def updated(chain, rollout, rate=1e-2):
-    """What update_policy returns, and the weights after it: plain steps, which follow the gradient's size."""
+    """What update_unet returns, and the weights after it: plain steps, which follow the gradient's size."""
     optimizer = torch.optim.SGD([p for p in chain.policy.parameters() if p.requires_grad], rate)
     torch.manual_seed(3)
-    return ddpo.update_policy(chain, optimizer, rollout), flat(chain.policy.parameters())
+    return ddpo.update_unet(chain, optimizer, rollout), flat(chain.policy.parameters())
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -388,7 +388,7 @@ def test_the_kl_is_that_of_normal_distributions(lora_r):
         close(rollout.old_logprobs[:, i], policy.log_prob(rollout.latents[:, i + 1]).mean((1, 2, 3)), atol=1e-4)
         close(rollout.ref_means[:, i], ref_mean, atol=1e-5)
     assert rollout.kl.min() > 0
-    stats = ddpo.rollout_stats(rollout)
+    stats = ddpo.image_stats(rollout)
     close(stats["objective/kl"], rollout.kl.sum() / 8)
 
 
@@ -397,7 +397,7 @@ def test_drawing_from_the_reference():
     chain, first = toy_chain(moved=0.05), toy_chain()
     rows, seeded = [{"prompt": x} for x in PROMPTS], lambda: torch.Generator().manual_seed(4)
     policy, reference, same = (
-        ddpo.sample(c, rows, of, seeded()).images
+        ddpo.sample_images(c, rows, of, seeded()).images
         for c, of in ((chain, "policy"), (chain, "reference"), (first, "policy"))
     )  # fmt: skip
     assert torch.equal(reference, same) and (policy - same).abs().max() > 0.05
@@ -515,7 +515,7 @@ def test_parts_are_joined_in_order():
     """Rows of lists and tensors go on belonging together; what there is not stays away."""
     chain = toy_chain()
     parts = [toy_rollout(chain, 4), toy_rollout(chain, 8)]
-    whole = ddpo.join(parts)
+    whole = ddpo.join_batches(parts)
     assert whole.prompts == parts[0].prompts + parts[1].prompts and whole.rows == parts[0].rows + parts[1].rows
     assert whole.ref_means is None and whole.gold_scores is None
     for name in ("context", "latents", "old_logprobs", "kl", "images", "scores"):
@@ -576,7 +576,7 @@ def test_stable_diffusion_in_small(tmp_path):
     settings |= dict(train_batch_size=4, train_gradient_accumulation_steps=1, num_epochs=2, lora_r=2)
     args = ddpo.Args(model=str(tmp_path / "sd"), **settings)
     chain = ddpo.load_chain(args)
-    rollout = ddpo.sample(chain, [{"prompt": prompt} for prompt in PROMPTS])
+    rollout = ddpo.sample_images(chain, [{"prompt": prompt} for prompt in PROMPTS])
     theirs = pipe.image_processor.postprocess(
         pipe.vae.decode(rollout.latents[:, -1] / 0.18215).sample, output_type="pt"
     )
@@ -735,8 +735,9 @@ def test_images_prompts_and_metadata_are_one_image_s(tmp_path, rollouts):
 
 def test_images_are_let_go_of(tmp_path, monkeypatch):
     """Once they are judged nothing needs them, and they are large."""
-    join, seen = ddpo.join, []
-    monkeypatch.setattr(ddpo, "join", lambda parts: (seen.append([part.images for part in parts]), join(parts))[1])
+    join, seen = ddpo.join_batches, []
+    watch = lambda parts: (seen.append([part.images for part in parts]), join(parts))[1]  # noqa: E731
+    monkeypatch.setattr(ddpo, "join_batches", watch)
     run(ddpo, tmp_path, **TINY)
     assert seen == [[None, None]] * 2
 
@@ -777,7 +778,8 @@ def test_pictures(tmp_path):
     pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "a", safety_checker=None)
     chain = toy_chain(sample_num_steps=3)
     chain.policy = pipe.unet.eval()
-    images = ddpo.sample(chain, [{"prompt": x} for x in PROMPTS * 2], "policy", torch.Generator().manual_seed(1)).images
+    asked, rng = [{"prompt": x} for x in PROMPTS * 2], torch.Generator().manual_seed(1)
+    images = ddpo.sample_images(chain, asked, "policy", rng).images
     close(rows[2][1][::8, :, ::8].permute(1, 0, 2) / 255, images[:, 0], atol=1 / 255)
     again = run(ddpo, tmp_path / "b", image_steps=99, **TINY | dict(num_epochs=3))
     assert untimed(again) == untimed(lines)  # the pictures draw no number of the run's
@@ -787,9 +789,9 @@ def test_pictures(tmp_path):
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_picture_shows_all_prompts(processes, tmp_path, monkeypatch):
     """Its images are those of the first process, however many others there are."""
-    drawn, sample = [], ddpo.sample
+    drawn, sample = [], ddpo.sample_images
     monkeypatch.setattr(ddpo, "WORLD_SIZE", processes)
-    monkeypatch.setattr(ddpo, "sample", lambda *a: (drawn.append(r := sample(*a)), r)[1])
+    monkeypatch.setattr(ddpo, "sample_images", lambda *a: (drawn.append(r := sample(*a)), r)[1])
     chain = toy_chain(sample_num_steps=1)
     ddpo.draw_images(SimpleNamespace(args=chain.args, output=tmp_path), 1, chain, [{"prompt": x} for x in PROMPTS])
     assert [rollout.prompts for rollout in drawn] == [PROMPTS * 2] * 2 and (tmp_path / "images/epoch-0001.png").exists()
@@ -1045,8 +1047,8 @@ def test_it_learns(tmp_path, seed):
 
 def test_it_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     """The test above can fail: with the advantages negated the same run moves them to the right."""
-    update, negated = ddpo.update_policy, lambda r: ddpo.Rollout(**vars(r) | {"advantages": -r.advantages})
-    monkeypatch.setattr(ddpo, "update_policy", lambda chain, optimizer, r: update(chain, optimizer, negated(r)))
+    update, negated = ddpo.update_unet, lambda r: ddpo.ImageBatch(**vars(r) | {"advantages": -r.advantages})
+    monkeypatch.setattr(ddpo, "update_unet", lambda chain, optimizer, r: update(chain, optimizer, negated(r)))
     score, _ = reward_gain(tmp_path, 1)
     assert score < -0.3, score
 

@@ -26,7 +26,6 @@ SCRIPTS = {
 }  # fmt: skip
 OWN = {"Args", "check_args", "train"}  # in several scripts, each with its own text
 BY_METHOD = {"Rollout", "Run"}  # fields and docstring are the script's own, methods are not
-OF_IMAGES = {"Run.end", "sample", "decode", "join", "rollout_stats", "update_policy"}  # of ddpo.py, with its own text
 LAST_LINE = "# === The algorithm ends here."
 # Most lines of a script, and of its part with the algorithm. They are what the scripts have now: a line that is added
 # is to take the place of another one, or to be worth a higher number here.
@@ -49,7 +48,6 @@ def definitions(script):
     for name in BY_METHOD & set(named):
         methods = [n for n in named.pop(name).body if isinstance(n, ast.FunctionDef)]
         named |= {f"{name}.{method.name}": method for method in methods}
-    named = {name: node for name, node in named.items() if script != "ddpo.py" or name not in OF_IMAGES}
     return {name: ast.get_source_segment(text, node) for name, node in named.items()}
 
 
