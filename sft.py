@@ -46,9 +46,11 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
 
 import datasets
 import torch
@@ -56,7 +58,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from filelock import FileLock
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, constants, get_session
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -524,12 +526,26 @@ def explain(sentence: str) -> Iterator[None]:
         raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
 
 
+@cache
+def hub_answers() -> bool:
+    """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
+    with suppress(Exception):
+        get_session().head(constants.ENDPOINT, timeout=5)
+        return True
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    return False
+
+
 def locate(name: str) -> str:
     """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
     here = next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
     is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith(tuple(DATA_FILES)) or "\\" in name
     is_path = is_path or name.count("/") > 1
     require(here or (name and not is_path), f"{name!r}: there is no such file or folder")
+    if here is None and not hub_answers():
+        is_cached = any(Path(constants.HF_HUB_CACHE).glob(f"*--{name.replace('/', '--')}"))
+        require(is_cached, f"{name!r} is neither a folder here nor in the cache, and the hub cannot be reached; python "
+                f"{Path(__file__).name} without flags runs offline")  # fmt: skip
     return str(here or name)
 
 
@@ -817,7 +833,8 @@ class Run:
         """The numbers of the steps that are left. Ctrl-C, SIGTERM or SIGHUP end the run after the step it is in."""
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True)
         numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        before = {number: signal.signal(number, self.stop) for number in numbers}
+        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        before = {number: signal.signal(number, self.stop) for number in heeded}
         try:
             for step in range(self.step + 1, num_steps + 1):
                 yield step

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait take the cores from other test runs
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one for each process of pytest -n 2
 sys.path.insert(0, str(ROOT))
 savefig, Figure.savefig = Figure.savefig, lambda self, path, **_: None  # curves take a third of a run of three steps
 

