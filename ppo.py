@@ -68,7 +68,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_type_hints
 
@@ -90,7 +90,6 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
@@ -443,20 +442,21 @@ def sample(
 
 def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
     """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
-    prompts, prompt_mask = pad([x["input_ids"] for x in examples], policy.tokenizer.pad_token_id, args, left=True)
+    rows = [example["input_ids"] for example in examples]
+    prompts, prompt_mask = pad(rows, policy.tokenizer.pad_token_id, args, left=True)  # (B, P)
     T = args.response_length
     if args.response_length_min:
         T = int(torch.randint(args.response_length_min, T + 1, ()))
     uniforms = torch.rand(len(examples), T).to(prompts.device)
     parts = []
     with autocast(args), gathered(policy, args):
-        for rows in torch.arange(len(examples))[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size):
-            parts.append(sample(policy, prompts[rows], prompt_mask[rows], uniforms[rows], args.temperature))
+        share = torch.arange(len(examples))[RANK::WORLD_SIZE]
+        for index in share.split(args.local_rollout_forward_batch_size):
+            part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
+            parts.append(part)
     responses, mask, ended, logprobs = (all_gather(torch.cat(x)) for x in zip(*parts))
-    is_finite = logprobs.isfinite().all(1)
-    first_bad = policy.tokenizer.decode(prompts[is_finite.long().argmin()], skip_special_tokens=True)
-    require(is_finite.all(), f"the policy's logits are not finite (NaN or inf) after the prompt {first_bad!r}: the "
-            "model is broken, or a --learning-rate that is too high has broken it")  # fmt: skip
+    require(logprobs.isfinite().all(), "the policy's logits are not finite (NaN or inf): the model is broken, or a "
+            "--learning-rate that is too high has broken it")  # fmt: skip
     rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
     return rollout.select(torch.arange(len(examples), device=prompts.device))
 
@@ -491,7 +491,13 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
 
 def compute_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
     """(B, T) log-probabilities of the responses under a model."""
-    return rollout.map(lambda r: token_logprobs(response_forward(model, r, args.temperature)[0], r.responses), args)
+
+    def of_part(r: Rollout) -> Tensor:
+        """(b, T) for some episodes."""
+        logits, _ = response_forward(model, r, args.temperature)
+        return token_logprobs(logits, r.responses)
+
+    return rollout.map(of_part, args)
 
 
 def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
@@ -558,19 +564,22 @@ def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
 def score_responses(rollout: Rollout, reward: Callable[[Rollout], dict[str, Tensor]], args: Args) -> None:
     """The reward's part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
     rollout.rewards_by_name = reward(rollout)
-    scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
-    rollout.scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+    rollout.scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
+    if args.missing_eos_penalty is not None:
+        rollout.scores = penalize_missing_eos(rollout.scores, rollout.ended, args.missing_eos_penalty)
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
     """(B,) the sum of several rewards (B,), by default with weights 1; a NaN has nothing to say of its row."""
-    rows = torch.stack(list(rewards.values()))  # (K, B)
-    return (rows * rows.new_tensor(weights or [1.0] * len(rows))[:, None]).nansum(0)
+    table = torch.stack(list(rewards.values()))  # (K, B)
+    if weights:
+        table = table * table.new_tensor(weights)[:, None]
+    return table.nansum(0)
 
 
-def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -> Tensor:
+def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tensor:
     """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
-    return torch.where(ended, scores, scores - (penalty or 0.0))
+    return torch.where(ended, scores, scores - penalty)
 
 
 # --- 3. Reward --------------------------------------------------------------------------------------------------------
@@ -848,31 +857,46 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
     stats["eps"] = stats["episode"] / (time.perf_counter() - run.start)
     stats["perf/tokens_per_second"] = rollout.mask.sum().item() / sum(run.seconds.values())
     run.write(stats, "objective/scores", "objective/kl")
-    warn_about(run, rollout, stats, policy)
-    if run.is_turn(args.num_sample_generations) or (run.step == 1 and args.num_sample_generations):
-        samples = [sample_of(rollout, i, policy.tokenizer) for i in range(min(4, len(rollout.mask)))]
-        rows = [[x["prompt"], x["response"], f"{x['score']:.2f}"] for x in samples]
-        run.table(f"update {run.step} of {run.num_steps}", ["prompt", "response", "score"], rows)
-        run.keep_samples(samples)
+    warn_about(run, rollout, policy)
+    is_first = run.step == 1 and args.num_sample_generations > 0
+    if is_first or run.is_turn(args.num_sample_generations):
+        show_samples(run, rollout, policy.tokenizer)
 
 
-def sample_of(rollout: Rollout, i: int, tokenizer: AutoTokenizer) -> dict:
-    """What there is to say of row i: texts, rewards, and each number that the rollout has of each token."""
+def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
+    """Four responses, in a table and, with all there is to say of them, in samples.jsonl."""
+    rows = []
+    samples = []
+    for i in range(min(4, len(rollout.mask))):
+        sample = describe(rollout, i, tokenizer)
+        samples.append(sample)
+        rows.append([sample["prompt"], sample["response"], f"{sample['score']:.2f}"])
+    run.table(f"update {run.step} of {run.num_steps}", ["prompt", "response", "score"], rows)
+    run.keep_samples(samples)
+
+
+def describe(rollout: Rollout, i: int, tokenizer: AutoTokenizer) -> dict:
+    """Row i of a rollout: texts, rewards, and each number that there is of each token."""
+    mask = rollout.mask[i]
     prompt = rollout.prompts[i][rollout.prompt_mask[i]]
-    response = rollout.responses[i][rollout.mask[i]]
-    sample = {"row": i, "prompt": tokenizer.decode(prompt), "response": tokenizer.decode(response)}
-    sample["score"] = rollout.scores[i].item()
-    sample["tokens"] = [tokenizer.decode(token) for token in response]
+    response = rollout.responses[i][mask]
     rewards = {name: x[i].item() for name, x in rollout.rewards_by_name.items()}
-    sample["rewards_by_name"] = {name: None if math.isnan(x) else x for name, x in rewards.items()}
+    sample = {
+        "row": i,
+        "prompt": tokenizer.decode(prompt),
+        "response": tokenizer.decode(response),
+        "score": rollout.scores[i].item(),
+        "tokens": [tokenizer.decode(token) for token in response],
+        "rewards_by_name": {name: None if math.isnan(x) else x for name, x in rewards.items()},
+    }
     for name, kind in get_type_hints(Rollout, include_extras=True).items():
         x = getattr(rollout, name)
         if kind is Tokens and x is not None and x.is_floating_point():
-            sample[name] = x[i].expand(len(rollout.mask[i]))[rollout.mask[i]].tolist()
+            sample[name] = x[i].expand(len(mask))[mask].tolist()
     return sample
 
 
-def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], policy: nn.Module) -> None:
+def warn_about(run: "Run", rollout: Rollout, policy: nn.Module) -> None:
     """What a library leaves to its users to notice, each in one sentence, once per run."""
     if rollout.ref_logprobs is not None:
         k1 = (rollout.old_logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
@@ -1398,10 +1422,10 @@ def turn_off_dropout(model: nn.Module) -> None:
 
 def use_bfloat16(model: nn.Module) -> None:
     """Casts once what autocast would cast at each use: the weights of matrix products, but for those of embeddings."""
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         is_product = isinstance(module, (nn.Linear, Conv1D))
-        if is_product and not any(module.weight is x for x in embeddings):
+        if is_product and id(module.weight) not in embeddings:
             module.to(torch.bfloat16)
 
 
@@ -1453,16 +1477,19 @@ def load_split(name: str, config: str | None, split: str):
 def load_data(args: Args) -> tuple:
     """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
     train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    test = args.dataset_test_split or ("validation" if "validation" in train.info.splits else "none")
-    return train, None if test == "none" else load_split(args.dataset, args.dataset_config, test)
+    test = args.dataset_test_split
+    if test is None:
+        test = "validation" if "validation" in train.info.splits else "none"
+    if test == "none":
+        return train, None
+    return train, load_split(args.dataset, args.dataset_config, test)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
     require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"the dataset {name}, column {column!r}, could not be read"):
-        rows = list(data[column])
+    rows = list(data[column])
     for i, row in enumerate(rows):
         require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
@@ -1470,13 +1497,17 @@ def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
     """Batch `number` (0, 1, ...) of an endless sequence: pass after pass over the rows, each in its own order."""
-    positions = range(number * size, (number + 1) * size)
-    orders = {n: shuffled(len(rows), seed, n) for n in {position // len(rows) for position in positions}}
-    return [rows[orders[position // len(rows)][position % len(rows)]] for position in positions]
+    picked = []
+    for position in range(number * size, (number + 1) * size):
+        pass_number, place = divmod(position, len(rows))
+        order = shuffled(len(rows), seed, pass_number)
+        picked.append(rows[order[place]])
+    return picked
 
 
+@lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
-    """The numbers below n in a random order, the same for the same seed and number."""
+    """The numbers below n in a random order, which follows from the seed and the number of the pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -1498,11 +1529,13 @@ def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[in
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    side = "left" if left else "right"
-    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
-    real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-    ids = pad_sequence(ids, batch_first=True, padding_value=value, padding_side=side)
-    mask = pad_sequence(real, batch_first=True, padding_side=side)
+    S = max(len(row) for row in rows)
+    ids = torch.full((len(rows), S), value)
+    mask = torch.zeros(len(rows), S, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        first = S - len(row) if left else 0
+        ids[i, first : first + len(row)] = torch.tensor(row, dtype=torch.long)
+        mask[i, first : first + len(row)] = True
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -1513,8 +1546,8 @@ def autocast(args: Args) -> torch.autocast:
 
 def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
     """The course of the learning rate, by the name that transformers gives it."""
-    with explain(f"--lr-scheduler-type {args.lr_scheduler_type}"):
-        schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
+    warmup_steps = int(args.warmup_ratio * num_steps)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps, num_steps)
     is_plain = isinstance(schedule, LambdaLR)
     require(is_plain, f"--lr-scheduler-type {args.lr_scheduler_type}: take one that depends on the step alone")
     return schedule
@@ -1800,7 +1833,7 @@ class Run:
             Console(quiet=RANK > 0).print(table)
 
     def save(self) -> None:
-        """Writes a checkpoint after every save_steps, and if a signal came; it is renamed into place when it is whole."""
+        """Writes a checkpoint, if it is time or a signal came; it is renamed into place when it is whole."""
         self.must_stop = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
         if not self.must_stop and not self.is_due(self.args.save_steps):
             return
@@ -1918,10 +1951,14 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
 
 def write_card(output: Path, args: Args, lines: list[dict[str, float]], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
-    names = {"base_model": args.model, "datasets": args.dataset}
-    hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
-    last = {name: value for line in lines for name, value in line.items()}
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem])
+    if args.model and not Path(locate(args.model)).exists():  # a name on the hub, to which the card then links
+        data.base_model = args.model
+    if args.dataset and not Path(locate(args.dataset)).exists():
+        data.datasets = args.dataset
+    last = {}
+    for line in lines:
+        last |= line
     rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in last.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
