@@ -7,6 +7,7 @@
 #     "tyro==1.0.17",
 #     "wandb==0.31.0",
 #     "matplotlib==3.11.2",
+#     "pydantic==2.14.3",
 #     "rich==15.0.0",
 #     "tqdm==4.70.1",
 # ]
@@ -47,12 +48,10 @@ MiniMax 2025 (CISPO, 2506.13585). docs/grpo.md has a glossary of the metrics.
 Shapes: B rows (G per prompt), P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary.
 """
 
-import ctypes
 import inspect
 import json
 import math
 import os
-import random
 import runpy
 import shlex
 import signal
@@ -60,55 +59,57 @@ import sys
 import time
 import traceback
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
 
 import datasets
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from datasets.fingerprint import Hasher
 from filelock import FileLock
 from huggingface_hub import ModelCard, ModelCardData, constants, get_session
+from pydantic import Field, TypeAdapter, ValidationError
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from transformers import StaticCache, get_scheduler
-from transformers.activations import NewGELUActivation
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
-Finite = Annotated[float, "finite", math.isfinite]
-NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
-Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
-Decay = Annotated[float, "at least 0 and below 1", lambda x: 0 <= x < 1]
-Count = Annotated[int, "1 or more", lambda x: x >= 1]
-Natural = Annotated[int, "0 or more, and below 2**63", lambda x: 0 <= x < 2**63]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass
 class Args:
     # --- GRPO
-    num_generations: Annotated[int, "2 or more", lambda x: x >= 2] = 8  # responses per prompt. More: a better baseline
+    num_generations: Annotated[int, Field(ge=2, lt=2**63)] = 8  # responses per prompt. More: a better baseline
     # how tokens add up: dapo, cispo: all alike; grpo: all rows alike; dr_grpo: as dapo, with a constant; bnpo: by parts
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
     importance_sampling_level: Literal["token", "sequence"] = "token"  # of the ratio. sequence: GSPO, with grpo
@@ -199,7 +200,6 @@ class Args:
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
     # --- Computed
-    stop_token_id: int | None = field(init=False, default=None)
     num_updates: int = field(init=False, default=0)
     torch_device: str = field(init=False, default="cpu")  # where the models are
 
@@ -209,71 +209,84 @@ class Args:
 
 def train(args: Args) -> None:
     """Trains the policy; leaves it, its metrics, curves and model card in args.output_dir."""
-    check_args(args)
-    start_run(args)
-    policy = load_policy(args)
-    reward_model = load_reward_model(args, policy)
-    reference = make_reference(policy, args) if args.beta or args.lora_r else None
-    models = place(args, policy, reference, reward_model)
-    prompts, eval_prompts = load_prompts(args, policy, reward_model)
-    reward = make_reward(args, policy, reward_model, prompts)
-    gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
-    set_batch_sizes(args, policy, len(prompts) * args.num_generations)
-    G, length = args.num_generations, max(len(x["input_ids"]) for x in prompts) + args.response_length
-    require(args.batch_size % G == 0, f"a batch of {args.batch_size} responses does not divide into groups of {G} "
-            "(--num-generations)")  # fmt: skip
-    use_fast_kernels(args, models, args.micro_batch_size, length)
-    check_policy(policy, args)
-    settings = args.learning_rate, args.adam_betas, args.adam_epsilon, args.weight_decay
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], *settings, fused=True)
-    schedule = make_schedule(args, optimizer, args.num_updates)
-    state = {"prompts": []}  # what else changes during the run
-    run = Run(args, {"policy": policy}, optimizer, schedule, state)
-    prompt_batches = batches(prompts, state["prompts"], args.batch_size // G)
-    try:
-        for update in run.steps(args.num_updates):
+    with setting_up():
+        check_args(args)
+        args = start_run(args)
+
+        policy = load_policy(args)
+        reward_model = load_reward_model(args, policy)
+        reference = make_reference(args, policy) if args.beta else None
+        for model in (policy, reference, reward_model):
+            shard(model, args)
+
+        prompts, eval_prompts = load_prompts(args, policy, reward_model)
+        args = choose_sizes(args, policy, len(prompts) * args.num_generations)
+        G = args.num_generations
+        require(args.batch_size % G == 0, f"a batch of {args.batch_size} responses does not divide into groups of "
+                f"--num-generations {G}")  # fmt: skip
+        reward = make_reward(args, policy, reward_model, prompts)
+        gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
+
+        optimizer = make_optimizer(args, policy)
+        schedule = make_schedule(args, optimizer, args.num_updates)
+        state = {"data": Hasher.hash(prompts), "num_draws": 0, "num_tokens": 0}  # what a checkpoint holds besides
+        run = Run(args, args.num_updates, policy, optimizer, state)
+    with run:
+        for update in run.steps():
+            set_learning_rates(schedule, update)
             with run.clock("rollout"):
-                rollout, scores, num_batches = sample_groups(policy, prompt_batches, reward, args)  # 1 and 2
+                rollout, num_draws = sample_groups(policy, prompts, reward, state["num_draws"], args)  # 1 and 2
             with run.clock("score"):
                 if args.beta:
                     with adapter_off(policy, reference):
                         rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
-            rollout.advantages = group_advantages(scores, G, args.scale_rewards)[:, None]  # 3
-            is_kept = rollout.ended if args.mask_truncated_completions else torch.ones_like(rollout.ended)
-            rollout.loss_mask = rollout.mask & is_kept[:, None]
+            rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
+            rollout.loss_mask = rollout.mask
+            if args.mask_truncated_completions:
+                rollout.loss_mask = rollout.mask & rollout.ended[:, None]
             with run.clock("update"):
-                stats = update_policy(policy, optimizer, rollout, args)  # 4 and 5
-            stats |= completion_stats(rollout, scores, args) | {"sampled_batches": num_batches}
-            stats["num_tokens"] = run.metrics.get("num_tokens", 0) + rollout.inputs()["attention_mask"].sum().item()
+                stats = optimize(policy, optimizer, rollout, args)  # 4 and 5
+            stats |= rollout_stats(rollout, args)
+            state["num_draws"] += num_draws
+            state["num_tokens"] += rollout.inputs()["attention_mask"].sum().item()
+            stats["sampled_batches"] = num_draws
+            stats["num_tokens"] = state["num_tokens"]
             stats["learning_rate"] = optimizer.param_groups[0]["lr"]
             if gold_reward:
                 stats["objective/gold_scores"] = gold_reward(rollout).nanmean().item()
-            if eval_prompts and (update % args.eval_steps == 0 or update == args.num_updates):
-                stats |= evaluate_answers(policy, reward, eval_prompts, args)
-            report(run, update, stats, rollout, scores, policy.tokenizer, args)
-            schedule.step()
-    finally:  # after an error or Ctrl-C, too: what was trained is on disk
-        run.finish(policy, CURVES)
+            if eval_prompts and run.is_due(args.eval_steps):
+                stats |= evaluate(policy, reward, eval_prompts, args)
+            report(run, stats, rollout, policy, args)
+            run.save()
+            run.stop()
 
 
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 
+Prompts = Annotated[Tensor, "(B, P)"]  # left-padded
+Tokens = Annotated[Tensor, "(B, T)"]  # one column per response token, right-padded
+Rows = Annotated[Tensor, "(B,)"]
+
 
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
+    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them.
 
-    prompts: Tensor  # (B, P) left-padded
-    prompt_mask: Tensor  # (B, P) true on real tokens
-    responses: Tensor  # (B, T) right-padded
-    mask: Tensor  # (B, T) true up to and including the stop token
-    ended: Tensor  # (B,) whether there is a stop token
-    old_logprobs: Tensor  # (B, T) under the policy that drew the responses
+    The type of a field names its axes. `select` takes rows of all tensors, and cuts padding from Prompts and Tokens.
+    """
+
+    prompts: Prompts
+    prompt_mask: Prompts  # true on real tokens
+    responses: Tokens
+    mask: Tokens  # true up to and including the stop token
+    ended: Rows  # whether there is a stop token
+    old_logprobs: Tokens  # under the policy that drew the responses
     examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
-    ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
-    advantages: Tensor | None = None  # (B, 1)
-    loss_mask: Tensor | None = None  # (B, T) the tokens that the loss is about
+    rewards_by_name: dict[str, Rows] = field(default_factory=dict)  # of each reward function, NaN for None
+    scores: Rows = None  # their weighted sum, less a penalty; None, as what follows, until its step fills it in
+    ref_logprobs: Tokens = None  # if KL is in the loss
+    advantages: Tokens = None  # one column: those of a response are all alike
+    loss_mask: Tokens = None  # true on the tokens that the loss is about
 
     def inputs(self) -> dict[str, Tensor]:
         """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
@@ -289,14 +302,22 @@ class Rollout:
 
         Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
         """
-        P, T = (min(-(-int(m[index].sum(1).max()) // 8) * 8, m.shape[1]) for m in (self.prompt_mask, self.mask))
-        part = {name: x[index] if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        part["examples"] = self.examples and [self.examples[i] for i in index.tolist()]
-        part["rewards_by_name"] = {name: x[index] for name, x in self.rewards_by_name.items()}
-        for name, x in part.items():
-            if isinstance(x, Tensor) and x.dim() == 2:
-                part[name] = x[:, -P:] if "prompt" in name else x[:, :T]
-        return Rollout(**part)
+        P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
+        T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
+        part = copy(self)
+        part.examples = [self.examples[i] for i in index.tolist()] if self.examples else []
+        part.rewards_by_name = {name: x[index] for name, x in self.rewards_by_name.items()}
+        for name, kind in get_type_hints(Rollout, include_extras=True).items():
+            x = getattr(self, name)
+            if not isinstance(x, Tensor):
+                continue
+            x = x[index]
+            if kind is Prompts:
+                x = x[:, -P:]
+            if kind is Tokens:
+                x = x[:, :T]
+            setattr(part, name, x)
+        return part
 
     def by_length(self, index: Tensor) -> Tensor:
         """The row numbers in the order of their lengths, so that neighbours need little padding."""
@@ -321,8 +342,11 @@ def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor,
     Made from positions, so that it is right even if the padding token is the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
-    is_stop = torch.zeros_like(responses) if stop_token_id is None else (responses == stop_token_id).long()
-    return is_stop.cumsum(1) - is_stop == 0, is_stop.any(1)
+    is_stop = torch.zeros_like(responses)
+    if stop_token_id is not None:
+        is_stop = (responses == stop_token_id).long()
+    stops_before = is_stop.cumsum(1) - is_stop
+    return stops_before == 0, is_stop.any(1)
 
 
 def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,103 +363,130 @@ def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
+class OneTypeCache(StaticCache):
+    """A static key-value cache in one type: under autocast, rotary embeddings leave the keys in float32, while the
+    values are bfloat16, the type in which attention reads both."""
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Takes in the keys and values of a layer's new tokens; returns all of that layer."""
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+
+
 @torch.no_grad()
 def sample(
-    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float,
-    stop_token_id: int | None, pad_token_id: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
     Nothing else shapes the distribution: no generation config is read. All randomness is in `uniforms` (B, T).
     Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens drawn, 0 on padding.
     """
-    (B, T), device = uniforms.shape, prompts.device
-    responses, logprobs = prompts.new_full((B, T), pad_token_id), torch.zeros(B, T, device=device)  # (B, T)
-    rows = torch.arange(B, device=device)  # rows still in the forward pass; the next four tensors have one row for each
-    tokens, positions = prompts, (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (rows, P), after the first pass (rows, 1)
+    B, T = uniforms.shape
+    P = prompts.shape[1]
+    responses = prompts.new_zeros(B, T)
+    logprobs = torch.zeros_like(uniforms)  # (B, T)
+    cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once: it never grows
+    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass; the rest have one row for each
+    tokens = prompts  # (rows, P), after the first pass (rows, 1)
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # likewise
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
-    going = torch.ones(B, dtype=torch.bool, device=device)  # (rows,) those without a stop token so far
-    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # allocated once: it never grows
+    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     for t in range(T):
         output = policy(
             input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
             past_key_values=cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-        token, logprob = sample_categorical(output.logits[:, -1].float() / temperature, uniforms[rows, t])  # (rows,)
-        responses[rows, t], logprobs[rows, t] = token, logprob
-        if stop_token_id is not None:
-            going &= token != stop_token_id
+        logits = output.logits[:, -1].float() / temperature  # (rows, V)
+        token, logprob = sample_categorical(logits, uniforms[rows, t])  # (rows,)
+        responses[rows, t] = token
+        logprobs[rows, t] = logprob
+        if policy.stop_token_id is not None:
+            going &= token != policy.stop_token_id
         if not all_reduce(going.any().int()):  # all processes stop together, since sharded weights need all of them
             break
+        tokens = token[:, None]
+        positions = positions[:, -1:] + 1
         if 0 < going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
-            rows, token, positions, attention_mask = (x[going] for x in (rows, token, positions, attention_mask))
             cache.reorder_cache(going.nonzero().squeeze(1))
+            rows, tokens, positions, attention_mask = (x[going] for x in (rows, tokens, positions, attention_mask))
             going = going[going]
-        tokens, positions = token[:, None], positions[:, -1:] + 1
-    mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
-    return responses.masked_fill(~mask, pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
+    mask, ended = response_mask(responses, policy.stop_token_id)  # erases what an ended row drew while it waited
+    return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
 def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
     """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
-    T, B, tokenizer = args.response_length, len(examples), policy.tokenizer
-    prompts, prompt_mask = pad([x["input_ids"] for x in examples], tokenizer.pad_token_id, args, left=True)  # (B, P)
+    rows = [example["input_ids"] for example in examples]
+    prompts, prompt_mask = pad(rows, policy.tokenizer.pad_token_id, args, left=True)  # (B, P)
+    T = args.response_length
     if args.response_length_min:
         T = int(torch.randint(args.response_length_min, T + 1, ()))
-    inputs = prompts, prompt_mask, torch.rand(B, T).to(prompts.device)
+    uniforms = torch.rand(len(examples), T).to(prompts.device)
+    parts = []
     with autocast(args), gathered(policy, args):
-        parts = [
-            sample(policy, *part, args.temperature, args.stop_token_id, tokenizer.pad_token_id)
-            for part in zip(*(x[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size) for x in inputs))
-        ]
-    rollout = Rollout(prompts, prompt_mask, *(all_gather(torch.cat(x)) for x in zip(*parts)), examples)
-    finite = rollout.old_logprobs.isfinite().all(1)
-    prompt = tokenizer.decode(prompts[finite.long().argmin()], skip_special_tokens=True)  # the first bad one, if any
-    require(finite.all(), f"the policy's logits are not finite (NaN or inf) after the prompt {prompt!r}: the model is "
-            "broken, or a --learning-rate that is too high has broken it")  # fmt: skip
-    return rollout.select(torch.arange(B, device=prompts.device))
+        share = torch.arange(len(examples))[RANK::WORLD_SIZE]
+        for index in share.split(args.local_rollout_forward_batch_size):
+            part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
+            parts.append(part)
+    responses, mask, ended, logprobs = (all_gather(torch.cat(x)) for x in zip(*parts))
+    require(logprobs.isfinite().all(), "the policy's logits are not finite (NaN or inf): the model is broken, or a "
+            "--learning-rate that is too high has broken it")  # fmt: skip
+    rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
+    return rollout.select(torch.arange(len(examples), device=prompts.device))
+
+
+def equal_groups(scores: Tensor, k: int) -> Tensor:
+    """(B/k,) whether the k scores of a group are all equal: but for its KL it gives no gradient."""
+    groups = scores.view(-1, k)
+    return (groups == groups[:, :1]).all(1)
+
 
 
 def sample_groups(
-    policy: nn.Module, prompt_batches: Iterator[list[dict]], reward: Callable[[Rollout], Tensor], args: Args
-) -> tuple[Rollout, Tensor, int]:
-    """Steps 1 and 2: a batch of responses, G to each prompt, their scores (B,), and how many batches were sampled.
+    policy: nn.Module, prompts: list[dict], reward: Callable[[Rollout], dict[str, Tensor]], first_draw: int, args: Args
+) -> tuple[Rollout, int]:
+    """Steps 1 and 2: a batch of responses with their scores, G to each prompt, and how many batches were drawn.
 
     With --dynamic-sampling, groups whose scores are all equal, and which therefore give no gradient, are replaced by
-    groups of further batches (DAPO, sec. 3.2). When as many have been drawn as are allowed, the rest of the last stays.
+    groups of further batches (DAPO, sec. 3.2). When as many have been drawn as are allowed, they fill up the batch.
     """
-    G, N, parts, num_rows = args.num_generations, args.dynamic_sampling, [], 0
-    for draw in range(1 + N):
-        rollout = sample_batch(policy, [prompt for prompt in next(prompt_batches) for _ in range(G)], args)
-        scores = score_responses(rollout, reward, args)
-        differs = (scores.view(-1, G).std(1) > 0).repeat_interleave(G)  # (B,)
-        num_kept = int(differs.sum()) if draw < N else args.batch_size
-        in_order = (~differs).long().argsort(stable=True)  # those that differ come first
-        rows = in_order[: min(num_kept, args.batch_size - num_rows)]
-        if len(rows):
-            parts.append((rollout.select(rows), scores[rows]))
-            num_rows += len(rows)
-        if num_rows == args.batch_size:
+    G = args.num_generations
+    num_groups = args.batch_size // G
+    parts = []
+    num_differing = 0
+    for draw in range(1 + args.dynamic_sampling):
+        k_prompts = batch(prompts, first_draw + draw, num_groups, args.seed)
+        part = sample_batch(policy, [prompt for prompt in k_prompts for _ in range(G)], args)  # neighbours
+        score_responses(part, reward, args)
+        parts.append(part)
+        num_differing += int((~equal_groups(part.scores, G)).sum())
+        if num_differing >= num_groups:
             break
-    rollouts, scores = zip(*parts)
-    return join(rollouts), torch.cat(scores), draw + 1
+    if args.dynamic_sampling == 0:
+        return part, 1
+    rollout = join(parts)
+    is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # one per row
+    rows = is_equal.long().argsort(stable=True)  # those that differ come first
+    return rollout.select(rows[: args.batch_size]), draw + 1
 
 
 def join(parts: list[Rollout]) -> Rollout:
-    """The episodes of several rollouts as one."""
-
-    def cat(name: str, values: list) -> Tensor | list | dict | None:
-        """One field: lists one after the other, tensors padded to the widest first, prompts on the left."""
-        if isinstance(values[0], list):
-            return sum(values, [])
-        if isinstance(values[0], dict):
-            return {key: torch.cat([value[key] for value in values]) for key in values[0]}
-        if values[0] is None or values[0].dim() == 1:
-            return None if values[0] is None else torch.cat(values)
-        gaps = [max(x.shape[1] for x in values) - x.shape[1] for x in values]
-        return torch.cat([F.pad(x, (gap, 0) if "prompt" in name else (0, gap)) for x, gap in zip(values, gaps)])
-
-    return Rollout(**{f.name: cat(f.name, [getattr(part, f.name) for part in parts]) for f in fields(Rollout)})
+    """The episodes of several rollouts as one, padded to the widest."""
+    joined = copy(parts[0])
+    joined.examples = [example for part in parts for example in part.examples]
+    names = joined.rewards_by_name
+    joined.rewards_by_name = {name: torch.cat([part.rewards_by_name[name] for part in parts]) for name in names}
+    for name, kind in get_type_hints(Rollout, include_extras=True).items():
+        values = [getattr(part, name) for part in parts]
+        if not isinstance(values[0], Tensor):
+            continue
+        width = max(x.shape[-1] for x in values)
+        if kind is Prompts:
+            values = [F.pad(x, (width - x.shape[1], 0)) for x in values]
+        if kind is Tokens:
+            values = [F.pad(x, (0, width - x.shape[1])) for x in values]
+        setattr(joined, name, torch.cat(values))
+    return joined
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
@@ -446,7 +497,8 @@ def response_forward(model: nn.Module, r: Rollout, temperature: float, **options
 
     Position P-1+t of the input predicts response token t.
     """
-    P, T = r.prompts.shape[1], r.responses.shape[1]
+    P = r.prompts.shape[1]
+    T = r.responses.shape[1]
     positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
     output = model(**r.inputs(), use_cache=False, logits_to_keep=positions, **options)
     return output.logits.float().div_(temperature), output  # in place: it is the largest tensor of all
@@ -457,19 +509,44 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
+def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and the entropy in nats, without gradient."""
+    logprobs = logits.log_softmax(-1)  # once for both
+    with torch.no_grad():
+        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
+    return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
+
+
 def compute_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
     """(B, T) log-probabilities of the responses under a model."""
-    return rollout.map(lambda r: token_logprobs(response_forward(model, r, args.temperature)[0], r.responses), args)
+
+    def of_part(r: Rollout) -> Tensor:
+        """(b, T) for some episodes."""
+        logits, _ = response_forward(model, r, args.temperature)
+        return token_logprobs(logits, r.responses)
+
+    return rollout.map(of_part, args)
 
 
-def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -> Tensor:
+def score_responses(rollout: Rollout, reward: Callable[[Rollout], dict[str, Tensor]], args: Args) -> None:
+    """The reward's part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
+    rollout.rewards_by_name = reward(rollout)
+    rollout.scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
+    if args.missing_eos_penalty is not None:
+        rollout.scores = penalize_missing_eos(rollout.scores, rollout.ended, args.missing_eos_penalty)
+
+
+def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
+    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN has nothing to say of its row."""
+    table = torch.stack(list(rewards.values()))  # (K, B)
+    if weights:
+        table = table * table.new_tensor(weights)[:, None]
+    return table.nansum(0)
+
+
+def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tensor:
     """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
-    return scores - (penalty or 0.0) * (~ended).float()
-
-
-def score_responses(rollout: Rollout, reward: Callable[[Rollout], Tensor], args: Args) -> Tensor:
-    """(B,) scores of the responses, in training and evaluation alike."""
-    return penalize_missing_eos(reward(rollout), rollout.ended, args.missing_eos_penalty)
+    return torch.where(ended, scores, scores - penalty)
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -483,8 +560,12 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
     holds that against it). 1e-4 keeps groups without any difference at 0.
     """
     groups = scores.view(-1, G)
-    deviation = {"group": groups.std(1, keepdim=True), "batch": scores.std(), "none": 1.0 - 1e-4}[scale]
-    return ((groups - groups.mean(1, keepdim=True)) / (deviation + 1e-4)).flatten()
+    advantages = groups - groups.mean(1, keepdim=True)  # (B/G, G)
+    if scale == "group":
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+    if scale == "batch":
+        advantages = advantages / (scores.std() + 1e-4)
+    return advantages.flatten()
 
 
 # --- 4. Loss ----------------------------------------------------------------------------------------------------------
@@ -498,6 +579,13 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
     return log_ratio.exp()
 
 
+def clip_bounds(args: Args) -> tuple[float, float]:
+    """The least and the greatest ratio that are not clipped; cispo has a cap alone."""
+    if args.loss_type == "cispo":
+        return 0.0, args.epsilon_high or 5.0
+    return 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
+
+
 def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Args) -> Tensor:
     """Clipped surrogate, negated, of each token (B, T), or response (B, 1) at the level of sequences.
 
@@ -505,10 +593,13 @@ def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Ar
     bound where A < 0, unless `delta` sets one. CISPO instead keeps every token's gradient: its ratio is a capped weight
     that is not differentiated, for an ordinary policy gradient (MiniMax-M1, eq. 4, without a lower cap, as in TRL).
     """
+    lower, upper = clip_bounds(args)
+    clipped_ratio = ratio.clamp(lower, upper)
     if args.loss_type == "cispo":
-        return -ratio.clamp(max=args.epsilon_high).detach() * advantages * logprobs
-    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon_high)
-    return torch.max(-advantages * ratio.clamp(max=args.delta or math.inf), -advantages * clipped)
+        return -clipped_ratio.detach() * advantages * logprobs
+    if args.delta is not None:
+        ratio = ratio.clamp(max=args.delta)
+    return torch.max(-advantages * ratio, -advantages * clipped_ratio)
 
 
 def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) -> Tensor:
@@ -522,13 +613,16 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
 
     `num_rows` and `num_tokens` are those of the mini-batch, on all processes together over their number.
     """
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
-        return 1 / (num_rows * mask.sum(1, keepdim=True).clamp(min=1))
-    divisor = {
-        "dr_grpo": num_rows * args.response_length,
-        "bnpo": mask.sum().clamp(min=1) * num_rows / len(mask),
-    }.get(args.loss_type, num_tokens)
-    return torch.ones_like(mask[:, :1]) / divisor
+        return 1 / (num_rows * lengths)
+    divisor = num_tokens
+    if args.loss_type == "dr_grpo":
+        divisor = num_rows * args.response_length
+    if args.loss_type == "bnpo":
+        num_parts = num_rows / len(mask)
+        divisor = num_parts * mask.sum().clamp(min=1)
+    return torch.ones_like(lengths) / divisor
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -537,19 +631,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative.
     """
     k1 = logprobs - ref_logprobs
-    k2, k3 = 0.5 * k1**2, torch.expm1(-k1) + k1
+    k2 = 0.5 * k1**2
+    k3 = torch.expm1(-k1) + k1
     return {"k1": k1, "kl": k1, "abs": k1.abs(), "k2": k2, "mse": k2, "k3": k3}[estimator]
 
 
+
 # --- 5. Update --------------------------------------------------------------------------------------------------------
-
-
-def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probability of each token under logits (B, T, V), and, without gradient, the entropy there in nats."""
-    logprobs = logits.log_softmax(-1)  # once for both
-    with torch.no_grad():
-        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
-    return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
 
 
 def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
@@ -558,9 +646,10 @@ def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
     The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
     is a sum over its rows: how it is cut changes nothing. Each process gets its share.
     """
-    B, device = len(rollout.mask), rollout.mask.device
+    B = len(rollout.mask)
     for _ in range(args.num_ppo_epochs):
-        for mini_batch in torch.randperm(B).to(device).split(B // args.num_mini_batches):
+        order = torch.randperm(B).to(rollout.mask.device)
+        for mini_batch in order.split(B // args.num_mini_batches):
             yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
 
 
@@ -572,183 +661,238 @@ def policy_forward(
 
     The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
     """
-    options |= {"output_router_logits": True} if args.aux_loss_coef else {}
+    if args.aux_loss_coef:
+        options["output_router_logits"] = True
     with autocast(args):
         logits, output = response_forward(policy, r, args.temperature, **options)
+    logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)
+    aux_loss = output.aux_loss if args.aux_loss_coef else 0.0
     states = output.hidden_states[-1] if options.get("output_hidden_states") else None
-    return *token_logprobs_and_entropy(logits, r.responses), output.aux_loss if args.aux_loss_coef else 0.0, states
+    return logprobs, entropy, aux_loss, states
 
 
-def grpo_gradient(
+def mini_batch_gradient(
     policy: nn.Module, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
-) -> dict[str, Tensor]:
-    """Adds up the gradient of a mini-batch; returns sums of what is logged over its tokens, extremes over its rows.
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Adds up the gradient of a mini-batch; returns sums over its tokens of what is logged, and what it has one of.
 
     The loss has one definition for the whole mini-batch: how it is cut, or shared by processes, changes nothing (but
     for bnpo). The gradients of several processes become their mean, so that each counts rows and tokens per process.
     """
-    sums, row_shares, rows = defaultdict(float), [], torch.cat(mini_batch)
+    sums = defaultdict(float)
+    total_loss = torch.zeros((), device=rollout.mask.device)
+    low_shares = []
+    high_shares = []
+    rows = torch.cat(mini_batch)
+    num_rows = len(rows)
     num_tokens = (all_reduce(rollout.loss_mask[rows].sum()) / WORLD_SIZE).clamp(min=1)
     for index in mini_batch:
         r = rollout.select(index)
+        mask = r.loss_mask
         logprobs, entropy, aux_loss, _ = policy_forward(policy, r, args)  # (b, T)
-        ratio = importance_ratio(logprobs, r.old_logprobs, r.loss_mask, args.importance_sampling_level)
-        losses, kl = surrogate_loss(ratio, logprobs, r.advantages, args), torch.zeros_like(logprobs)
+        ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # (b, T) or (b, 1)
+        losses = surrogate_loss(ratio, logprobs, r.advantages, args)  # likewise
+        kl = torch.zeros_like(logprobs)
         if args.beta:
-            kl = kl_estimate(logprobs, r.ref_logprobs, "k3") * (ratio if args.use_bias_correction_kl else 1.0)
-        weights = token_weights(r.loss_mask, len(rows), num_tokens, args)
-        loss = ((losses + args.beta * kl) * weights).masked_fill(~r.loss_mask, 0.0).sum()
-        (loss + args.aux_loss_coef * aux_loss * len(index) / len(rows)).backward()
-        with torch.no_grad():
-            sums["loss"] += loss.detach() / WORLD_SIZE
-            is_low = (ratio < 1 - args.epsilon) & (r.advantages < 0)  # where the loss is clipped, and has no gradient
-            is_high = (ratio > (args.loss_type != "cispo") + args.epsilon_high) & (r.advantages > 0)
-            token_stats = {
-                "tokens": torch.ones_like(logprobs), "clip_ratio/low_mean": is_low, "clip_ratio/high_mean": is_high,
-                "clip_ratio/region_mean": is_low | is_high,
-                "kl": kl, "entropy": entropy, "val/ratio": ratio,
-                "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
-                "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
-            }  # fmt: skip
-            for name, x in token_stats.items():
-                sums[name] += x.expand_as(logprobs).masked_fill(~r.loss_mask, 0.0).sum()
-            clipped = torch.stack([is_low.expand_as(logprobs), is_high.expand_as(logprobs)], 2)  # (b, T, 2)
-            num_clipped = (clipped & r.loss_mask[..., None]).sum(1)  # (b, 2)
-            row_shares.append(num_clipped / r.loss_mask.sum(1, keepdim=True).clamp(min=1))
-    sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values())))))
-    lows, highs = all_gather(torch.cat(row_shares)).unbind(1)
-    return sums | {"clip_ratio/low_min": lows.min(), "clip_ratio/high_max": highs.max()}
+            kl = kl_estimate(logprobs, r.ref_logprobs, "k3")
+        if args.beta and args.use_bias_correction_kl:
+            kl = kl * ratio
+        weights = token_weights(mask, num_rows, num_tokens, args)  # (b, 1)
+        loss = ((losses + args.beta * kl) * weights)[mask].sum()
+        (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
+        total_loss += loss.detach()
+        lower, upper = clip_bounds(args)
+        is_low = (ratio < lower) & (r.advantages < 0)  # where the loss is clipped, and has no gradient
+        is_high = (ratio > upper) & (r.advantages > 0)
+        low_shares.append(row_means(is_low, mask))
+        high_shares.append(row_means(is_high, mask))
+        token_stats = {
+            "kl": kl,
+            "entropy": entropy,
+            "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
+            "val/ratio": ratio,
+            "clip_ratio/low_mean": is_low,
+            "clip_ratio/high_mean": is_high,
+            "clip_ratio/region_mean": is_low | is_high,
+            "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
+            "tokens": torch.ones_like(logprobs),
+        }
+        for name, x in token_stats.items():
+            sums[name] += x.detach().expand_as(logprobs)[mask].sum()
+    totals = all_reduce(torch.stack(list(sums.values())))
+    once = {
+        "loss": all_reduce(total_loss).item() / WORLD_SIZE,
+        "clip_ratio/low_min": all_gather(torch.cat(low_shares)).min().item(),
+        "clip_ratio/high_max": all_gather(torch.cat(high_shares)).max().item(),
+    }
+    return dict(zip(sums, totals.tolist())), once
 
 
-def update_policy(
-    policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args
-) -> dict[str, float]:
+def row_means(x: Tensor, mask: Tensor) -> Tensor:
+    """(B,) the mean of x (B, T) or (B, 1) over the tokens of each row; 0 in a row without any."""
+    return x.expand_as(mask).masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
     """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all tokens seen."""
     policy.train(args.gradient_checkpointing)  # dropout is off in both modes
-    sums, steps, per_batch = defaultdict(float), 0, defaultdict(float)
-    num_batches = args.num_ppo_epochs * args.num_mini_batches
+    sums = Counter()  # over tokens
+    per_step = Counter()
+    steps = 0
+    num_steps = args.num_ppo_epochs * args.num_mini_batches
     for mini_batch in mini_batches(rollout, args):
-        batch = grpo_gradient(policy, rollout, mini_batch, args)
-        error = batch.pop("ratio_error") / batch["tokens"].clamp(min=1)
-        if not per_batch:
-            check_first_ratio(float(error), args)  # it is 1: nothing has moved yet
-        for name in ("loss", "clip_ratio/low_min", "clip_ratio/high_max"):
-            per_batch[name] += float(batch.pop(name)) / num_batches
-        for name, x in batch.items():
-            sums[name] += float(x)
-        norm = clip_gradient(list(policy.parameters()), args.max_grad_norm)
-        per_batch["grad_norm"] += float(norm) / num_batches
-        if norm.isfinite():  # else the weights would be NaN for good
+        optimizer.zero_grad()
+        here, once = mini_batch_gradient(policy, rollout, mini_batch, args)
+        if not sums:
+            check_first_ratio(here["ratio_error"] / max(1, here["tokens"]), args)  # it is 1: nothing has moved yet
+        sums.update(here)
+        per_step.update(once)
+        policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
+        per_step["grad_norm"] += policy_norm.item()
+        if policy_norm.isfinite():  # else the weights would be NaN for good
             optimizer.step()
             steps += 1
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     policy.eval()
-    tokens = max(1.0, sums.pop("tokens"))
-    return {name: x / tokens for name, x in sums.items()} | per_batch | {"val/skipped_steps": num_batches - steps}
+    tokens = max(1, sums["tokens"])  # 0 if no response of the batch has ended, and only those count
+    means = {name: x / tokens for name, x in sums.items() if name not in ("tokens", "ratio_error")}
+    means |= {name: x / num_steps for name, x in per_step.items()}
+    means["val/skipped_steps"] = num_steps - steps
+    return means
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
 
 
-def completion_stats(rollout: Rollout, scores: Tensor, args: Args) -> dict[str, float]:
+def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
     """The metrics that describe a batch before the update, under TRL's names."""
+    scores = rollout.scores
     lengths = rollout.mask.sum(1).float()
-    terminated = lengths[rollout.ended] if rollout.ended.any() else torch.zeros(1)
+    terminated = lengths[rollout.ended]
+    if len(terminated) == 0:
+        terminated = torch.zeros(1)
     stats = {
-        "reward": scores.mean(), "reward_std": scores.std(), "objective/scores": scores.mean(),
+        "reward": scores.mean(),
+        "reward_std": scores.std(),
+        "objective/scores": scores.mean(),
         "objective/scores_std": scores.std(correction=0),
-        "frac_reward_zero_std": (scores.view(-1, args.num_generations).std(1) == 0).float().mean(),
-        "completions/mean_length": lengths.mean(), "completions/min_length": lengths.min(),
-        "completions/max_length": lengths.max(), "completions/clipped_ratio": 1 - rollout.ended.float().mean(),
+        "frac_reward_zero_std": equal_groups(scores, args.num_generations).float().mean(),
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": 1 - rollout.ended.float().mean(),
         "completions/mean_terminated_length": terminated.mean(),
-        "completions/min_terminated_length": terminated.min(), "completions/max_terminated_length": terminated.max(),
-    }  # fmt: skip
+        "completions/min_terminated_length": terminated.min(),
+        "completions/max_terminated_length": terminated.max(),
+    }
     if args.beta:
-        k1 = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1").masked_fill(~rollout.mask, 0.0)
-        stats["objective/kl"] = k1.sum(1).mean()
+        k1 = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1")
+        stats["objective/kl"] = k1.masked_fill(~rollout.mask, 0.0).sum(1).mean()
     return {name: x.item() for name, x in stats.items()} | reward_stats(rollout)
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
     """Mean and deviation of what each of --reward-fn gave, over the rows of which it had something to say."""
-    said = {name: x[~x.isnan()] for name, x in rollout.rewards_by_name.items()}
-    stats = {f"rewards/{name}/mean": x.mean().item() for name, x in said.items() if len(x)}
-    return stats | {f"rewards/{name}/std": x.std().item() for name, x in said.items() if len(x) > 1}
-
-
-def evaluate_answers(
-    policy: nn.Module, reward: Callable[[Rollout], Tensor], prompts: list[dict], args: Args
-) -> dict[str, float]:
-    """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
-    at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right; an
-    answer is right if the first of --reward-fn gives it 1 or more."""
-    stats, G, extra = {}, args.num_generations, -len(prompts) % WORLD_SIZE
-    prompts = (prompts * WORLD_SIZE)[: len(prompts) + extra]  # processes have equally many; what is too much is cut off
-    for k, temperature in ((1, args.eval_temperature), (G, args.temperature)):
-        answers = copy(args)
-        answers.temperature, answers.response_length_min = temperature, None
-        with torch.random.fork_rng(devices=[]):  # all numbers are drawn on the CPU; training must not notice
-            rollout = sample_batch(policy, [prompt for prompt in prompts for _ in range(k)], answers)
-        scores = score_responses(rollout, reward, args)
-        rights = (next(iter(rollout.rewards_by_name.values())) >= 1).view(-1, k)[: len(prompts) - extra].float()
-        if k == 1:
-            stats["eval/scores"] = scores[: len(prompts) - extra].mean().item()
-            stats["eval/accuracy"] = rights.mean().item()
-        else:
-            stats |= {"eval/pass@1": rights.mean().item(), f"eval/pass@{G}": rights.amax(1).mean().item()}
+    stats = {}
+    for name, rewards in rollout.rewards_by_name.items():
+        said = rewards[~rewards.isnan()]
+        if len(said) > 0:
+            stats[f"rewards/{name}/mean"] = said.mean().item()
+        if len(said) > 1:
+            stats[f"rewards/{name}/std"] = said.std().item()
     return stats
 
 
-def report(
-    run: "Run", update: int, stats: dict, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer, args: Args
-) -> None:
+def evaluate(
+    policy: nn.Module, reward: Callable[[Rollout], dict[str, Tensor]], prompts: list[dict], args: Args
+) -> dict[str, float]:
+    """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
+    at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right."""
+    G = args.num_generations
+    scores, is_right = answer(policy, reward, prompts, 1, args.eval_temperature, args)  # (N, 1)
+    _, are_right = answer(policy, reward, prompts, G, args.temperature, args)  # (N, G)
+    return {
+        "eval/scores": scores.mean().item(),
+        "eval/accuracy": is_right.mean().item(),
+        "eval/pass@1": are_right.mean().item(),
+        f"eval/pass@{G}": are_right.amax(1).mean().item(),
+    }
+
+
+def answer(
+    policy: nn.Module, reward: Callable[[Rollout], dict[str, Tensor]], prompts: list[dict], k: int, temperature: float,
+    args: Args,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores (N, k) of k answers to each of N prompts, and (N, k) 1 where one is right: where the first of --reward-fn
+    gives it 1 or more."""
+    N = len(prompts)
+    answers = copy(args)
+    answers.temperature = temperature
+    answers.response_length_min = None
+    extra = -N % WORLD_SIZE  # so that all processes have equally many
+    filled = (prompts * WORLD_SIZE)[: N + extra]
+    rollout = sample_batch(policy, [prompt for prompt in filled for _ in range(k)], answers)
+    score_responses(rollout, reward, args)
+    first = next(iter(rollout.rewards_by_name.values()))
+    return rollout.scores.view(-1, k)[:N], (first >= 1).float().view(-1, k)[:N]
+
+
+def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
     """Logs an update, warns of what looks wrong, and now and then shows four responses in a table."""
-    episode, seconds = update * args.batch_size, time.perf_counter() - run.start
-    stats |= {"episode": episode, "eps": episode / seconds}
+    stats["episode"] = run.step * args.batch_size
+    stats["eps"] = stats["episode"] / (time.perf_counter() - run.start)
     stats["perf/tokens_per_second"] = rollout.mask.sum().item() / sum(run.seconds.values())
-    run.write(update, stats, "objective/scores", "objective/kl")
-    warn_about(run, rollout, stats, args)
-    if run.is_turn(update, args.num_sample_generations) or (update == 1 and args.num_sample_generations):
-        rows = []
-        for i in range(min(4, len(scores))):
-            prompt = tokenizer.decode(rollout.prompts[i][rollout.prompt_mask[i]], skip_special_tokens=True)
-            rows.append([prompt, tokenizer.decode(rollout.responses[i][rollout.mask[i]]), f"{scores[i].item():.2f}"])
-        run.table(f"update {update} of {args.num_updates}", ["prompt", "response", "score"], rows)
-        save_samples(Path(args.output_dir, "samples.jsonl"), update, rollout, scores, tokenizer)
+    run.write(stats, "objective/scores", "objective/kl")
+    warn_about(run, rollout, policy)
+    is_first = run.step == 1 and args.num_sample_generations > 0
+    if is_first or run.is_turn(args.num_sample_generations):
+        show_samples(run, rollout, policy.tokenizer)
 
 
-def save_samples(file: Path, update: int, rollout: Rollout, scores: Tensor, tokenizer: AutoTokenizer) -> None:
-    """Adds the responses of the table to samples.jsonl: texts, rewards, and each number that there is of each token."""
-    with suppress(OSError):  # a disk that is full, a folder that is gone: the run itself goes on
-        lines = file.read_text("utf-8").splitlines() if file.exists() else []
-        lines = [line for line in lines if json.loads(line)["update"] < update]  # else from before a resume
-        for i in range(min(4, len(scores))):
-            ids, prompt = rollout.responses[i][rollout.mask[i]], rollout.prompts[i][rollout.prompt_mask[i]]
-            line = {"update": update, "prompt": tokenizer.decode(prompt), "response": tokenizer.decode(ids)}
-            line |= {"score": scores[i].item(), "tokens": [tokenizer.decode(token) for token in ids]}
-            named = {name: x[i].item() for name, x in rollout.rewards_by_name.items()}
-            line["rewards_by_name"] = {name: None if math.isnan(x) else x for name, x in named.items()}
-            for name, x in vars(rollout).items():
-                if isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point():
-                    line[name] = x[i].expand(len(rollout.mask[i]))[rollout.mask[i]].tolist()
-            lines.append(json.dumps(line))
-        if not RANK:
-            unfinished = file.with_suffix(".unfinished")
-            unfinished.write_text("\n".join(lines) + "\n", "utf-8")
-            unfinished.replace(file)  # whole, if the run is killed meanwhile
+def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
+    """Four responses, in a table and, with all there is to say of them, in samples.jsonl."""
+    rows = []
+    samples = []
+    for i in range(min(4, len(rollout.mask))):
+        sample = describe(rollout, i, tokenizer)
+        samples.append(sample)
+        rows.append([sample["prompt"], sample["response"], f"{sample['score']:.2f}"])
+    run.table(f"update {run.step} of {run.num_steps}", ["prompt", "response", "score"], rows)
+    run.keep_samples(samples)
 
 
-def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], args: Args) -> None:
+def describe(rollout: Rollout, i: int, tokenizer: AutoTokenizer) -> dict:
+    """Row i of a rollout: texts, rewards, and each number that there is of each token."""
+    mask = rollout.mask[i]
+    prompt = rollout.prompts[i][rollout.prompt_mask[i]]
+    response = rollout.responses[i][mask]
+    rewards = {name: x[i].item() for name, x in rollout.rewards_by_name.items()}
+    sample = {
+        "row": i,
+        "prompt": tokenizer.decode(prompt),
+        "response": tokenizer.decode(response),
+        "score": rollout.scores[i].item(),
+        "tokens": [tokenizer.decode(token) for token in response],
+        "rewards_by_name": {name: None if math.isnan(x) else x for name, x in rewards.items()},
+    }
+    for name, kind in get_type_hints(Rollout, include_extras=True).items():
+        x = getattr(rollout, name)
+        if kind is Tokens and x is not None and x.is_floating_point():
+            sample[name] = x[i].expand(len(mask))[mask].tolist()
+    return sample
+
+
+def warn_about(run: "Run", rollout: Rollout, policy: nn.Module) -> None:
     """What a library leaves to its users to notice, each in one sentence, once per run."""
     if rollout.ref_logprobs is not None:
         k1 = (rollout.old_logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
         if k1.mean() < -0.1 - 3 * k1.std() / len(k1) ** 0.5:
             run.warn("the KL to the reference is clearly negative, which a true KL never is: sampling and scoring "
                      "probably use different distributions (temperature, dropout, padding).")  # fmt: skip
-    if args.stop_token_id is not None and not rollout.ended.any():
+    if policy.stop_token_id is not None and not rollout.ended.any():
         run.warn("no response ends with the stop token: raise --response-length, set --missing-eos-penalty or "
                  "--stop-token, or check that the policy was taught to end its texts.")  # fmt: skip
-    if stats["objective/scores_std"] < 1e-6:
+    if rollout.scores.std(correction=0) < 1e-6:
         run.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward.")
 
 
@@ -756,11 +900,16 @@ def warn_about(run: "Run", rollout: Rollout, stats: dict[str, float], args: Args
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The policy in float32. Dropout stays off: rollout, scoring and loss see one distribution."""
+    """The policy in float32, with its stop token. Dropout stays off: rollout, scoring and loss see one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model, args)
-    args.stop_token_id = find_stop_token(args, policy.tokenizer)
+    policy.stop_token_id = find_stop_token(args, policy.tokenizer)
     has_router = hasattr(policy.config, "output_router_logits")
     require(has_router or not args.aux_loss_coef, f"--aux-loss-coef {args.aux_loss_coef}: {args.model} has no router")
+    turn_off_dropout(policy)
+    if args.lora_r:
+        add_adapter(policy, args, task_type="CAUSAL_LM")
+    if args.gradient_checkpointing:
+        policy.activation_checkpointing_enable({"use_reentrant": False})
     return policy.eval()
 
 
@@ -769,9 +918,13 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
     text = args.stop_token
     if text == "none":
         return None
-    number = int(text) if text.isdecimal() else tokenizer.eos_token_id
-    ids = [number] if text.isdecimal() or text == "eos" else tokenizer.encode(text, add_special_tokens=False)
-    is_one = len(ids) == 1 and ids[0] is not None and ids[0] < len(tokenizer)
+    if text == "eos":
+        ids = [tokenizer.eos_token_id]
+    elif text.isdecimal():
+        ids = [int(text)]
+    else:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    is_one = len(ids) == 1 and ids[0] not in (None, tokenizer.unk_token_id) and ids[0] < len(tokenizer)
     require(is_one, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
     return ids[0]
 
@@ -781,71 +934,44 @@ def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
     if "reward_model" not in args.reward_fn:
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
-    labels = list(model.config.id2label.values())
-    args.reward_label = args.reward_label or (labels[0] if len(labels) == 1 else None)
-    require(args.reward_label in labels, f"the reward model {args.reward_model} has the labels {labels}; name with "
-            "--reward-label the one whose logit is the reward")  # fmt: skip
-    rows, own_rows = (m.get_input_embeddings().num_embeddings for m in (policy, model))
+    rows = policy.get_input_embeddings().num_embeddings
+    own_rows = model.get_input_embeddings().num_embeddings
     if same_tokens(policy, model) and rows > own_rows:
         model.resize_token_embeddings(rows, mean_resizing=False)  # ids without a text, which the policy can draw
     return model.eval().requires_grad_(False)
 
 
-# --- From here to the end: the same text as in rloo.py, but for check_args
+def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
+    """AdamW on what is trained of the policy."""
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        weights, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_epsilon, weight_decay=args.weight_decay,
+        fused=True,  # ten times as fast on a CPU
+    )  # fmt: skip
 
 
-class OneTypeCache(StaticCache):
-    """A static key-value cache in one type: under autocast, rotary embeddings leave the keys in float32, while the
-    values are bfloat16, the type in which attention reads both."""
-
-    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Takes in the keys and values of a layer's new tokens; returns all of that layer."""
-        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+# --- From here to the end: the same text as in rloo.py, but for one of the checks in check_args
 
 
-@torch.no_grad()
-def check_policy(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads a text differently beside padding, or with a cache, than alone; two short rows tell.
-
-    If it does not heed positions, attention mask or cache, log-probabilities are off by a tenth of the logits' standard
-    deviation or more; by rounding, by a millionth of it (on a GPU, with TF32 or flash attention, by up to a hundredth).
-    """
-    prompts, mask = pad([list(range(5, 8)), list(range(5, 12))], 0, args, left=True)
-    uniforms, needs_bf16 = torch.linspace(0.1, 0.9, 8).view(2, 4), "flash" in (args.attn_implementation or "")
-    with explain(f"{args.model} ({type(policy).__name__}) cannot be sampled from with a key-value cache, as GPT-2 can"):
-        with torch.autocast(prompts.device.type, torch.bfloat16, enabled=needs_bf16), gathered(policy, args):
-            r = Rollout(prompts, mask, *sample(policy, prompts, mask, uniforms.to(prompts.device), 1.0, None, 0))
-            beside = token_logprobs(response_forward(policy, r, 1.0)[0], r.responses)
-            text = r.inputs()["input_ids"][:1, 4:]  # the first row, whose prompt has 3 tokens, without its padding
-            logits = policy(input_ids=text, use_cache=False).logits[:, -5:-1].float()  # (1, 4, V)
-            alone = token_logprobs(logits, r.responses[:1])[0]
-    errors = torch.stack([r.old_logprobs[0], beside[0]]) - alone
-    error, bound = (errors.abs().mean() / logits.std()).item(), 1e-3 if prompts.device.type == "cpu" else 0.05
-    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text differently beside padding or "
-            f"with a cache than alone, by {error:.2g} of its logits' deviation: it cannot be used here")  # fmt: skip
-
-
-def make_reference(policy: nn.Module, args: Args) -> nn.Module:
-    """A frozen copy of the policy; with LoRA the policy itself, which is then given its adapter."""
-    if not args.lora_r:
-        return deepcopy(policy).requires_grad_(False)
-    add_adapter(policy, args, task_type="CAUSAL_LM")
-    return policy
+def make_reference(args: Args, policy: nn.Module) -> nn.Module:
+    """A frozen copy of the policy; with LoRA the policy itself, whose adapter is off while it serves as that."""
+    return policy if args.lora_r else deepcopy(policy).requires_grad_(False)
 
 
 @contextmanager
 def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
     """With LoRA, the policy without its adapter serves as the reference within this context."""
-    is_adapter, shards = reference is policy, [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    if is_adapter:  # the switch changes requires_grad, which must be that of the shards
-        for shard in shards:
-            shard.reshard()
-        policy.disable_adapters()
+    if reference is not policy:
+        yield
+        return
+    shards = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for shard in shards:  # the switch changes requires_grad, which must be that of the shards
+        shard.reshard()
+    policy.disable_adapters()
     yield
-    if is_adapter:
-        for shard in shards:
-            shard.reshard()
-        policy.enable_adapters()
+    for shard in shards:
+        shard.reshard()
+    policy.enable_adapters()
 
 
 def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
@@ -876,117 +1002,100 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 
 def make_reward(
     args: Args, policy: nn.Module, reward_model: nn.Module | None, examples: list[dict]
-) -> Callable[[Rollout], Tensor]:
-    """The function from a rollout to its rewards (B,), the weighted sum of what --reward-fn names.
-
-    What each of them gave is kept in rollout.rewards_by_name; NaN, where it said None, is left out of the sum.
-    """
-    specs, functions = args.reward_fn, {}
-    weights = args.reward_weights or (1.0,) * len(specs)
-    require(len(weights) == len(specs), f"--reward-weights: {len(weights)} numbers for {len(specs)} of --reward-fn")
+) -> Callable[[Rollout], dict[str, Tensor]]:
+    """The function from a rollout to what each of --reward-fn gives, by name: rewards (B,), NaN where it said None."""
+    specs = args.reward_fn
+    require(specs, "--reward-fn names no function")
+    weights = args.reward_weights
+    fits = len(weights) in (0, len(specs))
+    require(fits, f"--reward-weights: {len(weights)} numbers for {len(specs)} of --reward-fn")
+    functions = {}
     for spec in specs:
-        is_model, name = spec == "reward_model", spec.rpartition(":")[2]
+        name = spec.rpartition(":")[2]
         require(name not in functions, f"--reward-fn {' '.join(specs)}: two of them are called {name!r}; rename one")
-        make = partial(model_reward, reward_model) if is_model else partial(function_reward, spec, examples)
-        functions[name] = make(policy, args)
+        if spec == "reward_model":
+            functions[name] = model_reward(reward_model, policy, args)
+        else:
+            functions[name] = function_reward(spec, examples, policy, args)
 
-    def reward(rollout: Rollout) -> Tensor:
-        """(B,) rewards; raises UserError if there is none at all for a response."""
-        rollout.rewards_by_name = {name: function(rollout) for name, function in functions.items()}
-        rewards = torch.stack(list(rollout.rewards_by_name.values()))  # (K, B)
-        silent = rewards.isnan().all(0)
-        prompt = rollout.examples[int(silent.long().argmax())][args.prompt_column]
-        require(not silent.any(), f"every reward function said None of a response to {prompt!r}")
-        return weighted_sum(rewards, weights)
+    def reward(rollout: Rollout) -> dict[str, Tensor]:
+        """Rewards (B,) by name; raises UserError if a response has none at all, or an infinite one."""
+        rewards = {name: function(rollout) for name, function in functions.items()}
+        table = torch.stack(list(rewards.values()))  # (K, B)
+        is_bad = table.isnan().all(0) | table.isinf().any(0)
+        first = int(is_bad.long().argmax())
+        prompt = rollout.examples[first][args.prompt_column]
+        values = {name: x[first].item() for name, x in rewards.items()}
+        require(not is_bad.any(), f"the rewards of a response to {prompt!r} are {values}: none can be used, or not all")
+        return rewards
 
     return reward
-
-
-def weighted_sum(rewards: Tensor, weights: tuple[float, ...]) -> Tensor:
-    """(B,) sums of rewards (K, B) times K weights; a NaN has nothing to say of its row."""
-    return (rewards * rewards.new_tensor(weights)[:, None]).nansum(0)
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
     """The reward model's logit. If it does not read the policy's tokens, the text is decoded and encoded again."""
-    label, is_ours = list(model.config.id2label.values()).index(args.reward_label), same_tokens(policy, model)
-    texts_of = partial(decode, tokenizer=policy.tokenizer)
+    labels = list(model.config.id2label.values())
+    label = args.reward_label or (labels[0] if len(labels) == 1 else None)
+    require(label in labels, f"the reward model {args.reward_model} has the labels {labels}; name with --reward-label "
+            "the one whose logit is the reward")  # fmt: skip
+    is_ours = same_tokens(policy, model)
+
+    def encode(ids: Tensor, mask: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and mask (b, S) of the same texts in the reward model's tokens, with its EOS where there was one."""
+        texts = [policy.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(ids, mask.bool())]
+        rows = model.tokenizer(texts)["input_ids"]
+        eos = model.tokenizer.eos_token_id
+        if eos is not None and hasattr(model, "score"):
+            rows = [row + [eos] * stops for row, stops in zip(rows, ended.tolist())]
+        return pad([row[-context_length(model) :] for row in rows], model.tokenizer.pad_token_id, args)
 
     def reward(r: Rollout) -> Tensor:
         """(b, 1) rewards of some episodes."""
-        ids, mask = r.inputs()["input_ids"], r.inputs()["attention_mask"]
+        ids = r.inputs()["input_ids"]
+        mask = r.inputs()["attention_mask"]
         if not is_ours:
-            rows, eos = model.tokenizer(texts_of(r))["input_ids"], model.tokenizer.eos_token_id
-            if eos is not None and hasattr(model, "score"):
-                rows = [row + [eos] * ended for row, ended in zip(rows, r.ended.tolist())]
-            ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer.pad_token_id, args)
-        return read_reward(model, ids, mask.long())[:, [label]]
+            ids, mask = encode(ids, mask, r.ended)
+        return read_reward(model, ids, mask.long())[:, [labels.index(label)]]
 
-    return lambda rollout: check_rewards(rollout.map(reward, args)[:, 0], texts_of(rollout))
+    return lambda rollout: rollout.map(reward, args)[:, 0]
 
 
 def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """A user's function: f(texts), of prompt and response as one text, or f(prompts, completions, **columns) as in TRL.
+    """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
-    The second is told by the names of its arguments, and gets what it asks for: the prompts and completions (messages,
-    if the prompts are), completion_ids, and columns of the dataset, one value per row. It may say None of a row.
+    It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
+    value per row. If the prompts are messages, so are the completions. It may change what it is given.
     """
-    function, tokenizer = load_function(spec), policy.tokenizer
-    parameters = [] if inspect.isbuiltin(function) else list(inspect.signature(function).parameters.values())
-    names, takes_all = {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
-    is_trl = takes_all or not names.isdisjoint({"completions", "completion_ids"})
-    there = {"prompts", "completions", "completion_ids", *examples[0]}
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    lacks = is_trl and ", ".join(sorted(needed - there))
-    require(not lacks, f"the reward function {spec} asks for {lacks}, and the data have {', '.join(sorted(there))}")
+    function = load_function(spec)
 
-    def ask(r: Rollout) -> list[float | None]:
-        """What the function says of some episodes."""
-        if not is_trl:
-            return list(function(decode(r, tokenizer)))
-        given = {name: [x[name] for x in r.examples] for name in r.examples[0]}
+    def ask(examples: list[dict], completion_ids: list[list[int]]) -> list[float]:
+        """What the function says of some rows; NaN for None."""
+        rows = [deepcopy(row) for row in examples]
+        given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
-        given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
-        given["completions"] = tokenizer.batch_decode(given["completion_ids"], skip_special_tokens=True)
+        given["completions"] = policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        given["completion_ids"] = completion_ids
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        return list(function(**{name: x for name, x in given.items() if takes_all or name in names}))
+        try:
+            inspect.signature(function).bind(**given)
+        except TypeError as error:
+            raise UserError(f"{spec} is to be a function f(prompts, completions, **columns), but: {error}") from error
+        with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
+            said = function(**given)
+            require(not isinstance(said, dict), f"{spec} gave a dict: it is to give a list, of one number per row")
+            rewards = [math.nan if x is None else float(x) for x in said]
+        require(len(rewards) == len(rows), f"{spec} gave {len(rewards)} rewards for {len(rows)} completions")
+        return rewards
 
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, of which each process asks for its share."""
         r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
-        texts = decode(r, tokenizer)
-        with explain(f"the reward function {spec} failed"):
-            try:
-                values = ask(r)
-            except Exception:
-                for i, text in enumerate(texts):  # which row was it?
-                    with explain(f"the reward function {spec} failed on {text!r}"):
-                        ask(r.select(torch.tensor([i])))
-                raise
-            rewards = torch.tensor([0.0 if x is None else float(x) for x in values])
-        n = len(rewards)
-        require(n == len(texts), f"the reward function {spec} gave {n} rewards for {len(texts)} texts")
-        rewards = check_rewards(rewards, texts).masked_fill(torch.tensor([x is None for x in values]), math.nan)
-        return all_gather(rewards.to(args.torch_device))
+        completion_ids = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+        return all_gather(torch.tensor(ask(r.examples, completion_ids), device=args.torch_device))
 
-    texts = ["A first text.", "A second."] * WORLD_SIZE  # a wrong function fails now
-    ids, mask = pad(tokenizer(texts)["input_ids"], tokenizer.pad_token_id, args)
-    reward(Rollout(ids[:, :0], mask[:, :0], ids, mask, mask.any(1), ids * 0.0, (examples * len(texts))[: len(texts)]))
+    ask(examples[:2], policy.tokenizer(["A text."] * len(examples[:2]))["input_ids"])  # a wrong function fails now
     return reward
-
-
-def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
-    """Prompt and response of each row as one text, without padding and special tokens."""
-    rows = zip(rollout.inputs()["input_ids"], rollout.inputs()["attention_mask"].bool())
-    return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in rows]
-
-
-def check_rewards(rewards: Tensor, texts: list[str]) -> Tensor:
-    """The rewards (B,) themselves; raises UserError with the text for one that is NaN or infinite."""
-    bad = int(rewards.isfinite().long().argmin())
-    require(rewards.isfinite().all(), f"the reward is {rewards[bad].item()} for the text {texts[bad]!r}")
-    return rewards
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
@@ -994,36 +1103,31 @@ def check_rewards(rewards: Tensor, texts: list[str]) -> Tensor:
 
 def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[list[dict], list[dict]]:
     """The rows to train on, and those to evaluate on, each with its prompt's token ids as `input_ids`."""
-    train, test = (encode_prompts(data, policy.tokenizer, args) if data else [] for data in load_data(args))
-    readers = [policy] + [reward_model] * same_tokens(policy, reward_model)
-    longest, limit = max(len(x["input_ids"]) for x in train + test), min(map(context_length, readers))
+    train, test = load_data(args)
+    prompts = encode_prompts(train, policy.tokenizer, args)
+    test_prompts = encode_prompts(test, policy.tokenizer, args) if test else []
+    longest = max(len(x["input_ids"]) for x in prompts + test_prompts)
+    limit = context_length(policy)
+    if same_tokens(policy, reward_model):
+        limit = min(limit, context_length(reward_model))
     require(longest + args.response_length <= limit, f"the longest prompt ({longest} tokens) and --response-length "
             f"{args.response_length} exceed the {limit} tokens that policy and reward model can read")  # fmt: skip
-    return train, test[: args.num_eval_prompts]
+    return prompts, test_prompts[: args.num_eval_prompts]
 
 
 def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
     """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
-    texts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
-    prompts = [encode_prompt(text, tokenizer) for text in tqdm(texts, desc="encoding prompts", leave=False)]
-    kept = [row | {"input_ids": p} for row, p in zip(data.to_list(), prompts) if 0 < len(p) <= args.max_prompt_length]
+    prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
+    kept = []
+    for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False)):
+        row["input_ids"] = encode_prompt(prompt, tokenizer)
+        if 0 < len(row["input_ids"]) <= args.max_prompt_length:
+            kept.append(row)
     dropped = f"{len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens"
     require(kept, f"--dataset {args.dataset}: dropped {dropped} (set --max-prompt-length)")
     if len(kept) < len(prompts):
         print(f"dropped {dropped}")
     return kept
-
-
-def batches(rows: list, queue: list[int], batch_size: int) -> Iterator[list]:
-    """Endless batches of rows; each pass over them is in a new random order.
-
-    `queue` holds those that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
-    """
-    while True:
-        while len(queue) < batch_size:
-            queue += torch.randperm(len(rows)).tolist()
-        batch, queue[:] = queue[:batch_size], queue[batch_size:]
-        yield [rows[i] for i in batch]
 
 
 # --- Settings and checks ----------------------------------------------------------------------------------------------
@@ -1039,34 +1143,44 @@ CURVES = [["reward", "objective/gold_scores", "eval/accuracy", "eval/pass@1"],
 
 
 def check_args(args: Args) -> None:
-    """Raises UserError for settings that make no sense together, and fills in epsilon_high."""
-    T, shortest = args.response_length, args.response_length_min or args.response_length
+    """Raises UserError for settings that make no sense together."""
+    T = args.response_length
+    shortest = args.response_length_min or T
     require(shortest <= T, f"--response-length-min {shortest} is above --response-length {T}")
-    all_pay = args.stop_token == "none" and args.missing_eos_penalty
-    require(not all_pay, f"--missing-eos-penalty {args.missing_eos_penalty}: with --stop-token none all would pay it")
+    penalty = args.missing_eos_penalty
+    all_pay = args.stop_token == "none" and penalty
+    require(not all_pay, f"--missing-eos-penalty {penalty}: with --stop-token none every response would pay it")
     if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
         print(f"warning: --importance-sampling-level sequence with --loss-type {args.loss_type} weighs a response by "
               "its length; GSPO takes --loss-type grpo", file=sys.stderr)  # fmt: skip
-    args.epsilon_high = args.epsilon_high or (5.0 if args.loss_type == "cispo" else args.epsilon)
 
 
-def set_batch_sizes(args: Args, policy: nn.Module, num_prompts: int) -> None:
-    """Fills in the learning rate, the batch sizes and the number of updates, and prints them in words."""
-    size, on_cpu = policy.num_parameters(), args.torch_device == "cpu"
-    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
-    args.learning_rate = args.learning_rate or max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
-    parts, per_device = args.num_mini_batches * WORLD_SIZE, args.per_device_train_batch_size
+def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
+    """The settings with learning rate, batch sizes and number of updates filled in; prints them in words."""
+    args = copy(args)
+    size = policy.num_parameters()
+    on_cpu = args.torch_device == "cpu"
+    if args.learning_rate is None:
+        # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+        rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+        args.learning_rate = float(f"{rate:.2g}")
+    parts = args.num_mini_batches * WORLD_SIZE
+    per_device = args.per_device_train_batch_size
     require(per_device or args.gradient_accumulation_steps == 1, "--gradient-accumulation-steps goes with "
             "--per-device-train-batch-size; or give --batch-size and --micro-batch-size")  # fmt: skip
-    trl_size = (per_device or 0) * args.gradient_accumulation_steps * parts
-    args.batch_size = args.batch_size or trl_size or (8 if on_cpu and size > 30e6 else 64)
+    if args.batch_size is None and per_device:
+        args.batch_size = per_device * args.gradient_accumulation_steps * parts
+    elif args.batch_size is None:
+        args.batch_size = 8 if on_cpu and size > 30e6 else 64
     require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is not divisible by {args.num_mini_batches} "
             f"mini-batches x {WORLD_SIZE} process(es); {-(-args.batch_size // parts) * parts} is")  # fmt: skip
-    logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
-    fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # 4 to 16 rows, by their memory
-    args.micro_batch_size = args.micro_batch_size or per_device or (fits_cpu if on_cpu else args.batch_size // parts)
-    by_epochs = args.num_train_epochs and max(args.batch_size, round(args.num_train_epochs * num_prompts))
-    episodes = args.total_episodes or by_epochs or 2048
+    if args.micro_batch_size is None:
+        logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
+        fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # 4 to 16 rows, by their memory
+        args.micro_batch_size = per_device or (fits_cpu if on_cpu else args.batch_size // parts)
+    episodes = args.total_episodes or 2048
+    if args.num_train_epochs and args.total_episodes is None:
+        episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
     args.num_updates = episodes // args.batch_size
     require(args.num_updates, f"--total-episodes {episodes} is less than one batch of {args.batch_size} responses")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.torch_device}, "
@@ -1074,12 +1188,17 @@ def set_batch_sizes(args: Args, policy: nn.Module, num_prompts: int) -> None:
     print(f"batch: {args.batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
           f"mini-batches, {args.micro_batch_size} rows at a time; "
           f"{args.num_updates} updates = {args.num_updates * args.batch_size} episodes")  # fmt: skip
+    return args
 
 
 def check_first_ratio(error: float, args: Args) -> None:
     """Raises UserError if the mean of |ratio - 1| before the first step is more than rounding: the policy in the update
     must be the one that sampled. With bf16 the logits have 8 binary digits, with TF32 the factors have 11."""
-    bound = 5e-2 if args.bf16 else 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
+    bound = 1e-3
+    if torch.get_float32_matmul_precision() == "high":
+        bound = 6e-3
+    if args.bf16:
+        bound = 5e-2
     require(error <= bound, f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): "
             "rollout and update see different distributions. Usual causes: dropout that is on, a model that ignores "
             "position_ids or the attention mask, different temperatures; with bf16, rounding")  # fmt: skip
@@ -1087,7 +1206,8 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -1107,66 +1227,113 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
         known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
-        user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(known)]
+        frames = traceback.extract_tb(error.__traceback__)
+        user = [frame for frame in frames if not frame.filename.startswith(known)]
         where = f" ({user[-1].filename}, line {user[-1].lineno})" if user else ""
         raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
+
+
+@contextmanager
+def setting_up() -> Iterator[None]:
+    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    fork's, and keeps its traceback."""
+    try:
+        yield
+    except Exception as error:
+        if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
+            raise
+        with explain("the run could not start"):
+            raise
 
 
 @cache
 def hub_answers() -> bool:
     """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
     with suppress(Exception):
-        get_session().head(constants.ENDPOINT, timeout=5)
-        return True
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        if not get_session().head(constants.ENDPOINT, timeout=5).is_error:
+            return True
+    constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
     return False
 
 
 def locate(name: str) -> str:
     """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
-    here = next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
+    for folder in (Path(), Path(__file__).resolve().parent):
+        if name and (folder / name).exists():
+            return str(folder / name)
     is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith(tuple(DATA_FILES)) or "\\" in name
-    is_path = is_path or name.count("/") > 1
-    require(here or (name and not is_path), f"{name!r}: there is no such file or folder")
-    if here is None and not hub_answers():
+    require(name and not is_path and name.count("/") < 2, f"{name!r}: there is no such file or folder")
+    if not hub_answers():
         is_cached = any(Path(constants.HF_HUB_CACHE).glob(f"*--{name.replace('/', '--')}"))
         require(is_cached, f"{name!r} is neither a folder here nor in the cache, and the hub cannot be reached; python "
                 f"{Path(__file__).name} without flags runs offline")  # fmt: skip
-    return str(here or name)
+    return name
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
+    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
     """
-    options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
-    options |= {"dtype": torch.float32, "use_safetensors": True}
+    path = locate(name)
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
+        with torch.device("meta"):
+            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
+        model.auto_class = auto_class
+        model.tokenizer = load_tokenizer(name, args, model)
+        return model
+    is_adapter = Path(path, "adapter_config.json").exists()
+    require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
+    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
-    missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
-    require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
-    model.auto_class, model.tokenizer = auto_class, load_tokenizer(name, args, model)
+        model, info = auto_class.from_pretrained(path, **options)
+    wrong = info["missing_keys"] | info["unexpected_keys"]
+    if new_head:
+        wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
+    model.auto_class = auto_class
+    model.tokenizer = load_tokenizer(name, args, model)
     return model
 
 
 def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     """The tokenizer of a model; if it has no pad token, EOS stands in, since padding is known by position only."""
-    with explain(f"the tokenizer of {name!r} could not be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
     require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     require(tokenizer.pad_token is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
-    template, rows = tokenizer(f"{tokenizer.chat_template}")["input_ids"], model.get_input_embeddings().num_embeddings
+    template = tokenizer(f"{tokenizer.chat_template}")["input_ids"]
     last = max(tokenizer.vocab_size - 1, tokenizer.pad_token_id, tokenizer.eos_token_id or 0, *template)
+    rows = model.get_input_embeddings().num_embeddings
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
     return tokenizer
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """In training mode, too, which gradient checkpointing asks for: all passes must see one distribution."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if is_rate and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def use_bfloat16(model: nn.Module) -> None:
+    """Casts once what autocast would cast at each use: the weights of matrix products, but for those of embeddings."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        is_product = isinstance(module, (nn.Linear, Conv1D))
+        if is_product and id(module.weight) not in embeddings:
+            module.to(torch.bfloat16)
 
 
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
@@ -1181,10 +1348,9 @@ def add_adapter(model: nn.Module, args: Args, **options) -> None:
 
 
 def context_length(model: nn.Module) -> int:
-    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
-    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
-    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
-    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
+    """Most tokens that the model can read at once, as far as it and its tokenizer tell."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(positions, model.tokenizer.model_max_length)
 
 
 def load_function(spec: str) -> Callable:
@@ -1200,12 +1366,15 @@ def load_function(spec: str) -> Callable:
 
 def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
-    path, data = locate(name), []
-    kind = DATA_FILES.get(Path(path).suffix)
-    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
-    source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
+    path = locate(name)
+    source = {"path": path, "name": config}
+    if Path(path).is_file():
+        kind = DATA_FILES.get(Path(path).suffix)
+        require(kind, f"the dataset {name}: a file must be jsonl, json, csv or parquet")
+        source = {"path": kind, "data_files": path}
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    data = []
     with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
     require(len(data), f"the dataset {name}, split {split!r}, is empty")
@@ -1214,20 +1383,46 @@ def load_split(name: str, config: str | None, split: str):
 
 def load_data(args: Args) -> tuple:
     """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
-    train, test = load_split(args.dataset, args.dataset_config, args.dataset_train_split), args.dataset_test_split
-    test = test or ("validation" if "validation" in train.info.splits else "none")
-    return train, None if test == "none" else load_split(args.dataset, args.dataset_config, test)
+    train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
+    test = args.dataset_test_split
+    if test is None:
+        test = "validation" if "validation" in train.info.splits else "none"
+    if test == "none":
+        return train, None
+    return train, load_split(args.dataset, args.dataset_config, test)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
     require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"the dataset {name}, column {column!r}, could not be read"):
-        rows = list(data[column])
+    rows = list(data[column])
     for i, row in enumerate(rows):
         require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
+
+
+def batch(rows: list, number: int, size: int, seed: int) -> list:
+    """Batch `number` (0, 1, ...) of an endless sequence: pass after pass over the rows, each in its own order."""
+    picked = []
+    for position in range(number * size, (number + 1) * size):
+        pass_number, place = divmod(position, len(rows))
+        order = shuffled(len(rows), seed, pass_number)
+        picked.append(rows[order[place]])
+    return picked
+
+
+@lru_cache(maxsize=2)
+def shuffled(n: int, seed: int, number: int) -> list[int]:
+    """The numbers below n in a random order, which follows from the seed and the number of the pass."""
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    return torch.randperm(n, generator=generator).tolist()
+
+
+def make_seed(*numbers: int) -> int:
+    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass, so
+    that any step can be run again alone."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
@@ -1241,8 +1436,13 @@ def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[in
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    ids, ones = [torch.tensor(row, dtype=torch.long) for row in rows], [torch.ones(len(row)).bool() for row in rows]
-    ids, mask = (pad_sequence(x, True, y, "left" if left else "right") for x, y in ((ids, value), (ones, False)))
+    S = max(len(row) for row in rows)
+    ids = torch.full((len(rows), S), value)
+    mask = torch.zeros(len(rows), S, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        first = S - len(row) if left else 0
+        ids[i, first : first + len(row)] = torch.tensor(row, dtype=torch.long)
+        mask[i, first : first + len(row)] = True
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -1251,42 +1451,19 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
 
 
-def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int) -> None:
-    """The same functions, equal to rounding, in fewer or faster kernels, for passes over `rows` x `length` tokens."""
-    modules = [module for model in models for module in model.modules()]
-    for module in modules:
-        for name, child in module.named_children():
-            if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
-                setattr(module, name, nn.GELU(approximate="tanh"))
-    if args.torch_device != "cpu":
-        return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    shape = models[0].config.get_text_config()
-    heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
-    if args.attn_implementation or rows * length**2 * heads > 2**24:
-        return  # eager attention, below, would keep all attention weights in memory until the backward pass
-    for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
-        os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
-    torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
-    a = torch.linspace(-1, 1, 64**2).view(64, 64).sin()
-    if ((a @ a).double() - a.double() @ a.double()).abs().max() > 1e-4:  # in bfloat16, as on Intel's AMX: undone
-        torch.set_float32_matmul_precision("highest")
-        return
-    for module in modules:  # the backward pass of flash attention would take five times as long for texts so short
-        if isinstance(module, PreTrainedModel):
-            module.set_attn_implementation("eager")
-
-
-def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):
+def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
     """The course of the learning rate, by the name that transformers gives it."""
-    with explain(f"--lr-scheduler-type {args.lr_scheduler_type}"):
-        schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    warmup_steps = int(args.warmup_ratio * num_steps)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps, num_steps)
+    is_plain = isinstance(schedule, LambdaLR)
     require(is_plain, f"--lr-scheduler-type {args.lr_scheduler_type}: take one that depends on the step alone")
     return schedule
+
+
+def set_learning_rates(schedule: LambdaLR, step: int) -> None:
+    """The learning rates of step 1, 2, ...: nothing but the number of the step is remembered of a schedule."""
+    for group, peak, share in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
+        group["lr"] = peak * share(step - 1)
 
 
 # Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
@@ -1307,38 +1484,53 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(args: Args, *models: nn.Module | None) -> list[nn.Module]:
-    """Moves the models to the device, and returns those that exist, without duplicates.
+def shard(model: nn.Module | None, args: Args) -> None:
+    """Moves a model to the device; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
 
-    With --zero-stage they are sharded by torch's FSDP2, a layer at a time; with stage 2 only those in training, and
-    gathered weights are kept until the backward pass. The gradient of a shard becomes the mean over processes.
+    Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
+    the mean over processes.
     """
-    models, size = list(dict.fromkeys(model for model in models if model is not None)), args.shard_size or WORLD_SIZE
+    if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
+    is_trained = any(p.requires_grad for p in model.parameters())
+    if args.bf16 and not is_trained:
+        use_bfloat16(model)
+    if args.zero_stage == 0:
+        model.to(args.torch_device)
+        return
+    weights = model.state_dict()
+    buffers = dict(model.named_buffers())
+    model.to("meta")  # process 0, too, which alone holds the weights
+    if is_trained or args.zero_stage == 3:
+        split(model, args)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
+    dcp.set_model_state_dict(model, {} if RANK else weights, options=options)
+    for name, buffer in buffers.items():  # those that no state dict holds, such as rotary frequencies
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if owner._buffers[name.rpartition(".")[2]].is_meta:
+            received = torch.empty_like(buffer, device=args.torch_device) if RANK else buffer.to(args.torch_device)
+            dist.broadcast(received, 0)
+            owner._buffers[name.rpartition(".")[2]] = received
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()
+
+
+def split(model: nn.Module, args: Args) -> None:
+    """Shards a model by torch's FSDP2, a layer at a time."""
     device_type = torch.device(args.torch_device).type
-    for model in models:
-        is_trained = any(p.requires_grad for p in model.parameters())
-        modules = list(model.modules())
-        embeddings = [module.weight for module in modules if isinstance(module, nn.Embedding)]
-        if args.gradient_checkpointing and is_trained:  # in training mode only, which must not bring dropout back
-            for module in modules:
-                dropouts = [x for x in vars(module) if "drop" in x or (x == "p" and isinstance(module, nn.Dropout))]
-                off = [x for x in dropouts if not module.training and isinstance(getattr(module, x), float)]
-                vars(module).update(dict.fromkeys(off, 0.0))
-                getattr(module, "activation_checkpointing_enable", lambda _: None)({"use_reentrant": False})
-        for module in modules if args.bf16 and not is_trained else []:  # what autocast would cast at each use
-            if isinstance(module, (nn.Linear, Conv1D)) and not any(module.weight is x for x in embeddings):
-                module.to(torch.bfloat16)
-        if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
-            model.to(args.torch_device)
-            continue
-        mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
-        options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
-        options |= {"offload_policy": CPUOffloadPolicy(device_type == "cuda")} if args.offload else {}
-        layers = {name for module in modules for name in getattr(module, "_no_split_modules", None) or []}
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
-        for module in [module for module in modules if type(module).__name__ in layers] + roots:
+    size = args.shard_size or WORLD_SIZE
+    mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
+    options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
+    if args.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
+    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or []}
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
             fully_shard(module, **options)
-    return models
+    roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
+    for root in roots:
+        fully_shard(root, **options)
 
 
 @contextmanager
@@ -1368,95 +1560,154 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def start_run(args: Args) -> None:
-    """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
+def start_run(args: Args) -> Args:
+    """Checks the settings and joins the processes; returns the settings with output_dir and torch_device filled in."""
+    args = copy(args)
     logging.set_verbosity_error()  # of transformers, to which a fresh head is news
     logging.disable_progress_bar()
-    for name, hint in get_type_hints(Args, include_extras=True).items():
-        value = getattr(args, name)
-        for kind in (hint, *get_args(hint)):
-            if hasattr(kind, "__metadata__") and value is not None:
-                allowed, holds = kind.__metadata__
-                fits = all(map(holds, value if isinstance(value, tuple) else [value]))
-                require(fits, f"--{name.replace('_', '-')} {value} must be {allowed}")
+    check_values(args)
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = "RANK" in os.environ and args.zero_stage and WORLD_SIZE % (args.shard_size or 1) == 0
     require(can_shard or not is_sharded, "--zero-stage, --shard-size and --offload are for runs under torchrun "
             "--nproc-per-node N; with stage 2 or 3, and a shard size that divides N")  # fmt: skip
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group()
-        print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
-    random.seed(args.seed)
-    torch.manual_seed(args.seed)
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
-    is_used = any(file.exists() and file.stat().st_size for file in files)
-    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
-            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+    check_unused(args)
     with explain(f"--device {args.device} cannot be used on this machine"):
         device = torch.empty(0, device=args.device or torch.accelerator.current_accelerator(True) or "cpu").device
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
             torch.cuda.set_device(device)
     args.torch_device = str(device)
+    if device.type != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+        print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
+    set_seed(args.seed % 2**32)  # of adapters and heads; each step has its own
+    return args
+
+
+def check_unused(args: Args) -> None:
+    """Raises UserError if the output folder holds something, and this is not the run that goes on with it."""
+    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
+    is_used = any(file.exists() and file.stat().st_size for file in files)
+    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
+            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+
+
+def check_values(args: Args) -> None:
+    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
+    for name, value in values.items():
+        require(value != "", f"--{name.replace('_', '-')} is an empty text")
+    try:
+        TypeAdapter(Args).validate_python(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]  # for instance "Input should be greater than 0"
+        raise UserError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
 
 
 class Run:
     """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
 
     A number is logged by putting it into the stats, under any name. A checkpoint is one dict: weights and optimiser,
-    whole, however they are sharded; `state`, the lists and dicts that change during the run; the random state; and the
-    length of metrics.jsonl, to which the file is cut when the run goes on. On a CPU a resumed run is, bit for bit, the
-    one that was never interrupted.
+    whole, however they are sharded; `state`, the dict of what else changes during the run; and the length of
+    metrics.jsonl, to which the file is cut when the run goes on. On a CPU a resumed run is, bit for bit, the one that
+    was never interrupted. `with run:` saves what was trained, also after an error or Ctrl-C.
     """
 
-    def __init__(self, args: Args, models: dict, optimizer: torch.optim.Optimizer, schedule, state: dict):
-        self.args, self.optimizer, self.schedule, self.state = args, optimizer, schedule, state
+    def __init__(
+        self, args: Args, num_steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **others
+    ):
+        self.args = args
+        self.num_steps = num_steps
+        models = {"model": model, **others}  # others: a critic, a moving average
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
-        self.output, self.metrics, self.seconds, self.warned = Path(args.output_dir), {}, {}, set()
-        self.step, self.signal, self.broken, self.start = 0, None, 0, time.perf_counter()
-        self.wandb, self.wandb_id, self.file = None, None, open(os.devnull, "w")
+        self.optimizer = optimizer
+        self.state = state
+        self.output = Path(args.output_dir)
+        self.step = 0  # the one that is being made
+        self.written = 0  # steps that are done
+        self.start = time.perf_counter()
+        self.seconds = {}  # of each phase of this step
+        self.broken = 0  # steps in a row without a finite gradient
+        self.warned = set()
+        self.signal = None
+        self.must_stop = False
+        self.wandb = None
+        self.wandb_id = None
+        self.file = open(os.devnull, "w")
         if not RANK:
-            with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
-                (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-                self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
-                self.file = open(self.output / "metrics.jsonl", "a")
-                (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            self.open_folder()
         if args.resume:
             self.restore(Path(args.resume))
         if args.track and not RANK:
-            with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
-                import wandb
-
-                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.output.name}
-                names |= {"dir": self.output, "id": self.wandb_id, "resume": "allow"}
-                self.wandb = wandb.init(**names, config=asdict(args))
+            self.start_wandb()
         print(f"output: {self.output}")
-
-    def steps(self, num_steps: int) -> Iterator[int]:
-        """The numbers of the steps that are left. Ctrl-C, SIGTERM or SIGHUP end the run after the step it is in."""
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True)
-        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        before = {number: signal.signal(number, self.stop) for number in heeded}
-        try:
-            for step in range(self.step + 1, num_steps + 1):
-                yield step
-                is_asked = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
-                if step % self.args.save_steps == 0 or step == num_steps or is_asked:
-                    self.save(step)
-                if is_asked and step < num_steps:
-                    raise KeyboardInterrupt(f"stopped by a signal after step {step} of {num_steps}")
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
-    def stop(self, number: int, frame) -> None:
+    def open_folder(self) -> None:
+        """Makes the folder, with its lock, metrics.jsonl and args.json."""
+        with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
+            (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+            check_unused(self.args)  # another run may have ended here while this one was loading
+            self.file = open(self.output / "metrics.jsonl", "a")
+            (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
+
+    def start_wandb(self) -> None:
+        """Opens the W&B run; one that is resumed is continued."""
+        names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
+        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+            import wandb
+
+            config = asdict(self.args)
+            self.wandb = wandb.init(**names, config=config, dir=self.output, id=self.wandb_id, resume="allow")
+            self.wandb_id = self.wandb.id
+
+    def __enter__(self) -> "Run":
+        """Ctrl-C, SIGTERM and SIGHUP end the run after the step it is in, unless they are ignored, as by nohup."""
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        self.handlers = {number: signal.signal(number, self.heed) for number in heeded}
+        return self
+
+    def heed(self, number: int, frame) -> None:
         """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
         if self.signal and WORLD_SIZE == 1:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         print(f"\n{self.signal.name}: stopping after this step; send it again to stop at once", file=sys.stderr)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace) -> None:
+        """Saves what was trained, if a step was made. An error in saving does not hide the one from before.
+
+        Nothing is saved if another process has failed: the model cannot be put together without it.
+        """
+        if kind is KeyboardInterrupt:
+            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.bar.close()
+        with suppress(OSError):  # what a full disk did not take was reported where it was written
+            self.file.close()
+        try:
+            if self.written and (WORLD_SIZE == 1 or kind in (None, KeyboardInterrupt)):
+                self.finish()
+        except UserError as second:
+            if error is None:
+                raise
+            error.add_note(f"then: {second}")
+        if self.wandb:
+            self.wandb.finish()
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that are left, each begun with its own seed."""
+        for step in range(self.step + 1, self.num_steps + 1):
+            self.step = step
+            set_seed(make_seed(self.args.seed, step))
+            yield step
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -1467,26 +1718,38 @@ class Run:
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
-    def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
+    def write(self, stats: dict[str, float], *shown: str) -> None:
         """Ends a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
-        self.metrics |= stats
+        line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
         with explain(f"{self.output}/metrics.jsonl could not be written"):
-            print(json.dumps(stats), file=self.file, flush=True)
+            print(json.dumps(line), file=self.file, flush=True)
         if self.wandb:
-            self.wandb.log(stats, step=step)
-        beside = [f"{name.split('/')[-1]} {self.metrics[name]:.2f}" for name in shown if name in self.metrics]
+            self.wandb.log(stats, step=self.step)
+        beside = [f"{name.split('/')[-1]} {stats[name]:.2f}" for name in shown if name in stats]
         self.bar.set_postfix_str(", ".join(beside), refresh=False)
         self.bar.update()
+        self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
-                "learning rate is too high); the weights from before are saved")  # fmt: skip
+                "learning rate is too high); no such step was made")  # fmt: skip
 
-    def is_turn(self, step: int, times: int) -> bool:
-        """True at `times` evenly spread steps, the last one included."""
-        return step * times // self.bar.total > (step - 1) * times // self.bar.total
+    def keep_samples(self, samples: list[dict]) -> None:
+        """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""
+        with suppress(OSError):  # a disk that is full, a folder that is gone: the run itself goes on
+            if not RANK:
+                with open(self.output / "samples.jsonl", "a", encoding="utf-8") as file:
+                    file.writelines(json.dumps({"update": self.step, **sample}) + "\n" for sample in samples)
+
+    def is_due(self, every: int) -> bool:
+        """True after every so many steps, and after the last one."""
+        return self.step % every == 0 or self.step == self.num_steps
+
+    def is_turn(self, times: int) -> bool:
+        """True after `times` evenly spread steps, the last one included."""
+        return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
     def warn(self, sentence: str) -> None:
         """Prints a warning, once per run."""
@@ -1496,90 +1759,107 @@ class Run:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Shows a table. Markup and control characters in its cells are shown, not obeyed."""
-        table = Table(*(Column(name, overflow="fold") for name in columns), title=title, show_lines=True)
+        table = Table(title=title, show_lines=True)
+        for name in columns:
+            table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         with self.bar.external_write_mode():
             Console(quiet=RANK > 0).print(table)
 
-    def save(self, step: int) -> None:
-        """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
+    def save(self) -> None:
+        """Writes a checkpoint, if it is time or a signal came; it is renamed into place when it is whole."""
+        self.must_stop = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
+        if not self.must_stop and not self.is_due(self.args.save_steps):
+            return
         models, optimizer = dcp.get_state_dict(self.models, self.optimizer, options=WHOLE)
+        if RANK:
+            return
         state = {
-            "script": Path(__file__).name, "step": step, "models": models, "optimizer": optimizer, "state": self.state,
-            "torch_random": torch.get_rng_state(), "python_random": random.getstate(), "bytes": self.file.tell(),
-            "seconds": time.perf_counter() - self.start, "wandb_id": self.wandb and self.wandb.id,
+            "script": Path(__file__).name, "step": self.step, "models": models, "optimizer": optimizer,
+            "state": self.state, "bytes": self.file.tell(), "seconds": time.perf_counter() - self.start,
+            "machine": machine(), "wandb_id": self.wandb_id,
         }  # fmt: skip
         folder = self.output / "checkpoints"
         try:
-            if not RANK:
-                os.fsync(self.file.fileno())
-                with open(folder / "unfinished", "wb") as file:
-                    torch.save(state, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                (folder / "unfinished").replace(folder / f"step-{step:08d}.pt")
-                for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
-                    old.unlink()
+            os.fsync(self.file.fileno())
+            with open(folder / "unfinished", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            (folder / "unfinished").replace(folder / f"step-{self.step:08d}.pt")
+            for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+                old.unlink()
         except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
             (folder / "unfinished").unlink(missing_ok=True)
-            print(f"warning: no checkpoint after step {step} (is the disk full?): {error}", file=sys.stderr)
+            print(f"warning: no checkpoint after step {self.step} (is the disk full?): {error}", file=sys.stderr)
+
+    def stop(self) -> None:
+        """Ends the run if a signal has asked for it."""
+        if self.must_stop and self.step < self.num_steps:
+            raise KeyboardInterrupt(f"stopped by a signal after step {self.step} of {self.num_steps}")
 
     def restore(self, path: Path) -> None:
         """Brings everything back to a checkpoint and removes what came after it; without any, the run starts over."""
         files = [path] if path.is_file() else sorted((self.output / "checkpoints").glob("step-*.pt"), reverse=True)
-        metrics, script = self.output / "metrics.jsonl", Path(__file__).name
-        for file in files:
-            with suppress(Exception):  # whatever a damaged file makes of it
-                if zipfile.ZipFile(file).testzip() is None:  # its checksums
-                    state = torch.load(file, map_location="cpu", weights_only=True)
-                    break
-            print(f"warning: {file} is damaged and cannot be read", file=sys.stderr)
-        else:
-            require(not files, f"--resume {path}: there is no checkpoint that can be read; start a new run")
-            return None if RANK else self.file.truncate(0)
+        file, state = read_checkpoint(files)
+        if not files:
+            if not RANK:
+                self.file.truncate(0)
+            return
+        require(state, f"--resume {path}: there is no checkpoint that can be read; start a new run")
+        script = Path(__file__).name
         require(state["script"] == script, f"--resume {path}: that is a checkpoint of {state['script']}, not {script}")
+        metrics = self.output / "metrics.jsonl"
         is_whole = metrics.stat().st_size >= state["bytes"]
         require(is_whole, f"{metrics} is shorter than when {file.name} was written; start a new run")
         with explain(f"--resume {path}: this checkpoint does not fit the model"):
             # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
+        same = state["state"].get("data") == self.state.get("data")
+        require(same, f"--resume {path}: the dataset is not the one that the run began with; start a new run")
+        if state["machine"] != machine():
+            print(f"continues on {machine()}, after {state['machine']}: the numbers will differ in their last bits")
         self.state.update(state["state"])
-        random.setstate(state["python_random"])
-        torch.set_rng_state(state["torch_random"])
-        self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
-        self.schedule.last_epoch = self.step - 1
-        self.schedule.step()  # the rate of the next step, which is another one if the run is now longer
+        self.step = self.written = state["step"]
+        self.start -= state["seconds"]
+        self.wandb_id = state["wandb_id"]
         if not RANK:
             self.file.truncate(state["bytes"])
             for later in (self.output / "checkpoints").glob("step-*.pt"):
                 if later.name > file.name:
                     later.unlink()
-        for line in metrics.read_bytes()[: state["bytes"]].splitlines():
-            self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
 
-    def finish(self, model: nn.Module, panels: list[list[str]], **others) -> None:
-        """Closes the files; unless no step was made, saves the model, its card and curves, and others in subfolders.
+    def finish(self) -> None:
+        """Saves the model, and its moving average in ema/; beside it the card and the curves."""
+        with explain(f"the model could not be saved in {self.output}"):
+            save_model(self.models["model"], self.output, self.args)
+            if "ema" in self.models:
+                save_model(self.models["ema"], self.output / "ema", self.args)
+        if not RANK:
+            with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
+                lines = [json.loads(line) for line in open(self.output / "metrics.jsonl")]
+                write_card(self.output, self.args, lines)
+                draw_curves(self.output, lines)
+            print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
 
-        Not if another process has failed: the model cannot be put together without it.
-        """
-        self.bar.close()
-        with suppress(OSError):  # what a full disk did not take was reported where it was written
-            self.file.close()
-        if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
-            with explain(f"the model could not be saved in {self.output}"):
-                for name, part in {"": model, **others}.items():
-                    if part is not None:
-                        save_model(part, self.output / name, self.args)
-            if not RANK:
-                with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
-                    write_card(self.output, self.args, self.metrics)
-                    draw_curves(self.output, panels)
-                print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
-        if self.wandb:
-            self.wandb.finish()
+
+def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
+    """The first of the files that is whole and a checkpoint, and what it holds."""
+    for file in files:
+        with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+                return file, state
+        print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
+    return None, None
+
+
+def machine() -> str:
+    """What the last bits of a sum depend on."""
+    return f"{WORLD_SIZE} process(es) of {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def printable(text: str) -> str:
@@ -1593,15 +1873,18 @@ def peak_memory_mb() -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
-    weights, tied = dcp.get_model_state_dict(model, options=WHOLE), model.all_tied_weights_keys
+    weights = dcp.get_model_state_dict(model, options=WHOLE)
     if RANK:
         return
+    tied = model.all_tied_weights_keys
     model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
+    require(any(folder.glob("*.safetensors")), f"{folder} holds no weights")  # the library only logs that it is a file
     model.tokenizer.save_pretrained(folder)
     if getattr(model, "peft_config", None):
         from peft import PeftModel
@@ -1612,26 +1895,32 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def write_card(output: Path, args: Args, metrics: dict[str, float], library: str = "transformers") -> None:
+def write_card(output: Path, args: Args, lines: list[dict[str, float]], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
-    names = {"base_model": args.model, "datasets": args.dataset}
-    hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
-    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem])
+    if args.model and not Path(locate(args.model)).exists():  # a name on the hub, to which the card then links
+        data.base_model = args.model
+    if args.dataset and not Path(locate(args.dataset)).exists():
+        data.datasets = args.dataset
+    last = {}
+    for line in lines:
+        last |= {name: value for name, value in line.items() if value is not None}
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in last.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}{settings}").save(output / "README.md")
 
 
-def draw_curves(output: Path, panels: list[list[str]]) -> None:
-    """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+def draw_curves(output: Path, lines: list[dict[str, float]]) -> None:
+    """curves.png: one panel for each list of metrics in CURVES."""
     from matplotlib.figure import Figure
 
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    x, figure = "episode" if "episode" in lines[0] else "step", Figure((5 * len(panels), 3.2), layout="constrained")
-    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        for name in panel:
-            points = [(line[x], line[name]) for line in lines if name in line]
+    x = "episode" if "episode" in lines[0] else "step"
+    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(CURVES), squeeze=False)[0]
+    for axis, names in zip(axes, CURVES):
+        for name in names:
+            points = [(line[x], line[name]) for line in lines if line.get(name) is not None]
             if points:
                 axis.plot(*zip(*points), label=name)
         axis.set_xlabel(x)
@@ -1646,16 +1935,20 @@ def read_command_line() -> Args:
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
-    if (args := read()).resume is None:
+    args = read()
+    if args.resume is None:
         return args
-    path, names = Path(args.resume), [f.name for f in fields(Args) if f.init]
+    path = Path(args.resume)
     folder = path.parent.parent if path.is_file() else path
+    names = [f.name for f in fields(Args) if f.init]
     with explain(f"--resume {args.resume}: its args.json cannot be read (is it a run of {Path(__file__).name}?)"):
         saved = json.loads((folder / "args.json").read_text())
-        before = Args(**{name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name] for name in names})
+        before = TypeAdapter(Args).validate_python({name: saved[name] for name in names})
     args = read(default=before)
     for name in names[: names.index("resume")]:
-        old, new, flag = getattr(before, name), getattr(args, name), f"--{name.replace('_', '-')}"
+        old = getattr(before, name)
+        new = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
         require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
     same = args.output_dir in (before.output_dir, str(folder))
     require(same, f"--output-dir {args.output_dir}: a run that is resumed stays in its folder, {folder}")
@@ -1666,29 +1959,27 @@ def read_command_line() -> Args:
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    args, terminal, script = None, sys.stderr, Path(__file__).name
+    terminal = sys.stderr
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
-        train(args := read_command_line())
+        train(read_command_line())
         if dist.is_initialized():
             dist.destroy_process_group()
     except KeyboardInterrupt as stop:
-        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-        command = f"; to resume: {launcher} {script} --resume {shlex.quote(args.output_dir or '')}" if args else ""
-        has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
-        print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
+        print("; ".join([str(stop) or "interrupted", *getattr(stop, "__notes__", [])]), file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         sys.stderr = terminal
         if "by peer" in str(error):
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
-        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        if not (is_full or isinstance(error, UserError)):
+        sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
+            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+        elif not isinstance(error, UserError):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
-        print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
+        print(printable(f"{Path(__file__).name}: error: {sentence}"), file=terminal)
         sys.exit(2)
 
 

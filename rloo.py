@@ -7,6 +7,7 @@
 #     "tyro==1.0.17",
 #     "wandb==0.31.0",
 #     "matplotlib==3.11.2",
+#     "pydantic==2.14.3",
 #     "rich==15.0.0",
 #     "tqdm==4.70.1",
 # ]
@@ -67,7 +68,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
 
@@ -77,8 +78,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from datasets.fingerprint import Hasher
 from filelock import FileLock
 from huggingface_hub import ModelCard, ModelCardData, constants, get_session
+from pydantic import Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -90,26 +93,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, StaticCache
-from transformers import get_scheduler, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
-Finite = Annotated[float, "finite", math.isfinite]
-NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
-Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
-Decay = Annotated[float, "at least 0 and below 1", lambda x: 0 <= x < 1]
-Count = Annotated[int, "1 or more", lambda x: x >= 1]
-Natural = Annotated[int, "0 or more, and below 2**63", lambda x: 0 <= x < 2**63]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass
 class Args:
     # --- RLOO
-    rloo_k: Annotated[int, "2 or more", lambda x: x >= 2] = 2  # responses per prompt. More: a better baseline (TRL: 2)
+    rloo_k: Annotated[int, Field(ge=2, lt=2**63)] = 2  # responses per prompt. More: a better baseline (TRL: 2)
     num_ppo_epochs: Count = 4  # passes over each batch. More: faster, until the ratio is clipped everywhere (TRL: 4)
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7): of whole responses, far wider than a token's
@@ -237,7 +240,7 @@ def train(args: Args) -> None:
         optimizer = make_optimizer(args, policy)
         schedule = make_schedule(args, optimizer, args.num_updates)
         follow(ema, policy, optimizer, args)
-        state = {"kl_coef": args.kl_coef}  # what else changes during the run
+        state = {"data": Hasher.hash(prompts), "kl_coef": args.kl_coef}  # what a checkpoint holds besides
         run = Run(args, args.num_updates, policy, optimizer, state, ema=ema)
     with run:
         for update in run.steps():
@@ -261,7 +264,7 @@ def train(args: Args) -> None:
             with run.clock("update"):
                 stats = optimize(policy, optimizer, rollout, texts, args)  # 5 and 6
             stats |= rollout_stats(rollout)
-            stats["objective/equal_groups"] = equal_groups(rollout.scores, args.rloo_k)
+            stats["objective/equal_groups"] = equal_groups(rollout.scores, args.rloo_k).float().mean().item()
             stats["val/clipfrac_avg"] = 0.0  # of a critic; dashboards made for TRL expect the name
             stats["lr"] = optimizer.param_groups[0]["lr"]
             if gold_reward:
@@ -777,10 +780,10 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
     return stats
 
 
-def equal_groups(scores: Tensor, k: int) -> float:
-    """Share of groups whose k scores are all equal: but for their KL they give no gradient."""
+def equal_groups(scores: Tensor, k: int) -> Tensor:
+    """(B/k,) whether the k scores of a group are all equal: but for its KL it gives no gradient."""
     groups = scores.view(-1, k)
-    return (groups == groups[:, :1]).all(1).float().mean().item()
+    return (groups == groups[:, :1]).all(1)
 
 
 def evaluate(
@@ -940,7 +943,7 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
         ids = [int(text)]
     else:
         ids = tokenizer.encode(text, add_special_tokens=False)
-    is_one = len(ids) == 1 and ids[0] is not None and ids[0] < len(tokenizer)
+    is_one = len(ids) == 1 and ids[0] not in (None, tokenizer.unk_token_id) and ids[0] < len(tokenizer)
     require(is_one, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
     return ids[0]
 
@@ -1021,6 +1024,7 @@ def make_reward(
 ) -> Callable[[Rollout], dict[str, Tensor]]:
     """The function from a rollout to what each of --reward-fn gives, by name: rewards (B,), NaN where it said None."""
     specs = args.reward_fn
+    require(specs, "--reward-fn names no function")
     weights = args.reward_weights
     fits = len(weights) in (0, len(specs))
     require(fits, f"--reward-weights: {len(weights)} numbers for {len(specs)} of --reward-fn")
@@ -1096,8 +1100,10 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
             inspect.signature(function).bind(**given)
         except TypeError as error:
             raise UserError(f"{spec} is to be a function f(prompts, completions, **columns), but: {error}") from error
-        with explain(f"the reward function {spec} failed"):
-            rewards = [math.nan if x is None else float(x) for x in function(**given)]
+        with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
+            said = function(**given)
+            require(not isinstance(said, dict), f"{spec} gave a dict: it is to give a list, of one number per row")
+            rewards = [math.nan if x is None else float(x) for x in said]
         require(len(rewards) == len(rows), f"{spec} gave {len(rewards)} rewards for {len(rows)} completions")
         return rewards
 
@@ -1241,9 +1247,9 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
         known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
         frames = traceback.extract_tb(error.__traceback__)
@@ -1293,14 +1299,26 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
+    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
     """
+    path = locate(name)
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
+        with torch.device("meta"):
+            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
+        model.auto_class = auto_class
+        model.tokenizer = load_tokenizer(name, args, model)
+        return model
+    is_adapter = Path(path, "adapter_config.json").exists()
+    require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        model, info = auto_class.from_pretrained(locate(name), **options)
-    missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
-    require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
+        model, info = auto_class.from_pretrained(path, **options)
+    wrong = info["missing_keys"] | info["unexpected_keys"]
+    if new_head:
+        wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
     model.auto_class = auto_class
     model.tokenizer = load_tokenizer(name, args, model)
     return model
@@ -1497,9 +1515,29 @@ def shard(model: nn.Module | None, args: Args) -> None:
     is_trained = any(p.requires_grad for p in model.parameters())
     if args.bf16 and not is_trained:
         use_bfloat16(model)
-    if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
+    if args.zero_stage == 0:
         model.to(args.torch_device)
         return
+    weights = model.state_dict()
+    buffers = dict(model.named_buffers())
+    model.to("meta")  # process 0, too, which alone holds the weights
+    if is_trained or args.zero_stage == 3:
+        split(model, args)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
+    dcp.set_model_state_dict(model, {} if RANK else weights, options=options)
+    for name, buffer in buffers.items():  # those that no state dict holds, such as rotary frequencies
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if owner._buffers[name.rpartition(".")[2]].is_meta:
+            received = torch.empty_like(buffer, device=args.torch_device) if RANK else buffer.to(args.torch_device)
+            dist.broadcast(received, 0)
+            owner._buffers[name.rpartition(".")[2]] = received
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()
+
+
+def split(model: nn.Module, args: Args) -> None:
+    """Shards a model by torch's FSDP2, a layer at a time."""
     device_type = torch.device(args.torch_device).type
     size = args.shard_size or WORLD_SIZE
     mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
@@ -1547,16 +1585,13 @@ def start_run(args: Args) -> Args:
     args = copy(args)
     logging.set_verbosity_error()  # of transformers, to which a fresh head is news
     logging.disable_progress_bar()
-    check_ranges(args)
+    check_values(args)
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = "RANK" in os.environ and args.zero_stage and WORLD_SIZE % (args.shard_size or 1) == 0
     require(can_shard or not is_sharded, "--zero-stage, --shard-size and --offload are for runs under torchrun "
             "--nproc-per-node N; with stage 2 or 3, and a shard size that divides N")  # fmt: skip
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
-    is_used = any(file.exists() and file.stat().st_size for file in files)
-    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
-            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+    check_unused(args)
     with explain(f"--device {args.device} cannot be used on this machine"):
         device = torch.empty(0, device=args.device or torch.accelerator.current_accelerator(True) or "cpu").device
         if device.type == "cuda":
@@ -1572,15 +1607,24 @@ def start_run(args: Args) -> Args:
     return args
 
 
-def check_ranges(args: Args) -> None:
-    """Raises UserError for a number that its type in Args does not allow."""
-    for name, hint in get_type_hints(Args, include_extras=True).items():
-        value = getattr(args, name)
-        for kind in (hint, *get_args(hint)):
-            if hasattr(kind, "__metadata__") and value is not None:
-                allowed, holds = kind.__metadata__
-                values = value if isinstance(value, tuple) else [value]
-                require(all(map(holds, values)), f"--{name.replace('_', '-')} {value} must be {allowed}")
+def check_unused(args: Args) -> None:
+    """Raises UserError if the output folder holds something, and this is not the run that goes on with it."""
+    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
+    is_used = any(file.exists() and file.stat().st_size for file in files)
+    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
+            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+
+
+def check_values(args: Args) -> None:
+    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
+    for name, value in values.items():
+        require(value != "", f"--{name.replace('_', '-')} is an empty text")
+    try:
+        TypeAdapter(Args).validate_python(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]  # for instance "Input should be greater than 0"
+        raise UserError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
 
 
 class Run:
@@ -1627,6 +1671,7 @@ class Run:
         with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
             (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+            check_unused(self.args)  # another run may have ended here while this one was loading
             self.file = open(self.output / "metrics.jsonl", "a")
             (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
 
@@ -1697,8 +1742,9 @@ class Run:
         """Ends a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
+        line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
         with explain(f"{self.output}/metrics.jsonl could not be written"):
-            print(json.dumps(stats), file=self.file, flush=True)
+            print(json.dumps(line), file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(stats, step=self.step)
         beside = [f"{name.split('/')[-1]} {stats[name]:.2f}" for name in shown if name in stats]
@@ -1752,7 +1798,7 @@ class Run:
         state = {
             "script": Path(__file__).name, "step": self.step, "models": models, "optimizer": optimizer,
             "state": self.state, "bytes": self.file.tell(), "seconds": time.perf_counter() - self.start,
-            "wandb_id": self.wandb_id,
+            "machine": machine(), "wandb_id": self.wandb_id,
         }  # fmt: skip
         folder = self.output / "checkpoints"
         try:
@@ -1791,6 +1837,10 @@ class Run:
             # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
+        same = state["state"].get("data") == self.state.get("data")
+        require(same, f"--resume {path}: the dataset is not the one that the run began with; start a new run")
+        if state["machine"] != machine():
+            print(f"continues on {machine()}, after {state['machine']}: the numbers will differ in their last bits")
         self.state.update(state["state"])
         self.step = self.written = state["step"]
         self.start -= state["seconds"]
@@ -1810,20 +1860,26 @@ class Run:
                 save_model(self.models["ema"], self.output / "ema", self.args)
         if not RANK:
             with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
-                lines = [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+                lines = [json.loads(line) for line in open(self.output / "metrics.jsonl")]
                 write_card(self.output, self.args, lines)
                 draw_curves(self.output, lines)
             print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
 
 
 def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
-    """The first of the files that is whole, and what it holds."""
+    """The first of the files that is whole and a checkpoint, and what it holds."""
     for file in files:
-        with suppress(Exception):  # whatever a damaged file makes of it
-            if zipfile.ZipFile(file).testzip() is None:  # its checksums
-                return file, torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        print(f"warning: {file} is damaged and cannot be read", file=sys.stderr)
+        with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+                return file, state
+        print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
+
+
+def machine() -> str:
+    """What the last bits of a sum depend on."""
+    return f"{WORLD_SIZE} process(es) of {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def printable(text: str) -> str:
@@ -1848,6 +1904,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         return
     tied = model.all_tied_weights_keys
     model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
+    require(any(folder.glob("*.safetensors")), f"{folder} holds no weights")  # the library only logs that it is a file
     model.tokenizer.save_pretrained(folder)
     if getattr(model, "peft_config", None):
         from peft import PeftModel
@@ -1867,7 +1924,7 @@ def write_card(output: Path, args: Args, lines: list[dict[str, float]], library:
         data.datasets = args.dataset
     last = {}
     for line in lines:
-        last |= line
+        last |= {name: value for name, value in line.items() if value is not None}
     rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in last.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
@@ -1883,7 +1940,7 @@ def draw_curves(output: Path, lines: list[dict[str, float]]) -> None:
     axes = figure.subplots(1, len(CURVES), squeeze=False)[0]
     for axis, names in zip(axes, CURVES):
         for name in names:
-            points = [(line[x], line[name]) for line in lines if name in line]
+            points = [(line[x], line[name]) for line in lines if line.get(name) is not None]
             if points:
                 axis.plot(*zip(*points), label=name)
         axis.set_xlabel(x)
@@ -1906,7 +1963,7 @@ def read_command_line() -> Args:
     names = [f.name for f in fields(Args) if f.init]
     with explain(f"--resume {args.resume}: its args.json cannot be read (is it a run of {Path(__file__).name}?)"):
         saved = json.loads((folder / "args.json").read_text())
-        before = Args(**{name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name] for name in names})
+        before = TypeAdapter(Args).validate_python({name: saved[name] for name in names})
     args = read(default=before)
     for name in names[: names.index("resume")]:
         old = getattr(before, name)
