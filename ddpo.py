@@ -8,7 +8,7 @@
 #     "tyro==1.0.17",
 #     "wandb==0.31.0",
 #     "matplotlib==3.11.2",
-#     "rich==15.0.0",
+#     "pydantic==2.14.3",
 #     "tqdm==4.70.1",
 # ]
 # ///
@@ -48,7 +48,6 @@ prompt has L tokens of width D.
 import json
 import math
 import os
-import random
 import runpy
 import shlex
 import signal
@@ -56,37 +55,42 @@ import sys
 import time
 import traceback
 import zipfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
 
 import datasets
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from datasets.fingerprint import Hasher
 from filelock import FileLock
 from huggingface_hub import ModelCard, ModelCardData, constants, get_session
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
+from transformers import set_seed
 from transformers.utils import logging
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
-NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
-Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
-Decay = Annotated[float, "at least 0 and below 1", lambda x: 0 <= x < 1]
-Count = Annotated[int, "1 or more", lambda x: x >= 1]
-Natural = Annotated[int, "0 or more, and below 2**63", lambda x: 0 <= x < 2**63]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass
@@ -97,7 +101,7 @@ class Args:
     sample_guidance_scale: NonNegative = 1.0  # weight of the prompt, in sampling and training; 1: no guidance (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
     sample_num_batches_per_epoch: Count = 4  # such batches in an epoch (TRL: 2)
-    negative_prompts: str = ""  # the prompt that guidance leads away from
+    negative_prompts: str | None = None  # the prompt that guidance leads away from; by default an empty one (TRL)
 
     # --- DDPO. An optimiser step: train_batch_size * train_gradient_accumulation_steps * processes images
     train_batch_size: Count = 64  # images in a forward and backward pass, on each process (TRL: 1)
@@ -149,6 +153,8 @@ class Args:
     wandb_entity: str | None = None  # W&B team, with --track
 
     # --- Computed
+    batch_size: int = field(init=False, default=0)  # images of an epoch, on all processes together
+    mini_batch_size: int = field(init=False, default=0)  # images of an optimiser step, likewise
     torch_device: str = field(init=False, default="cpu")  # where the models are
 
 
@@ -157,78 +163,58 @@ class Args:
 
 def train(args: Args) -> None:
     """Trains the UNet of the pipeline; leaves the pipeline, metrics, curves and pictures in args.output_dir."""
-    begin(args)
-    rows = load_rows(args)
-    chain = load_chain(args)
-    reward, gold = load_reward(args.reward_fn, args), args.gold_reward_fn and load_reward(args.gold_reward_fn, args)
-    trained = [p for p in chain.policy.parameters() if p.requires_grad]
-    settings = (args.train_adam_beta1, args.train_adam_beta2), args.train_adam_epsilon, args.train_adam_weight_decay
-    optimizer = torch.optim.AdamW(trained, args.train_learning_rate, *settings, fused=True)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    state = {"rows": [], "scores": {}, "step": 0}  # what else changes during the run
-    run = Run(args, {"policy": chain.policy}, optimizer, schedule, state)
-    row_batches = batches(rows, state["rows"], args.sample_batch_size * WORLD_SIZE)
-    try:
-        for epoch in run.steps(args.num_epochs):
+    with setting_up():
+        args = start_run(args)
+
+        chain = load_chain(args)
+
+        prompts = load_prompts(args)
+        args = choose_sizes(args, chain)
+        reward = function_reward(args.reward_fn, prompts, chain, args)
+        gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, chain, args)
+
+        optimizer = make_optimizer(args, chain.policy)
+        state = {"data": Hasher.hash(prompts), "scores": {}}  # what a checkpoint holds besides
+        run = Run(args, args.num_epochs, chain.policy, optimizer, state)
+    with run:
+        for epoch in run.steps():
+            examples = batch(prompts, epoch - 1, args.batch_size, args.seed)
             with run.clock("rollout"):
-                parts = [sample_images(chain, next(row_batches)) for _ in range(args.sample_num_batches_per_epoch)]  # 1
+                parts = sample_batch(chain, examples, args)  # 1
             with run.clock("score"):
                 for part in parts:
-                    part.scores, part.gold_scores = reward(part), gold and gold(part)  # 2
-                    part.images = None  # they are large, and what follows reads the chains
-            rollout = join_batches(parts)
+                    score_images(part, reward, gold_reward)  # 2
+            rollout = join(parts, examples)
+            scores = rollout.scores
             if args.per_prompt_stat_tracking:  # 3
-                advantages = prompt_advantages(rollout.scores, rollout.prompts, state["scores"], args)
+                texts = [x[args.prompt_column] for x in examples]
+                advantages = prompt_advantages(scores, texts, state["scores"], args)
             else:
-                advantages = (rollout.scores - rollout.scores.mean()) / (rollout.scores.std(correction=0) + 1e-8)
+                advantages = (scores - scores.mean()) / (scores.std(correction=0) + 1e-8)
             rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
             with run.clock("update"):
-                stats = update_unet(chain, optimizer, rollout)  # 4 and 5
-            state["step"] += stats.pop("steps")
-            stats |= image_stats(rollout) | {"epoch": epoch, "step": state["step"]}
-            run.write(epoch, stats, "reward_mean", "objective/kl")
-            if epoch % args.image_steps == 0 or epoch == args.num_epochs:
-                draw_images(run, epoch, chain, rows)
-    finally:  # after an error or Ctrl-C, too: what was trained is on disk
-        run.end(chain)
+                stats = optimize(chain, optimizer, rollout, args)  # 4 and 5
+            stats |= rollout_stats(rollout)
+            stats["epoch"] = epoch
+            stats["step"] = epoch * args.train_num_inner_epochs * args.batch_size // args.mini_batch_size
+            run.write(stats, "reward_mean", "objective/kl")
+            if run.is_due(args.image_steps):
+                draw_images(run, chain, prompts, args)
+            run.save()
+            run.stop()
 
 
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Chain:
-    """What turns noise into images: the networks and the schedule."""
+class Rollout:
+    """A batch of images, the chain of noisier ones that each came from, and what the later steps find out about them.
 
-    pipe: nn.Module  # the whole Stable Diffusion pipeline, whose text encoder, image decoder and schedule are used
-    policy: nn.Module  # its UNet, in training
-    reference: nn.Module  # the first UNet, frozen; with LoRA the policy, whose adapter is turned off
-    timesteps: Tensor  # (N,) falling, of 0 ... 999
-    negative: Tensor  # (1, L, D) the text encoder's output for the negative prompt
-    args: Args
+    B images of a batch, or the share of them that this process samples; all of them, once they are joined.
+    """
 
-    def step(self, x: Tensor, t: Tensor, context: Tensor, of: str = "policy") -> tuple[Tensor, Tensor]:
-        """Mean (b, C, H, W) and deviation (b, 1, 1, 1) of x_{t-1}, given images x at times t (b,) and prompts
-        (b, L, D), under the network `of`, policy or reference. With guidance the prediction is u + g (c - u), from
-        those with the negative prompt and with the prompt."""
-        unet, g = getattr(self, of), self.args.sample_guidance_scale
-        off = unet.disable_adapter() if self.args.lora_r and of == "reference" else nullcontext()
-        with off, torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
-            if g == 1:
-                prediction = unet(x, t, context).sample.float()
-            else:
-                prompts = torch.cat([self.negative.expand_as(context), context])
-                u, c = unet(torch.cat([x, x]), torch.cat([t, t]), prompts).sample.float().chunk(2)
-                prediction = u + g * (c - u)
-        return ddim_step(self.pipe.scheduler, prediction, t, x, self.args.sample_eta)
-
-
-@dataclass
-class ImageBatch:
-    """A batch of images, and the chain of noisier ones that each came from."""
-
-    rows: list[dict]  # B of the dataset, with prompt and metadata
-    prompts: list[str]  # B
+    examples: list[dict]  # B rows of the dataset, with prompt and metadata
     context: Tensor  # (B, L, D) the text encoder's output
     latents: Tensor  # (B, N+1, C, H, W) from noise x_N to x_0
     old_logprobs: Tensor  # (B, N) of each step, under the policy that drew it
@@ -240,75 +226,146 @@ class ImageBatch:
     advantages: Tensor | None = None  # (B,)
 
 
+@dataclass
+class Chain:
+    """What turns noise into images: the networks and the schedule."""
+
+    pipe: object  # the whole Stable Diffusion pipeline, whose text encoder, image decoder and schedule are used
+    policy: nn.Module  # its UNet, in training
+    reference: nn.Module  # the first UNet, frozen; with LoRA the policy, whose adapter is turned off
+    timesteps: Tensor  # (N,) falling, of 0 ... 999
+    negative: Tensor  # (1, L, D) the text encoder's output for the negative prompt
+
+    def step(self, x: Tensor, t: Tensor, context: Tensor, args: Args, of: str = "policy") -> tuple[Tensor, Tensor]:
+        """Mean (b, C, H, W) and deviation (b, 1, 1, 1) of x_{t-1}, given images x at times t (b,) and prompts
+        (b, L, D), under the network `of`, policy or reference.
+
+        With guidance the prediction is u + g (c - u), from those with the negative prompt and with the prompt.
+        """
+        unet = self.policy
+        adapter = nullcontext()
+        if of == "reference":
+            unet = self.reference
+            if args.lora_r:
+                adapter = unet.disable_adapter()
+        g = args.sample_guidance_scale
+        with adapter, autocast(args):
+            if g == 1:
+                prediction = unet(x, t, context).sample.float()
+            else:
+                prompts = torch.cat([self.negative.expand_as(context), context])
+                both = unet(torch.cat([x, x]), torch.cat([t, t]), prompts).sample.float()
+                u, c = both.chunk(2)
+                prediction = u + g * (c - u)
+        return ddim_step(self.pipe.scheduler, prediction, t, x, args.sample_eta)
+
+    def draw_noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """(n, N+1, C, H, W) all the randomness of n images: x_N, then what each of the N steps adds."""
+        config = self.policy.config
+        shape = (config.in_channels, config.sample_size, config.sample_size)
+        return torch.randn(n, len(self.timesteps) + 1, *shape, generator=generator).to(self.timesteps.device)
+
+
 def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -> tuple[Tensor, Tensor]:
     """Mean (b, C, H, W) and standard deviation (b, 1, 1, 1) of x_{t-1}, given x_t (DDIM, eq. 12 and 16).
 
     a is the share of signal in the variance of x_t = sqrt(a) x_0 + sqrt(1 - a) noise. From the prediction follows a
     guess of image and noise; put together again with the a of the time before, they are the mean.
     """
-    config, alphas = scheduler.config, scheduler.alphas_cumprod.to(x)
+    config = scheduler.config
+    alphas = scheduler.alphas_cumprod.to(x)
+    t = t.view(-1, 1, 1, 1)
     before = t - config.num_train_timesteps // scheduler.num_inference_steps
+    a = alphas[t]
     a_prev = torch.where(before < 0, scheduler.final_alpha_cumprod.to(x), alphas[before.clamp(min=0)])
-    a, a_prev = alphas[t].view(-1, 1, 1, 1), a_prev.view(-1, 1, 1, 1)
     if config.prediction_type == "epsilon":
-        image, noise = (x - (1 - a).sqrt() * prediction) / a.sqrt(), prediction
+        noise = prediction
+        image = (x - (1 - a).sqrt() * noise) / a.sqrt()
     elif config.prediction_type == "sample":
-        image, noise = prediction, (x - a.sqrt() * prediction) / (1 - a).sqrt()
+        image = prediction
+        noise = (x - a.sqrt() * image) / (1 - a).sqrt()
     else:  # v_prediction (Salimans & Ho 2022)
-        image, noise = a.sqrt() * x - (1 - a).sqrt() * prediction, a.sqrt() * prediction + (1 - a).sqrt() * x
+        image = a.sqrt() * x - (1 - a).sqrt() * prediction
+        noise = a.sqrt() * prediction + (1 - a).sqrt() * x
     if config.clip_sample:
         image = image.clamp(-config.clip_sample_range, config.clip_sample_range)
     std = eta * ((1 - a_prev) / (1 - a) * (1 - a / a_prev)).sqrt()
-    return a_prev.sqrt() * image + (1 - a_prev - std**2).clamp(min=0).sqrt() * noise, std
+    noise_share = (1 - a_prev - std**2).clamp(min=0)
+    return a_prev.sqrt() * image + noise_share.sqrt() * noise, std
 
 
 def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(b,) log-density of x (b, C, H, W), as a mean over pixels (TRL); NaN if the deviation is 0: that is no choice."""
-    return (-((x - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).mean((1, 2, 3))
+    squares = (x - mean) ** 2 / (2 * std**2)
+    return (-squares - std.log() - 0.5 * math.log(2 * math.pi)).mean((1, 2, 3))
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
     """(b,) KL in nats between normal distributions of one deviation, a sum over pixels; 0 if the deviation is 0."""
-    return ((mean - ref_mean) ** 2 / (2 * std**2)).masked_fill(std == 0, 0.0).sum((1, 2, 3))
+    kl = (mean - ref_mean) ** 2 / (2 * std**2)
+    return kl.masked_fill(std == 0, 0.0).sum((1, 2, 3))
 
 
 @torch.no_grad()
-def sample_images(chain: Chain, rows: list[dict], of: str = "policy", rng: torch.Generator | None = None) -> ImageBatch:
-    """Draws an image for each row, and keeps what the later steps need to know of its way.
-
-    All processes draw the noise of all rows, and each denoises its share: how many there are changes no image.
-    """
-    args, config = chain.args, chain.policy.config
-    shape = len(rows), config.in_channels, config.sample_size, config.sample_size
-    noise = lambda: torch.randn(shape, generator=rng)[RANK::WORLD_SIZE].to(args.torch_device)  # noqa: E731
-    rows = rows[RANK::WORLD_SIZE]
-    prompts = [row[args.prompt_column] for row in rows]
-    context, x = encode(chain.pipe, prompts, args), noise()
-    latents, logprobs, kl, ref_means = [x], [], [], []
-    for t in chain.timesteps:
-        mean, std = chain.step(x, t.expand(len(x)), context, of)
-        ref_mean, _ = chain.step(x, t.expand(len(x)), context, "reference")
-        x = mean + std * noise()
+def sample_images(chain: Chain, examples: list[dict], noise: Tensor, args: Args, of: str = "policy") -> Rollout:
+    """Draws an image for each of some rows from its noise (b, N+1, C, H, W), and keeps what the later steps need."""
+    context = encode(chain.pipe, [x[args.prompt_column] for x in examples], args)
+    x = noise[:, 0]
+    latents = [x]
+    logprobs = []
+    kl = []
+    ref_means = []
+    for t, z in zip(chain.timesteps, noise[:, 1:].unbind(1)):
+        times = t.expand(len(x))
+        mean, std = chain.step(x, times, context, args, of)
+        ref_mean, _ = chain.step(x, times, context, args, "reference")
+        x = mean + std * z
         latents.append(x)
         logprobs.append(gaussian_logprobs(x, mean, std))
         kl.append(gaussian_kl(mean, ref_mean, std))
         ref_means.append(ref_mean)
     require(x.isfinite().all(), "the policy's images are not finite (NaN or inf): the model is broken, or a "
             "--train-learning-rate that is too high has broken it")  # fmt: skip
-    images = decode_latents(chain.pipe, x, args)
-    columns = [torch.stack(column, 1) for column in (latents, logprobs, kl)]
-    return ImageBatch(rows, prompts, context, *columns, torch.stack(ref_means, 1) if args.kl_coef else None, images)
+    return Rollout(
+        examples, context, torch.stack(latents, 1), torch.stack(logprobs, 1), torch.stack(kl, 1),
+        ref_means=torch.stack(ref_means, 1) if args.kl_coef else None, images=decode_latents(chain.pipe, x, args),
+    )  # fmt: skip
 
 
-def join_batches(parts: list[ImageBatch]) -> ImageBatch:
-    """The sampling batches of an epoch as one, with the rows of all processes."""
-    whole = {}
+def sample_batch(chain: Chain, examples: list[dict], args: Args) -> list[Rollout]:
+    """Step 1 for an epoch: parts of `sample_batch_size` images, those of this process.
+
+    All processes draw the noise of all images, and each denoises its share: how many there are changes no image.
+    """
+    parts = []
+    size = args.sample_batch_size * WORLD_SIZE
+    for first in range(0, len(examples), size):
+        noise = chain.draw_noise(size)
+        share = examples[first : first + size][RANK::WORLD_SIZE]
+        parts.append(sample_images(chain, share, noise[RANK::WORLD_SIZE], args))
+    return parts
+
+
+# --- 2. Score ---------------------------------------------------------------------------------------------------------
+
+
+def score_images(part: Rollout, reward: Callable[[Rollout], Tensor], gold_reward: Callable | None) -> None:
+    """Step 2 for some images: fills in their scores, and lets go of them, since what follows reads the chains."""
+    part.scores = reward(part)
+    if gold_reward:
+        part.gold_scores = gold_reward(part)
+    part.images = None
+
+
+def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
+    """The parts of an epoch as one, with the images of all processes, in the order of the examples."""
+    whole = copy(parts[0])
+    whole.examples = examples
     for name, x in vars(parts[0]).items():
-        if isinstance(x, list):
-            whole[name] = all_gather_list([row for part in parts for row in getattr(part, name)])
-        else:
-            whole[name] = x if x is None else all_gather(torch.cat([getattr(part, name) for part in parts]))
-    return ImageBatch(**whole)
+        if isinstance(x, Tensor):
+            share = torch.cat([getattr(part, name) for part in parts])
+            setattr(whole, name, all_gather(share))
+    return whole
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -324,8 +381,9 @@ def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, lis
         rows = [i for i, other in enumerate(prompts) if other == prompt]
         kept = history.get(prompt, []) + scores[rows].tolist()
         history[prompt] = kept[-args.per_prompt_stat_tracking_buffer_size :]
-        enough = len(history[prompt]) >= args.per_prompt_stat_tracking_min_count
-        others = torch.tensor(history[prompt]).to(scores) if enough else scores
+        others = scores
+        if len(history[prompt]) >= args.per_prompt_stat_tracking_min_count:
+            others = torch.tensor(history[prompt]).to(scores)
         advantages[rows] = (scores[rows] - others.mean()) / (others.std(correction=0) + 1e-6)
     return advantages
 
@@ -343,88 +401,241 @@ def policy_loss(
     log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
     advantages = advantages.masked_fill(~mask, 0.0)
     ratio = log_ratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
 
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 
 
-def step_gradient(chain: Chain, rollout: ImageBatch, rows: Tensor, step: Tensor, count: int) -> Tensor:
-    """Adds up the gradient of one denoising step of each of some images (b,); `step` (b,) says which one.
+def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each optimiser step the rows (b,) of the images, and which of its denoising steps each is trained on (b, S).
 
-    The loss of an optimiser step is a mean over its `count` pairs of image and step, so each part is divided by that
-    number. Returns sums: loss, half the squared log-ratio, ratios beyond the clip range, distance of the ratio from 1.
+    Each image has an order of its own, and its steps with a deviation of 0, which come last, are left out. The images
+    of a pass are in a random order. Each process gets its share.
     """
-    args, x, x_prev = chain.args, rollout.latents[rows, step], rollout.latents[rows, step + 1]
-    mean, std = chain.step(x, chain.timesteps[step], rollout.context[rows])
-    logprobs, old_logprobs = gaussian_logprobs(x_prev, mean, std), rollout.old_logprobs[rows, step]  # (b,)
-    mask = torch.ones_like(logprobs, dtype=torch.bool)
-    loss, ratio, _ = policy_loss(logprobs, old_logprobs, rollout.advantages[rows], mask, args.train_clip_range)
-    if args.kl_coef:  # per pixel, as the log-probabilities are
-        loss = loss + args.kl_coef * gaussian_kl(mean, rollout.ref_means[rows, step], std) / x[0].numel()
-    (WORLD_SIZE * loss.sum() / count).backward()  # gradients become means over processes
-    with torch.no_grad():
-        away, log_ratio = (ratio - 1).abs(), logprobs - old_logprobs
-        return torch.stack([loss.sum(), 0.5 * (log_ratio**2).sum(), (away > args.train_clip_range).sum(), away.sum()])
-
-
-def update_unet(chain: Chain, optimizer: torch.optim.Optimizer, rollout: ImageBatch) -> dict[str, float]:
-    """`train_num_inner_epochs` passes over the images; means over all steps of images that were trained on."""
-    args, B = chain.args, len(rollout.scores)
-    N = int(rollout.old_logprobs[0].isfinite().sum())  # steps with a deviation of 0 come last, if there are any
+    B = len(rollout.scores)
+    N = int(rollout.old_logprobs[0].isfinite().sum())
     S = max(1, int(N * args.train_timestep_fraction))
-    parameters, total, norms, num_steps = optimizer.param_groups[0]["params"], 0.0, 0.0, 0
-    chain.policy.train()
     for _ in range(args.train_num_inner_epochs):
-        order = torch.randperm(B).to(args.torch_device)
-        steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)]).to(args.torch_device)  # (B, S)
-        for batch in order.split(step_size(args)):
-            sums = torch.zeros(4, device=args.torch_device)
-            for rows in batch[RANK::WORLD_SIZE].split(args.train_batch_size):
-                for step in steps[rows].unbind(1):  # each image's own
-                    sums += step_gradient(chain, rollout, rows, step, len(batch) * S)
-            means = all_reduce(sums) / (len(batch) * S)
-            if not num_steps:
-                check_unmoved(means[3].item(), args)  # the ratio is 1: nothing has moved yet
-            norm = clip_gradient(parameters, args.train_max_grad_norm)
-            if norm.isfinite():  # else the weights would be NaN for good
-                optimizer.step()
-            optimizer.zero_grad()
-            total, norms, num_steps = total + means, norms + norm.item(), num_steps + 1
-    chain.policy.eval()
-    stats = dict(zip(("loss", "approx_kl", "clipfrac"), (total / num_steps).tolist()))
-    return stats | {"grad_norm": norms / num_steps, "steps": num_steps}
+        order = torch.randperm(B)
+        steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)])  # (B, S)
+        for mini_batch in order.split(args.mini_batch_size):
+            rows = mini_batch[RANK::WORLD_SIZE]
+            yield rows.to(args.torch_device), steps[rows].to(args.torch_device)
 
 
-# === The algorithm ends here. What follows is needed by every program of this kind ====================================
+def mini_batch_gradient(chain: Chain, rollout: Rollout, rows: Tensor, steps: Tensor, args: Args) -> dict[str, float]:
+    """Adds up the gradient of a mini-batch; returns means over it of what is logged.
+
+    The loss is a mean over pairs of image and step. So each part divides by the number of pairs in the whole
+    mini-batch, and how it is cut changes nothing. If several processes share it, that is the number of each, because
+    gradients become means over processes.
+    """
+    sums = defaultdict(float)
+    for index, columns in zip(rows.split(args.train_batch_size), steps.split(args.train_batch_size)):
+        for step in columns.unbind(1):  # (b,), for each image another
+            x = rollout.latents[index, step]  # (b, C, H, W)
+            x_prev = rollout.latents[index, step + 1]
+            old_logprobs = rollout.old_logprobs[index, step]  # (b,)
+            advantages = rollout.advantages[index]
+            mean, std = chain.step(x, chain.timesteps[step], rollout.context[index], args)
+            logprobs = gaussian_logprobs(x_prev, mean, std)
+            mask = torch.ones_like(logprobs, dtype=torch.bool)
+            loss, ratio, _ = policy_loss(logprobs, old_logprobs, advantages, mask, args.train_clip_range)  # (b,)
+            if args.kl_coef:
+                kl = gaussian_kl(mean, rollout.ref_means[index, step], std)
+                loss = loss + args.kl_coef * kl / x[0].numel()  # per pixel, as the log-probabilities are
+            (loss.sum() / steps.numel()).backward()
+            distance = (ratio - 1).abs()
+            stats = {
+                "loss": loss,
+                "approx_kl": 0.5 * (logprobs - old_logprobs) ** 2,
+                "clipfrac": (distance > args.train_clip_range).float(),
+                "ratio_error": distance,
+            }
+            for name, values in stats.items():
+                sums[name] += values.detach().sum()
+    totals = all_reduce(torch.stack(list(sums.values())))
+    means = totals / (WORLD_SIZE * steps.numel())
+    return dict(zip(sums, means.tolist()))
 
 
-def image_stats(rollout: ImageBatch) -> dict[str, float]:
+def optimize(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
+    """`train_num_inner_epochs` passes over the images; means over all steps of images that were trained on."""
+    sums = Counter()
+    num_steps = 0
+    for rows, steps in mini_batches(rollout, args):
+        optimizer.zero_grad()
+        means = mini_batch_gradient(chain, rollout, rows, steps, args)
+        if num_steps == 0:
+            check_first_ratio(means["ratio_error"], args)  # it is 1: nothing has moved yet
+        norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
+        if norm.isfinite():  # else the weights would be NaN for good
+            optimizer.step()
+        sums.update(means)
+        sums["grad_norm"] += norm.item()
+        num_steps += 1
+    optimizer.zero_grad()
+    del sums["ratio_error"]
+    return {name: x / num_steps for name, x in sums.items()}
+
+
+# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
+
+
+def rollout_stats(rollout: Rollout) -> dict[str, float]:
     """The metrics that describe an epoch's images, before the update."""
-    stats = {"reward_mean": rollout.scores.mean(), "reward_std": rollout.scores.std(correction=0)}
-    stats["objective/kl"] = rollout.kl.sum(1).mean()
+    stats = {
+        "reward_mean": rollout.scores.mean().item(),
+        "reward_std": rollout.scores.std(correction=0).item(),
+        "objective/kl": rollout.kl.sum(1).mean().item(),
+    }
     if rollout.gold_scores is not None:
-        stats["objective/gold_scores"] = rollout.gold_scores.mean()
-    return {name: x.item() for name, x in stats.items()}
+        stats["objective/gold_scores"] = rollout.gold_scores.mean().item()
+    return stats
 
 
-def draw_images(run: "Run", epoch: int, chain: Chain, rows: list[dict]) -> None:
+def draw_images(run: "Run", chain: Chain, prompts: list[dict], args: Args) -> None:
     """images/epoch-N.png: eight images of the first model, and below them those of the policy, from the same noise."""
     from diffusers.utils import make_image_grid
-    from PIL import Image
 
-    rows = [rows[i // WORLD_SIZE % len(rows)] for i in range(8 * WORLD_SIZE)]  # eight on each process
-    seeded = lambda: torch.Generator().manual_seed(run.args.seed)  # noqa: E731
-    images = torch.cat([sample_images(chain, rows, of, seeded()).images for of in ("reference", "policy")])
-    images, scale = F.pad(images, (1, 1, 1, 1), value=0.5), max(1, 64 // images.shape[-1])  # framed; small ones larger
-    pixels = (255 * images).round().byte().permute(0, 2, 3, 1).cpu()  # (16, height, width, 3)
-    pixels = pixels.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
-    if not RANK:
-        with suppress(OSError):  # a disk that is full: the run itself goes on
-            (run.output / "images").mkdir(exist_ok=True)
-            pictures = [Image.fromarray(image.numpy()) for image in pixels]
-            make_image_grid(pictures, 2, 8).save(run.output / f"images/epoch-{epoch:04d}.png")
+    if RANK:
+        return
+    examples = [prompts[i % len(prompts)] for i in range(8)]
+    noise = chain.draw_noise(8, torch.Generator().manual_seed(args.seed))  # the same in each epoch
+    rows = [sample_images(chain, examples, noise, args, of).images for of in ("reference", "policy")]
+    images = F.pad(torch.cat(rows), (1, 1, 1, 1), value=0.5)  # (16, 3, height, width), framed
+    images = F.interpolate(images, scale_factor=max(1, 64 // images.shape[-1]))  # small ones larger
+    pictures = chain.pipe.numpy_to_pil(images.permute(0, 2, 3, 1).cpu().numpy())
+    with suppress(OSError):  # a disk that is full: the run itself goes on
+        (run.output / "images").mkdir(exist_ok=True)
+        make_image_grid(pictures, 2, 8).save(run.output / f"images/epoch-{run.step:04d}.png")
+
+
+# --- Models and rewards -----------------------------------------------------------------------------------------------
+
+
+def load_chain(args: Args) -> Chain:
+    """Policy and reference from a Stable Diffusion pipeline, with DDIM's schedule; all but the UNet is frozen."""
+    with explain("ddpo.py needs diffusers: pip install diffusers==0.42.1"):
+        import diffusers
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    with explain(f"the pipeline {args.model!r} could not be loaded (a StableDiffusionPipeline, from safetensors)"):
+        pipe = diffusers.StableDiffusionPipeline.from_pretrained(
+            locate(args.model), dtype=torch.float32, use_safetensors=True, safety_checker=None,
+            requires_safety_checker=False,
+        )  # fmt: skip
+    pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
+    pipe.scheduler.set_timesteps(args.sample_num_steps)
+    check_schedule(pipe.scheduler, args)
+    policy = pipe.unet
+    turn_off_dropout(policy)
+    if args.gradient_checkpointing:
+        policy.enable_gradient_checkpointing()
+    if args.lora_r:
+        policy = make_adapter(policy, args)
+    reference = make_reference(args, policy).to(args.torch_device)
+    policy.pipe = pipe.to(args.torch_device)  # what it is saved in
+    negative = encode(pipe, [args.negative_prompts or ""], args)
+    return Chain(pipe, policy, reference, pipe.scheduler.timesteps.to(args.torch_device), negative)
+
+
+def check_schedule(scheduler, args: Args) -> None:
+    """Raises UserError unless there is a normal distribution to draw from."""
+    require(not scheduler.config.thresholding, f"{args.model}: a scheduler with thresholding has no normal distribution")
+    zeros = torch.zeros(len(scheduler.timesteps), 1, 1, 1)
+    _, std = ddim_step(scheduler, zeros, scheduler.timesteps, zeros, args.sample_eta)
+    require(std.any(), f"--sample-num-steps {args.sample_num_steps}: no step has a deviation above 0; take more")
+    if not std.all():
+        print("the last step has a deviation of 0 and is not trained on")
+
+
+def make_adapter(unet: nn.Module, args: Args) -> nn.Module:
+    """The UNet, frozen, with LoRA adapters to train on its attention."""
+    with explain("--lora-r needs peft: pip install peft"):
+        from peft import LoraConfig, get_peft_model
+
+    layers = ["to_k", "to_q", "to_v", "to_out.0"]
+    config = LoraConfig(
+        r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=layers, init_lora_weights="gaussian"
+    )  # fmt: skip
+    return get_peft_model(unet, config)
+
+
+def make_reference(args: Args, policy: nn.Module) -> nn.Module:
+    """A frozen copy of the policy; with LoRA the policy itself, whose adapter is off while it serves as that."""
+    return policy if args.lora_r else deepcopy(policy).requires_grad_(False)
+
+
+def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
+    """AdamW for what is trained of the UNet; its learning rate is constant."""
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        parameters, args.train_learning_rate, (args.train_adam_beta1, args.train_adam_beta2), args.train_adam_epsilon,
+        args.train_adam_weight_decay, fused=True,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def encode(pipe, prompts: list[str], args: Args) -> Tensor:
+    """(B, L, D) what the text encoder makes of prompts, cut or padded to the greatest length it knows."""
+    with autocast(args):
+        context, _ = pipe.encode_prompt(prompts, args.torch_device, 1, do_classifier_free_guidance=False)
+    return context.float()
+
+
+def decode_latents(pipe, latents: Tensor, args: Args) -> Tensor:
+    """(B, 3, height, width) images in [0, 1], eight at a time: the decoder is large."""
+    parts = []
+    with autocast(args):
+        for x in (latents / pipe.vae.config.scaling_factor).split(8):
+            parts.append(pipe.vae.decode(x).sample)
+    return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
+
+
+def function_reward(spec: str, prompts: list[dict], chain: Chain, args: Args) -> Callable[[Rollout], Tensor]:
+    """A user's f(images, prompts, metadata) -> one number per image, or as in TRL a pair (numbers, more metadata).
+
+    The metadata of an image is its row of the dataset. The function may change what it is given.
+    """
+    function = load_function(spec)
+
+    def ask(images: Tensor, examples: list[dict]) -> Tensor:
+        """(b,) what the function says of some images (b, 3, height, width)."""
+        texts = [x[args.prompt_column] for x in examples]
+        with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
+            result = function(images.clone(), texts, deepcopy(examples))
+            if isinstance(result, tuple):
+                result = result[0]
+            scores = torch.as_tensor(result).detach().float()
+        fits = scores.shape == (len(images),)
+        require(fits, f"the reward function {spec} gave {scores.tolist()} for {len(images)} images: it is to give one "
+                "number for each")  # fmt: skip
+        return scores.to(args.torch_device)
+
+    def reward(part: Rollout) -> Tensor:
+        """(b,) rewards of the images of this process."""
+        scores = ask(part.images, part.examples)
+        require(scores.isfinite().all(), f"the reward function {spec} gave {scores.tolist()}: not all are finite")
+        return scores
+
+    size = chain.policy.config.sample_size * chain.pipe.vae_scale_factor
+    blank = torch.zeros(2, 3, size, size, device=args.torch_device)
+    ask(blank, (prompts * 2)[:2])  # a wrong function fails now
+    return reward
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+def load_prompts(args: Args) -> list[dict]:
+    """The rows of the dataset, each with its prompt."""
+    data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
+    read_column(data, args.prompt_column, args.dataset, "--prompt-column")
+    return data.to_list()
 
 
 # --- Settings and checks ----------------------------------------------------------------------------------------------
@@ -436,150 +647,36 @@ ALIASES = {  # TRL's spellings
 CURVES = [["reward_mean", "objective/gold_scores"], ["objective/kl"], ["approx_kl", "clipfrac"]]
 
 
-def begin(args: Args) -> None:
-    """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    for name, hint in get_type_hints(Args, include_extras=True).items():
-        if hasattr(hint, "__metadata__"):
-            allowed, holds = hint.__metadata__
-            value = getattr(args, name)
-            require(holds(value), f"--{name.replace('_', '-')} {value} must be {allowed}")
+def choose_sizes(args: Args, chain: Chain) -> Args:
+    """The settings with the batch sizes of all processes together filled in; prints them in words."""
+    args = copy(args)
     sampled = args.sample_batch_size * args.sample_num_batches_per_epoch
     trained = args.train_batch_size * args.train_gradient_accumulation_steps
     require(sampled % trained == 0, f"an epoch has --sample-batch-size * --sample-num-batches-per-epoch = {sampled} "
             "images on each process, which is no multiple of the --train-batch-size * "
             f"--train-gradient-accumulation-steps = {trained} of an optimiser step")  # fmt: skip
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group()
-        print(f"processes: {WORLD_SIZE}")
-    random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "model_index.json", "README.md")]
-    is_used = any(file.exists() and file.stat().st_size for file in files)
-    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
-            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
-    with explain(f"--device {args.device} cannot be used on this machine"):
-        device = torch.empty(0, device=args.device or torch.accelerator.current_accelerator(True) or "cpu").device
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
-            torch.cuda.set_device(device)
-    args.torch_device = str(device)
+    args.batch_size = sampled * WORLD_SIZE
+    args.mini_batch_size = trained * WORLD_SIZE
+    size = sum(p.numel() for p in chain.policy.parameters() if p.requires_grad)
+    print(f"policy: {args.model}, {size / 1e6:.2f}M trained parameters on {args.torch_device}")
+    print(f"batch: {args.batch_size} images per epoch, of {len(chain.timesteps)} steps each; {args.mini_batch_size} "
+          "per optimiser step")  # fmt: skip
+    return args
 
 
-def check_unmoved(error: float, args: Args) -> None:
+def check_first_ratio(error: float, args: Args) -> None:
     """Raises UserError if the mean of |ratio - 1| before the first step is more than rounding."""
-    bound = 1e-3 if args.torch_device == "cpu" and not args.bf16 else 2e-2
+    bound = 2e-2
+    if args.torch_device == "cpu" and not args.bf16:
+        bound = 1e-3
     require(error <= bound, f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): "
             "sampling and update see different distributions")  # fmt: skip
 
 
-# --- Models, prompts and rewards --------------------------------------------------------------------------------------
-
-
-def load_rows(args: Args) -> list[dict]:
-    """The rows of the dataset, each with its prompt."""
-    data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    read_column(data, args.prompt_column, args.dataset, "--prompt-column")
-    return list(data)
-
-
-def load_chain(args: Args) -> Chain:
-    """Policy and reference from a Stable Diffusion pipeline, with DDIM's schedule; all but the UNet is frozen."""
-    try:
-        import diffusers
-    except ImportError:
-        raise UserError("ddpo.py needs diffusers: pip install diffusers==0.42.1") from None
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    with explain(f"the pipeline {args.model!r} could not be loaded (a StableDiffusionPipeline, from safetensors)"):
-        options = {"dtype": torch.float32, "use_safetensors": True, "safety_checker": None}
-        pipe = diffusers.StableDiffusionPipeline.from_pretrained(
-            locate(args.model), requires_safety_checker=False, **options
-        )
-        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
-        pipe.scheduler.set_timesteps(args.sample_num_steps)
-    config, timesteps = pipe.scheduler.config, pipe.scheduler.timesteps
-    require(not config.thresholding, f"{args.model}: a scheduler with thresholding has no normal distribution")
-    zeros = torch.zeros(len(timesteps), 1, 1, 1)
-    _, std = ddim_step(pipe.scheduler, zeros, timesteps, zeros, args.sample_eta)
-    require(std.any(), f"--sample-num-steps {args.sample_num_steps}: no step has a deviation above 0; take more")
-    if not std.all():
-        print("the last step has a deviation of 0 and is not trained on")
-    policy, reference = pipe.unet, pipe.unet if args.lora_r else deepcopy(pipe.unet)
-    for model in (pipe.vae, pipe.text_encoder, reference):
-        model.requires_grad_(False).eval().to(args.torch_device)
-    if args.lora_r:
-        with explain("--lora-r needs peft: pip install peft"):
-            from peft import LoraConfig, get_peft_model
-
-        lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "init_lora_weights": "gaussian"}
-        lora = LoraConfig(target_modules=["to_k", "to_q", "to_v", "to_out.0"], **lora)
-        policy = reference = get_peft_model(policy, lora)
-    for module in policy.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the ratio must be 1 before the first step
-    if args.gradient_checkpointing:
-        pipe.unet.enable_gradient_checkpointing()
-    policy.eval().to(args.torch_device)
-    number = sum(p.numel() for p in policy.parameters() if p.requires_grad) / 1e6
-    print(f"policy: {args.model}, {number:.2f}M trained parameters on {args.torch_device}")
-    print(f"batch: {args.sample_batch_size * args.sample_num_batches_per_epoch * WORLD_SIZE} images per epoch, of "
-          f"{len(timesteps)} steps each; {step_size(args)} per optimiser step")  # fmt: skip
-    negative = encode(pipe, [args.negative_prompts], args)
-    return Chain(pipe, policy, reference, timesteps.to(args.torch_device), negative, args)
-
-
-def step_size(args: Args) -> int:
-    """Images of an optimiser step, on all processes together."""
-    return args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
-
-
-@torch.no_grad()
-def encode(pipe, prompts: list[str], args: Args) -> Tensor:
-    """(B, L, D) what the text encoder makes of prompts, cut or padded to the greatest length it knows."""
-    ids = pipe.tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt").input_ids
-    with torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16):
-        return pipe.text_encoder(ids.to(args.torch_device))[0].float()
-
-
-def decode_latents(pipe, latents: Tensor, args: Args) -> Tensor:
-    """(B, 3, height, width) images in [0, 1], eight at a time: the decoder is large."""
-    with torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16):
-        parts = [pipe.vae.decode(x).sample for x in (latents / pipe.vae.config.scaling_factor).split(8)]
-    return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
-
-
-def load_reward(spec: str, args: Args) -> Callable[[ImageBatch], Tensor]:
-    """A user's f(images, prompts, metadata) -> one number per image, or as in TRL a pair (numbers, more metadata)."""
-    function = load_function(spec)
-
-    def reward(r: ImageBatch) -> Tensor:
-        """(B,) rewards of this process's images."""
-        with explain(f"the reward function {spec} failed"):
-            result = function(r.images, r.prompts, r.rows)
-            scores = torch.as_tensor(result[0] if isinstance(result, tuple) else result)
-        fits = scores.shape == (len(r.images),) and scores.isfinite().all()
-        require(fits, f"the reward function {spec} gave {scores.tolist()} for {len(r.images)} images: it is to give "
-                "one finite number for each")  # fmt: skip
-        return scores.float().to(args.torch_device)
-
-    return reward
-
-
-def all_gather_list(rows: list) -> list:
-    """As all_gather, of a list."""
-    shares = [rows]
-    if WORLD_SIZE > 1:
-        shares = [None] * WORLD_SIZE
-        dist.all_gather_object(shares, rows)
-    return [row for rows_of_all in zip(*shares) for row in rows_of_all]
-
-
 # --- The same text in every script, from here to the end: mistakes, data by name, processes, the run ------------------
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -599,37 +696,62 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
         known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
-        user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(known)]
+        frames = traceback.extract_tb(error.__traceback__)
+        user = [frame for frame in frames if not frame.filename.startswith(known)]
         where = f" ({user[-1].filename}, line {user[-1].lineno})" if user else ""
         raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
+
+
+@contextmanager
+def setting_up() -> Iterator[None]:
+    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    fork's, and keeps its traceback."""
+    try:
+        yield
+    except Exception as error:
+        if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
+            raise
+        with explain("the run could not start"):
+            raise
 
 
 @cache
 def hub_answers() -> bool:
     """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
     with suppress(Exception):
-        get_session().head(constants.ENDPOINT, timeout=5)
-        return True
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        if not get_session().head(constants.ENDPOINT, timeout=5).is_error:
+            return True
+    constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
     return False
 
 
 def locate(name: str) -> str:
     """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
-    here = next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
+    for folder in (Path(), Path(__file__).resolve().parent):
+        if name and (folder / name).exists():
+            return str(folder / name)
     is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith(tuple(DATA_FILES)) or "\\" in name
-    is_path = is_path or name.count("/") > 1
-    require(here or (name and not is_path), f"{name!r}: there is no such file or folder")
-    if here is None and not hub_answers():
+    require(name and not is_path and name.count("/") < 2, f"{name!r}: there is no such file or folder")
+    if not hub_answers():
         is_cached = any(Path(constants.HF_HUB_CACHE).glob(f"*--{name.replace('/', '--')}"))
         require(is_cached, f"{name!r} is neither a folder here nor in the cache, and the hub cannot be reached; python "
                 f"{Path(__file__).name} without flags runs offline")  # fmt: skip
-    return str(here or name)
+    return name
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """In training mode, too, which gradient checkpointing asks for: all passes must see one distribution."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if is_rate and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def load_function(spec: str) -> Callable:
@@ -645,12 +767,15 @@ def load_function(spec: str) -> Callable:
 
 def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
-    path, data = locate(name), []
-    kind = DATA_FILES.get(Path(path).suffix)
-    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
-    source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
+    path = locate(name)
+    source = {"path": path, "name": config}
+    if Path(path).is_file():
+        kind = DATA_FILES.get(Path(path).suffix)
+        require(kind, f"the dataset {name}: a file must be jsonl, json, csv or parquet")
+        source = {"path": kind, "data_files": path}
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    data = []
     with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
     require(len(data), f"the dataset {name}, split {split!r}, is empty")
@@ -661,23 +786,38 @@ def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
     require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"the dataset {name}, column {column!r}, could not be read"):
-        rows = list(data[column])
+    rows = list(data[column])
     for i, row in enumerate(rows):
         require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
 
 
-def batches(rows: list, queue: list[int], batch_size: int) -> Iterator[list]:
-    """Endless batches of rows; each pass over them is in a new random order.
+def batch(rows: list, number: int, size: int, seed: int) -> list:
+    """Batch `number` (0, 1, ...) of an endless sequence: pass after pass over the rows, each in its own order."""
+    picked = []
+    for position in range(number * size, (number + 1) * size):
+        pass_number, place = divmod(position, len(rows))
+        order = shuffled(len(rows), seed, pass_number)
+        picked.append(rows[order[place]])
+    return picked
 
-    `queue` holds those that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
-    """
-    while True:
-        while len(queue) < batch_size:
-            queue += torch.randperm(len(rows)).tolist()
-        batch, queue[:] = queue[:batch_size], queue[batch_size:]
-        yield [rows[i] for i in batch]
+
+@lru_cache(maxsize=2)
+def shuffled(n: int, seed: int, number: int) -> list[int]:
+    """The numbers below n in a random order, which follows from the seed and the number of the pass."""
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    return torch.randperm(n, generator=generator).tolist()
+
+
+def make_seed(*numbers: int) -> int:
+    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass, so
+    that any step can be run again alone."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def autocast(args: Args) -> torch.autocast:
+    """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -709,61 +849,148 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def start_run(args: Args) -> Args:
+    """Checks the settings and joins the processes; returns the settings with output_dir and torch_device filled in."""
+    args = copy(args)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    check_values(args)
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    check_unused(args)
+    with explain(f"--device {args.device} cannot be used on this machine"):
+        device = torch.empty(0, device=args.device or torch.accelerator.current_accelerator(True) or "cpu").device
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
+            torch.cuda.set_device(device)
+    args.torch_device = str(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+        print(f"processes: {WORLD_SIZE}")
+    set_seed(args.seed % 2**32)  # of adapters; each epoch has its own
+    return args
+
+
+def check_unused(args: Args) -> None:
+    """Raises UserError if the output folder holds something, and this is not the run that goes on with it."""
+    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "model_index.json", "README.md")]
+    is_used = any(file.exists() and file.stat().st_size for file in files)
+    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
+            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+
+
+def check_values(args: Args) -> None:
+    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
+    for name, value in values.items():
+        require(value != "", f"--{name.replace('_', '-')} is an empty text")
+    try:
+        TypeAdapter(Args).validate_python(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]  # for instance "Input should be greater than 0"
+        raise UserError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
+
+
 class Run:
     """What a run shows and leaves: progress bar, metrics.jsonl, W&B, checkpoints; in the end pipeline and curves.
 
     A number is logged by putting it into the stats, under any name. A checkpoint is one dict: weights and optimiser;
-    `state`, the lists and dicts that change during the run; the random state; and the length of metrics.jsonl, to which
-    the file is cut when the run goes on. On a CPU a resumed run is, bit for bit, the one that was never interrupted.
+    `state`, the dict of what else changes during the run; and the length of metrics.jsonl, to which the file is cut
+    when the run goes on. On a CPU a resumed run is, bit for bit, the one that was never interrupted. `with run:` saves
+    what was trained, also after an error or Ctrl-C.
     """
 
-    def __init__(self, args: Args, models: dict, optimizer: torch.optim.Optimizer, schedule, state: dict):
-        self.args, self.optimizer, self.schedule, self.state = args, optimizer, schedule, state
+    def __init__(
+        self, args: Args, num_steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **others
+    ):
+        self.args = args
+        self.num_steps = num_steps
+        models = {"model": model, **others}  # others: a critic, a moving average
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
-        self.output, self.metrics, self.seconds, self.warned = Path(args.output_dir), {}, {}, set()
-        self.step, self.signal, self.broken, self.start = 0, None, 0, time.perf_counter()
-        self.wandb, self.wandb_id, self.file = None, None, open(os.devnull, "w")
+        self.optimizer = optimizer
+        self.state = state
+        self.output = Path(args.output_dir)
+        self.step = 0  # the one that is being made
+        self.written = 0  # steps that are done
+        self.start = time.perf_counter()
+        self.seconds = {}  # of each phase of this step
+        self.broken = 0  # steps in a row without a finite gradient
+        self.warned = set()
+        self.signal = None
+        self.must_stop = False
+        self.wandb = None
+        self.wandb_id = None
+        self.file = open(os.devnull, "w")
         if not RANK:
-            with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
-                (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-                self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
-                self.file = open(self.output / "metrics.jsonl", "a")
-                (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            self.open_folder()
         if args.resume:
             self.restore(Path(args.resume))
         if args.track and not RANK:
-            with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
-                import wandb
-
-                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.output.name}
-                names |= {"dir": self.output, "id": self.wandb_id, "resume": "allow"}
-                self.wandb = wandb.init(**names, config=asdict(args))
+            self.start_wandb()
         print(f"output: {self.output}")
-
-    def steps(self, num_steps: int) -> Iterator[int]:
-        """The numbers of the steps that are left. Ctrl-C, SIGTERM or SIGHUP end the run after the step it is in."""
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True)
-        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        before = {number: signal.signal(number, self.stop) for number in heeded}
-        try:
-            for step in range(self.step + 1, num_steps + 1):
-                yield step
-                is_asked = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
-                if step % self.args.save_steps == 0 or step == num_steps or is_asked:
-                    self.save(step)
-                if is_asked and step < num_steps:
-                    raise KeyboardInterrupt(f"stopped by a signal after step {step} of {num_steps}")
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
-    def stop(self, number: int, frame) -> None:
+    def open_folder(self) -> None:
+        """Makes the folder, with its lock, metrics.jsonl and args.json."""
+        with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
+            (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+            check_unused(self.args)  # another run may have ended here while this one was loading
+            self.file = open(self.output / "metrics.jsonl", "a")
+            (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
+
+    def start_wandb(self) -> None:
+        """Opens the W&B run; one that is resumed is continued."""
+        names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
+        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+            import wandb
+
+            config = asdict(self.args)
+            self.wandb = wandb.init(**names, config=config, dir=self.output, id=self.wandb_id, resume="allow")
+            self.wandb_id = self.wandb.id
+
+    def __enter__(self) -> "Run":
+        """Ctrl-C, SIGTERM and SIGHUP end the run after the step it is in, unless they are ignored, as by nohup."""
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        self.handlers = {number: signal.signal(number, self.heed) for number in heeded}
+        return self
+
+    def heed(self, number: int, frame) -> None:
         """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
         if self.signal and WORLD_SIZE == 1:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         print(f"\n{self.signal.name}: stopping after this step; send it again to stop at once", file=sys.stderr)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace) -> None:
+        """Saves what was trained, if a step was made. An error in saving does not hide the one from before.
+
+        Nothing is saved if another process has failed: the model cannot be put together without it.
+        """
+        if kind is KeyboardInterrupt:
+            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.bar.close()
+        with suppress(OSError):  # what a full disk did not take was reported where it was written
+            self.file.close()
+        try:
+            if self.written and (WORLD_SIZE == 1 or kind in (None, KeyboardInterrupt)):
+                self.finish()
+        except UserError as second:
+            if error is None:
+                raise
+            error.add_note(f"then: {second}")
+        if self.wandb:
+            self.wandb.finish()
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that are left, each begun with its own seed."""
+        for step in range(self.step + 1, self.num_steps + 1):
+            self.step = step
+            set_seed(make_seed(self.args.seed, step))
+            yield step
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -774,98 +1001,119 @@ class Run:
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
-    def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
+    def write(self, stats: dict[str, float], *shown: str) -> None:
         """Ends a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
-        self.metrics |= stats
+        line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
         with explain(f"{self.output}/metrics.jsonl could not be written"):
-            print(json.dumps(stats), file=self.file, flush=True)
+            print(json.dumps(line), file=self.file, flush=True)
         if self.wandb:
-            self.wandb.log(stats, step=step)
-        beside = [f"{name.split('/')[-1]} {self.metrics[name]:.2f}" for name in shown if name in self.metrics]
+            self.wandb.log(stats, step=self.step)
+        beside = [f"{name.split('/')[-1]} {stats[name]:.2f}" for name in shown if name in stats]
         self.bar.set_postfix_str(", ".join(beside), refresh=False)
         self.bar.update()
+        self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
-                "learning rate is too high); the weights from before are saved")  # fmt: skip
+                "learning rate is too high); no such step was made")  # fmt: skip
 
-    def save(self, step: int) -> None:
-        """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
+    def is_due(self, every: int) -> bool:
+        """True after every so many steps, and after the last one."""
+        return self.step % every == 0 or self.step == self.num_steps
+
+    def save(self) -> None:
+        """Writes a checkpoint, if it is time or a signal came; it is renamed into place when it is whole."""
+        self.must_stop = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
+        if not self.must_stop and not self.is_due(self.args.save_steps):
+            return
         models, optimizer = dcp.get_state_dict(self.models, self.optimizer, options=WHOLE)
+        if RANK:
+            return
         state = {
-            "script": Path(__file__).name, "step": step, "models": models, "optimizer": optimizer, "state": self.state,
-            "torch_random": torch.get_rng_state(), "python_random": random.getstate(), "bytes": self.file.tell(),
-            "seconds": time.perf_counter() - self.start, "wandb_id": self.wandb and self.wandb.id,
+            "script": Path(__file__).name, "step": self.step, "models": models, "optimizer": optimizer,
+            "state": self.state, "bytes": self.file.tell(), "seconds": time.perf_counter() - self.start,
+            "machine": machine(), "wandb_id": self.wandb_id,
         }  # fmt: skip
         folder = self.output / "checkpoints"
         try:
-            if not RANK:
-                os.fsync(self.file.fileno())
-                with open(folder / "unfinished", "wb") as file:
-                    torch.save(state, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                (folder / "unfinished").replace(folder / f"step-{step:08d}.pt")
-                for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
-                    old.unlink()
+            os.fsync(self.file.fileno())
+            with open(folder / "unfinished", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            (folder / "unfinished").replace(folder / f"step-{self.step:08d}.pt")
+            for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+                old.unlink()
         except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
             (folder / "unfinished").unlink(missing_ok=True)
-            print(f"warning: no checkpoint after step {step} (is the disk full?): {error}", file=sys.stderr)
+            print(f"warning: no checkpoint after step {self.step} (is the disk full?): {error}", file=sys.stderr)
+
+    def stop(self) -> None:
+        """Ends the run if a signal has asked for it."""
+        if self.must_stop and self.step < self.num_steps:
+            raise KeyboardInterrupt(f"stopped by a signal after step {self.step} of {self.num_steps}")
 
     def restore(self, path: Path) -> None:
         """Brings everything back to a checkpoint and removes what came after it; without any, the run starts over."""
         files = [path] if path.is_file() else sorted((self.output / "checkpoints").glob("step-*.pt"), reverse=True)
-        metrics, script = self.output / "metrics.jsonl", Path(__file__).name
-        for file in files:
-            with suppress(Exception):  # whatever a damaged file makes of it
-                if zipfile.ZipFile(file).testzip() is None:  # its checksums
-                    state = torch.load(file, map_location="cpu", weights_only=True)
-                    break
-            print(f"warning: {file} is damaged and cannot be read", file=sys.stderr)
-        else:
-            require(not files, f"--resume {path}: there is no checkpoint that can be read; start a new run")
-            return None if RANK else self.file.truncate(0)
+        file, state = read_checkpoint(files)
+        if not files:
+            if not RANK:
+                self.file.truncate(0)
+            return
+        require(state, f"--resume {path}: there is no checkpoint that can be read; start a new run")
+        script = Path(__file__).name
         require(state["script"] == script, f"--resume {path}: that is a checkpoint of {state['script']}, not {script}")
+        metrics = self.output / "metrics.jsonl"
         is_whole = metrics.stat().st_size >= state["bytes"]
         require(is_whole, f"{metrics} is shorter than when {file.name} was written; start a new run")
         with explain(f"--resume {path}: this checkpoint does not fit the model"):
             # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
+        same = state["state"].get("data") == self.state.get("data")
+        require(same, f"--resume {path}: the dataset is not the one that the run began with; start a new run")
+        if state["machine"] != machine():
+            print(f"continues on {machine()}, after {state['machine']}: the numbers will differ in their last bits")
         self.state.update(state["state"])
-        random.setstate(state["python_random"])
-        torch.set_rng_state(state["torch_random"])
-        self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
-        self.schedule.last_epoch = self.step - 1
-        self.schedule.step()  # the rate of the next step, which is another one if the run is now longer
+        self.step = self.written = state["step"]
+        self.start -= state["seconds"]
+        self.wandb_id = state["wandb_id"]
         if not RANK:
             self.file.truncate(state["bytes"])
             for later in (self.output / "checkpoints").glob("step-*.pt"):
                 if later.name > file.name:
                     later.unlink()
-        for line in metrics.read_bytes()[: state["bytes"]].splitlines():
-            self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
 
-    def end(self, chain: Chain) -> None:
-        """Closes the files; unless no step was made, saves pipeline, card and curves; an adapter in lora/."""
-        self.bar.close()
-        with suppress(OSError):  # what a full disk did not take was reported where it was written
-            self.file.close()
-        if self.metrics and not RANK:
-            with explain(f"the model could not be saved in {self.output}"):
-                if self.args.lora_r:
-                    chain.policy.save_pretrained(self.output / "lora")
-                    chain.pipe.unet = chain.policy.merge_and_unload()
-                chain.pipe.save_pretrained(self.output)
-            with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
-                write_card(self.output, self.args, self.metrics, "diffusers")
-                draw_curves(self.output, CURVES)
+    def finish(self) -> None:
+        """Saves the pipeline; beside it the card and the curves."""
+        with explain(f"the pipeline could not be saved in {self.output}"):
+            save_model(self.models["model"], self.output, self.args)
+        if not RANK:
+            with explain(f"the pipeline is saved in {self.output}, but its card or curves could not be made"):
+                lines = [json.loads(line) for line in open(self.output / "metrics.jsonl")]
+                write_card(self.output, self.args, lines, "diffusers")
+                draw_curves(self.output, lines)
             print(f"saved in {self.output}: the pipeline, its card, metrics.jsonl, curves.png and images/")
-        if self.wandb:
-            self.wandb.finish()
+
+
+def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
+    """The first of the files that is whole and a checkpoint, and what it holds."""
+    for file in files:
+        with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+                return file, state
+        print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
+    return None, None
+
+
+def machine() -> str:
+    """What the last bits of a sum depend on."""
+    return f"{WORLD_SIZE} process(es) of {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def printable(text: str) -> str:
@@ -879,29 +1127,47 @@ def peak_memory_mb() -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def write_card(output: Path, args: Args, metrics: dict[str, float], library: str = "transformers") -> None:
+def save_model(policy: nn.Module, folder: Path, args: Args) -> None:
+    """The pipeline with the trained UNet; the adapter alone in lora/."""
+    if RANK:
+        return
+    pipe = policy.pipe
+    if args.lora_r:
+        policy.save_pretrained(folder / "lora")
+        pipe.unet = policy.merge_and_unload()
+    pipe.save_pretrained(folder)
+
+
+def write_card(output: Path, args: Args, lines: list[dict[str, float]], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
-    names = {"base_model": args.model, "datasets": args.dataset}
-    hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
-    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem])
+    if args.model and not Path(locate(args.model)).exists():  # a name on the hub, to which the card then links
+        data.base_model = args.model
+    if args.dataset and not Path(locate(args.dataset)).exists():
+        data.datasets = args.dataset
+    last = {}
+    for line in lines:
+        last |= {name: value for name, value in line.items() if value is not None}
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in last.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}{settings}").save(output / "README.md")
 
 
-def draw_curves(output: Path, panels: list[list[str]]) -> None:
-    """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+def draw_curves(output: Path, lines: list[dict[str, float]]) -> None:
+    """curves.png: one panel for each list of metrics in CURVES."""
     from matplotlib.figure import Figure
 
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    x, figure = "episode" if "episode" in lines[0] else "step", Figure((5 * len(panels), 3.2), layout="constrained")
-    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        for name in panel:
-            points = [(line[x], line[name]) for line in lines if name in line]
+    x = "episode" if "episode" in lines[0] else "step"
+    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(CURVES), squeeze=False)[0]
+    for axis, names in zip(axes, CURVES):
+        for name in names:
+            points = [(line[x], line[name]) for line in lines if line.get(name) is not None]
             if points:
                 axis.plot(*zip(*points), label=name)
         axis.set_xlabel(x)
@@ -916,16 +1182,20 @@ def read_command_line() -> Args:
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
-    if (args := read()).resume is None:
+    args = read()
+    if args.resume is None:
         return args
-    path, names = Path(args.resume), [f.name for f in fields(Args) if f.init]
+    path = Path(args.resume)
     folder = path.parent.parent if path.is_file() else path
+    names = [f.name for f in fields(Args) if f.init]
     with explain(f"--resume {args.resume}: its args.json cannot be read (is it a run of {Path(__file__).name}?)"):
         saved = json.loads((folder / "args.json").read_text())
-        before = Args(**{name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name] for name in names})
+        before = TypeAdapter(Args).validate_python({name: saved[name] for name in names})
     args = read(default=before)
     for name in names[: names.index("resume")]:
-        old, new, flag = getattr(before, name), getattr(args, name), f"--{name.replace('_', '-')}"
+        old = getattr(before, name)
+        new = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
         require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
     same = args.output_dir in (before.output_dir, str(folder))
     require(same, f"--output-dir {args.output_dir}: a run that is resumed stays in its folder, {folder}")
@@ -936,29 +1206,27 @@ def read_command_line() -> Args:
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    args, terminal, script = None, sys.stderr, Path(__file__).name
+    terminal = sys.stderr
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
-        train(args := read_command_line())
+        train(read_command_line())
         if dist.is_initialized():
             dist.destroy_process_group()
     except KeyboardInterrupt as stop:
-        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-        command = f"; to resume: {launcher} {script} --resume {shlex.quote(args.output_dir or '')}" if args else ""
-        has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
-        print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
+        print("; ".join([str(stop) or "interrupted", *getattr(stop, "__notes__", [])]), file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         sys.stderr = terminal
         if "by peer" in str(error):
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
-        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        if not (is_full or isinstance(error, UserError)):
+        sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
+            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+        elif not isinstance(error, UserError):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
-        print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
+        print(printable(f"{Path(__file__).name}: error: {sentence}"), file=terminal)
         sys.exit(2)
 
 

@@ -96,8 +96,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, StaticCache
-from transformers import get_scheduler, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 
@@ -1393,6 +1393,13 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
     """
     path = locate(name)
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
+        with torch.device("meta"):
+            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
+        model.auto_class = auto_class
+        model.tokenizer = load_tokenizer(name, args, model)
+        return model
     is_adapter = Path(path, "adapter_config.json").exists()
     require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
@@ -1402,7 +1409,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     wrong = info["missing_keys"] | info["unexpected_keys"]
     if new_head:
         wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
-    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: {sorted(wrong)[:3]} are only in one of them")
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
     model.auto_class = auto_class
     model.tokenizer = load_tokenizer(name, args, model)
     return model
@@ -1599,9 +1606,35 @@ def shard(model: nn.Module | None, args: Args) -> None:
     is_trained = any(p.requires_grad for p in model.parameters())
     if args.bf16 and not is_trained:
         use_bfloat16(model)
-    if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
+    if args.zero_stage == 0:
         model.to(args.torch_device)
         return
+    weights = model.state_dict()
+    buffers = dict(model.named_buffers())
+    model.to("meta")  # process 0, too, which alone holds the weights
+    tie(model)
+    if is_trained or args.zero_stage == 3:
+        split(model, args)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
+    dcp.set_model_state_dict(model, {} if RANK else weights, options=options)
+    for name, buffer in buffers.items():  # those that no state dict holds, such as rotary frequencies
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if owner._buffers[name.rpartition(".")[2]].is_meta:
+            received = torch.empty_like(buffer, device=args.torch_device) if RANK else buffer.to(args.torch_device)
+            dist.broadcast(received, 0)
+            owner._buffers[name.rpartition(".")[2]] = received
+    tie(model)
+
+
+def tie(model: nn.Module) -> None:
+    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()
+
+
+def split(model: nn.Module, args: Args) -> None:
+    """Shards a model by torch's FSDP2, a layer at a time."""
     device_type = torch.device(args.torch_device).type
     size = args.shard_size or WORLD_SIZE
     mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
