@@ -45,7 +45,8 @@ MiniMax 2025 (CISPO, 2506.13585). docs/grpo.md has a glossary of the metrics.
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --reward-fn toy/verifiers.py:right_number \\
       --response-length 1024           # a small model on one GPU; problems.jsonl has the columns prompt and answer
 
-Shapes: B rows (G per prompt), P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary.
+Shapes: B rows of a batch (G per prompt), b of a micro-batch, P prompt tokens (left-padded), T response tokens
+(right-padded), S tokens of any text, V vocabulary, D hidden size.
 """
 
 import inspect
@@ -236,10 +237,10 @@ def train(args: Args) -> None:
             set_learning_rates(schedule, update)
             with run.clock("rollout"):
                 rollout, num_draws = sample_groups(policy, prompts, reward, state["num_draws"], args)  # 1 and 2
+                state["num_draws"] += num_draws
             with run.clock("score"):
                 if args.beta:
-                    with adapter_off(policy, reference):
-                        rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
+                    score_reference(rollout, policy, reference, args)
             rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
             rollout.loss_mask = rollout.mask
             if args.mask_truncated_completions:
@@ -247,7 +248,6 @@ def train(args: Args) -> None:
             with run.clock("update"):
                 stats = optimize(policy, optimizer, rollout, args)  # 4 and 5
             stats |= rollout_stats(rollout, args)
-            state["num_draws"] += num_draws
             state["num_tokens"] += rollout.inputs()["attention_mask"].sum().item()
             stats["sampled_batches"] = num_draws
             stats["num_tokens"] = state["num_tokens"]
@@ -414,6 +414,11 @@ def sample(
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
+def repeat(examples: list[dict], k: int) -> list[dict]:
+    """Each example k times, in neighbouring rows: a group."""
+    return [example for example in examples for _ in range(k)]
+
+
 def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
     """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
     rows = [example["input_ids"] for example in examples]
@@ -441,7 +446,6 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
     return (groups == groups[:, :1]).all(1)
 
 
-
 def sample_groups(
     policy: nn.Module, prompts: list[dict], reward: Callable[[Rollout], dict[str, Tensor]], first_draw: int, args: Args
 ) -> tuple[Rollout, int]:
@@ -455,19 +459,19 @@ def sample_groups(
     parts = []
     num_differing = 0
     for draw in range(1 + args.dynamic_sampling):
-        k_prompts = batch(prompts, first_draw + draw, num_groups, args.seed)
-        part = sample_batch(policy, [prompt for prompt in k_prompts for _ in range(G)], args)  # neighbours
+        examples = batch(prompts, first_draw + draw, num_groups, args.seed)
+        part = sample_batch(policy, repeat(examples, G), args)
         score_responses(part, reward, args)
         parts.append(part)
         num_differing += int((~equal_groups(part.scores, G)).sum())
         if num_differing >= num_groups:
             break
-    if args.dynamic_sampling == 0:
-        return part, 1
     rollout = join(parts)
-    is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # one per row
-    rows = is_equal.long().argsort(stable=True)  # those that differ come first
-    return rollout.select(rows[: args.batch_size]), draw + 1
+    if args.dynamic_sampling:
+        is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # of each row's group
+        rows = is_equal.long().argsort(stable=True)  # those that differ come first
+        rollout = rollout.select(rows[: args.batch_size])
+    return rollout, len(parts)
 
 
 def join(parts: list[Rollout]) -> Rollout:
@@ -549,6 +553,12 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tenso
     return torch.where(ended, scores, scores - penalty)
 
 
+def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
+    """The reference's part of step 2: fills in ref_logprobs (B, T)."""
+    with adapter_off(policy, reference):
+        rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
+
+
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 
 
@@ -580,7 +590,7 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
 
 
 def clip_bounds(args: Args) -> tuple[float, float]:
-    """The least and the greatest ratio that are not clipped; cispo has a cap alone."""
+    """The least and the greatest ratio that are not clipped. CISPO has a cap alone, by default 5 (TRL's advice)."""
     if args.loss_type == "cispo":
         return 0.0, args.epsilon_high or 5.0
     return 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
@@ -615,13 +625,14 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
-        return 1 / (num_rows * lengths)
-    divisor = num_tokens
-    if args.loss_type == "dr_grpo":
+        divisor = num_rows * lengths
+    elif args.loss_type == "dr_grpo":
         divisor = num_rows * args.response_length
-    if args.loss_type == "bnpo":
+    elif args.loss_type == "bnpo":
         num_parts = num_rows / len(mask)
         divisor = num_parts * mask.sum().clamp(min=1)
+    else:
+        divisor = num_tokens
     return torch.ones_like(lengths) / divisor
 
 
@@ -674,7 +685,8 @@ def policy_forward(
 def mini_batch_gradient(
     policy: nn.Module, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Adds up the gradient of a mini-batch; returns sums over its tokens of what is logged, and what it has one of.
+    """Adds up the gradient of a mini-batch; returns what is logged: sums over its tokens, and what describes the
+    whole of it.
 
     The loss has one definition for the whole mini-batch: how it is cut, or shared by processes, changes nothing (but
     for bnpo). The gradients of several processes become their mean, so that each counts rows and tokens per process.
@@ -704,8 +716,8 @@ def mini_batch_gradient(
         lower, upper = clip_bounds(args)
         is_low = (ratio < lower) & (r.advantages < 0)  # where the loss is clipped, and has no gradient
         is_high = (ratio > upper) & (r.advantages > 0)
-        low_shares.append(row_means(is_low, mask))
-        high_shares.append(row_means(is_high, mask))
+        low_shares.append(row_share(is_low, mask))
+        high_shares.append(row_share(is_high, mask))
         token_stats = {
             "kl": kl,
             "entropy": entropy,
@@ -720,17 +732,17 @@ def mini_batch_gradient(
         for name, x in token_stats.items():
             sums[name] += x.detach().expand_as(logprobs)[mask].sum()
     totals = all_reduce(torch.stack(list(sums.values())))
-    once = {
+    whole = {
         "loss": all_reduce(total_loss).item() / WORLD_SIZE,
         "clip_ratio/low_min": all_gather(torch.cat(low_shares)).min().item(),
         "clip_ratio/high_max": all_gather(torch.cat(high_shares)).max().item(),
     }
-    return dict(zip(sums, totals.tolist())), once
+    return dict(zip(sums, totals.tolist())), whole
 
 
-def row_means(x: Tensor, mask: Tensor) -> Tensor:
-    """(B,) the mean of x (B, T) or (B, 1) over the tokens of each row; 0 in a row without any."""
-    return x.expand_as(mask).masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
+def row_share(where: Tensor, mask: Tensor) -> Tensor:
+    """(b,) the share of a row's tokens at which `where`, (b, T) or (b, 1), is true; 0 in a row without tokens."""
+    return (where & mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
@@ -742,11 +754,11 @@ def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollo
     num_steps = args.num_ppo_epochs * args.num_mini_batches
     for mini_batch in mini_batches(rollout, args):
         optimizer.zero_grad()
-        here, once = mini_batch_gradient(policy, rollout, mini_batch, args)
+        here, whole = mini_batch_gradient(policy, rollout, mini_batch, args)
         if not sums:
             check_first_ratio(here["ratio_error"] / max(1, here["tokens"]), args)  # it is 1: nothing has moved yet
         sums.update(here)
-        per_step.update(once)
+        per_step.update(whole)
         policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
         per_step["grad_norm"] += policy_norm.item()
         if policy_norm.isfinite():  # else the weights would be NaN for good
@@ -823,18 +835,19 @@ def answer(
     policy: nn.Module, reward: Callable[[Rollout], dict[str, Tensor]], prompts: list[dict], k: int, temperature: float,
     args: Args,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scores (N, k) of k answers to each of N prompts, and (N, k) 1 where one is right: where the first of --reward-fn
-    gives it 1 or more."""
+    """Scores (N, k) of k answers to each of N prompts, and (N, k) 1 for a right one: one to which the first of
+    --reward-fn gives 1 or more."""
     N = len(prompts)
     answers = copy(args)
     answers.temperature = temperature
     answers.response_length_min = None
     extra = -N % WORLD_SIZE  # so that all processes have equally many
-    filled = (prompts * WORLD_SIZE)[: N + extra]
-    rollout = sample_batch(policy, [prompt for prompt in filled for _ in range(k)], answers)
+    examples = (prompts * WORLD_SIZE)[: N + extra]
+    rollout = sample_batch(policy, repeat(examples, k), answers)
     score_responses(rollout, reward, args)
-    first = next(iter(rollout.rewards_by_name.values()))
-    return rollout.scores.view(-1, k)[:N], (first >= 1).float().view(-1, k)[:N]
+    rewards = rollout.rewards_by_name[args.reward_fn[0].rpartition(":")[2]]  # (N * k,)
+    is_right = (rewards >= 1).float()
+    return rollout.scores.view(-1, k)[:N], is_right.view(-1, k)[:N]
 
 
 def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
@@ -1501,6 +1514,7 @@ def shard(model: nn.Module | None, args: Args) -> None:
     weights = model.state_dict()
     buffers = dict(model.named_buffers())
     model.to("meta")  # process 0, too, which alone holds the weights
+    tie(model)
     if is_trained or args.zero_stage == 3:
         split(model, args)
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
@@ -1511,6 +1525,11 @@ def shard(model: nn.Module | None, args: Args) -> None:
             received = torch.empty_like(buffer, device=args.torch_device) if RANK else buffer.to(args.torch_device)
             dist.broadcast(received, 0)
             owner._buffers[name.rpartition(".")[2]] = received
+    tie(model)
+
+
+def tie(model: nn.Module) -> None:
+    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()

@@ -47,7 +47,8 @@ baseline for free", the estimator); Hu 2025 (REINFORCE++, 2501.03262, sec. 3); S
   python rloo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to about 4
   python rloo.py --model gpt2 --bf16   # GPT-2 on a GPU, with the same prompts and reward (on a CPU, without --bf16)
 
-Shapes: B rows (K per prompt), P prompt tokens (left-padded), T response tokens (right-padded), V vocabulary.
+Shapes: B rows of a batch (K per prompt), b of a micro-batch, P prompt tokens (left-padded), T response tokens
+(right-padded), S tokens of any text, V vocabulary, D hidden size.
 """
 
 import inspect
@@ -245,8 +246,8 @@ def train(args: Args) -> None:
     with run:
         for update in run.steps():
             set_learning_rates(schedule, update)
-            k_prompts = batch(prompts, update - 1, args.batch_size // args.rloo_k, args.seed)
-            examples = [prompt for prompt in k_prompts for _ in range(args.rloo_k)]  # neighbours
+            examples = batch(prompts, update - 1, args.batch_size // args.rloo_k, args.seed)
+            examples = repeat(examples, args.rloo_k)
             with run.clock("rollout"):
                 rollout = sample_batch(policy, examples, args)  # 1
             with run.clock("score"):
@@ -257,10 +258,10 @@ def train(args: Args) -> None:
             if args.normalize_reward:
                 scores = normalize_scores(scores, args.reward_clip_range)
             non_score_reward = -rollout.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T), 3
-            advantages = rloo_advantages(scores, non_score_reward, args.rloo_k, args.token_level_kl)  # 4
+            rollout.advantages = rloo_advantages(scores, non_score_reward, args.rloo_k, args.token_level_kl)  # 4
             if args.normalize_advantage:
-                advantages = masked_whiten(advantages, action_mask(rollout.mask, args.token_level_kl))
-            rollout.advantages = advantages
+                actions = action_mask(rollout.mask, args.token_level_kl)
+                rollout.advantages = masked_whiten(rollout.advantages, actions)
             with run.clock("update"):
                 stats = optimize(policy, optimizer, rollout, texts, args)  # 5 and 6
             stats |= rollout_stats(rollout)
@@ -430,6 +431,11 @@ def sample(
             going = going[going]
     mask, ended = response_mask(responses, policy.stop_token_id)  # erases what an ended row drew while it waited
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
+
+
+def repeat(examples: list[dict], k: int) -> list[dict]:
+    """Each example k times, in neighbouring rows: a group."""
+    return [example for example in examples for _ in range(k)]
 
 
 def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
@@ -679,7 +685,8 @@ def mini_batch_gradient(
     it, that is the mean number per process, because gradients become means over processes.
     """
     sums = defaultdict(float)
-    num_actions = all_reduce(action_mask(rollout.mask, args.token_level_kl)[torch.cat(mini_batch)].sum()) / WORLD_SIZE
+    all_actions = action_mask(rollout.mask[torch.cat(mini_batch)], args.token_level_kl)
+    num_actions = all_reduce(all_actions.sum()) / WORLD_SIZE
     for index in mini_batch:
         r = rollout.select(index)
         logprobs, entropy, aux_loss, _ = policy_forward(policy, r, args)  # (b, T)
@@ -1521,6 +1528,7 @@ def shard(model: nn.Module | None, args: Args) -> None:
     weights = model.state_dict()
     buffers = dict(model.named_buffers())
     model.to("meta")  # process 0, too, which alone holds the weights
+    tie(model)
     if is_trained or args.zero_stage == 3:
         split(model, args)
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
@@ -1531,6 +1539,11 @@ def shard(model: nn.Module | None, args: Args) -> None:
             received = torch.empty_like(buffer, device=args.torch_device) if RANK else buffer.to(args.torch_device)
             dist.broadcast(received, 0)
             owner._buffers[name.rpartition(".")[2]] = received
+    tie(model)
+
+
+def tie(model: nn.Module) -> None:
+    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
