@@ -60,7 +60,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -183,7 +183,10 @@ def train(args: Args) -> None:
                 parts = sample_batch(chain, examples, args)  # 1
             with run.clock("score"):
                 for part in parts:
-                    score_images(part, reward, gold_reward)  # 2
+                    part.scores = reward(part)  # 2
+                    if gold_reward:
+                        part.gold_scores = gold_reward(part)
+                    part.images = None  # they are large, and what follows reads the chains
             rollout = join(parts, examples)
             scores = rollout.scores
             if args.per_prompt_stat_tracking:  # 3
@@ -263,7 +266,7 @@ class Chain:
         """(n, N+1, C, H, W) all the randomness of n images: x_N, then what each of the N steps adds."""
         config = self.policy.config
         shape = (config.in_channels, config.sample_size, config.sample_size)
-        return torch.randn(n, len(self.timesteps) + 1, *shape, generator=generator).to(self.timesteps.device)
+        return torch.randn(n, len(self.timesteps) + 1, *shape, generator=generator)
 
 
 def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -> tuple[Tensor, Tensor]:
@@ -290,8 +293,8 @@ def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -
     if config.clip_sample:
         image = image.clamp(-config.clip_sample_range, config.clip_sample_range)
     std = eta * ((1 - a_prev) / (1 - a) * (1 - a / a_prev)).sqrt()
-    noise_share = (1 - a_prev - std**2).clamp(min=0)
-    return a_prev.sqrt() * image + noise_share.sqrt() * noise, std
+    noise_variance = (1 - a_prev - std**2).clamp(min=0)
+    return a_prev.sqrt() * image + noise_variance.sqrt() * noise, std
 
 
 def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -310,6 +313,7 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 def sample_images(chain: Chain, examples: list[dict], noise: Tensor, args: Args, of: str = "policy") -> Rollout:
     """Draws an image for each of some rows from its noise (b, N+1, C, H, W), and keeps what the later steps need."""
     context = encode(chain.pipe, [x[args.prompt_column] for x in examples], args)
+    noise = noise.to(args.torch_device)
     x = noise[:, 0]
     latents = [x]
     logprobs = []
@@ -344,17 +348,6 @@ def sample_batch(chain: Chain, examples: list[dict], args: Args) -> list[Rollout
         share = examples[first : first + size][RANK::WORLD_SIZE]
         parts.append(sample_images(chain, share, noise[RANK::WORLD_SIZE], args))
     return parts
-
-
-# --- 2. Score ---------------------------------------------------------------------------------------------------------
-
-
-def score_images(part: Rollout, reward: Callable[[Rollout], Tensor], gold_reward: Callable | None) -> None:
-    """Step 2 for some images: fills in their scores, and lets go of them, since what follows reads the chains."""
-    part.scores = reward(part)
-    if gold_reward:
-        part.gold_scores = gold_reward(part)
-    part.images = None
 
 
 def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
@@ -531,12 +524,11 @@ def load_chain(args: Args) -> Chain:
     pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
     pipe.scheduler.set_timesteps(args.sample_num_steps)
     check_schedule(pipe.scheduler, args)
-    policy = pipe.unet
-    turn_off_dropout(policy)
+    policy = pipe.unet.eval()  # and so it stays: without dropout, sampling and update see one distribution
     if args.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
     if args.lora_r:
-        policy = make_adapter(policy, args)
+        policy = add_adapter(policy, args)
     reference = make_reference(args, policy).to(args.torch_device)
     policy.pipe = pipe.to(args.torch_device)  # what it is saved in
     negative = encode(pipe, [args.negative_prompts or ""], args)
@@ -545,7 +537,8 @@ def load_chain(args: Args) -> Chain:
 
 def check_schedule(scheduler, args: Args) -> None:
     """Raises UserError unless there is a normal distribution to draw from."""
-    require(not scheduler.config.thresholding, f"{args.model}: a scheduler with thresholding has no normal distribution")
+    is_normal = not scheduler.config.thresholding
+    require(is_normal, f"{args.model}: a scheduler with thresholding has no normal distribution")
     zeros = torch.zeros(len(scheduler.timesteps), 1, 1, 1)
     _, std = ddim_step(scheduler, zeros, scheduler.timesteps, zeros, args.sample_eta)
     require(std.any(), f"--sample-num-steps {args.sample_num_steps}: no step has a deviation above 0; take more")
@@ -553,7 +546,7 @@ def check_schedule(scheduler, args: Args) -> None:
         print("the last step has a deviation of 0 and is not trained on")
 
 
-def make_adapter(unet: nn.Module, args: Args) -> nn.Module:
+def add_adapter(unet: nn.Module, args: Args) -> nn.Module:
     """The UNet, frozen, with LoRA adapters to train on its attention."""
     with explain("--lora-r needs peft: pip install peft"):
         from peft import LoraConfig, get_peft_model
@@ -589,10 +582,8 @@ def encode(pipe, prompts: list[str], args: Args) -> Tensor:
 
 def decode_latents(pipe, latents: Tensor, args: Args) -> Tensor:
     """(B, 3, height, width) images in [0, 1], eight at a time: the decoder is large."""
-    parts = []
     with autocast(args):
-        for x in (latents / pipe.vae.config.scaling_factor).split(8):
-            parts.append(pipe.vae.decode(x).sample)
+        parts = [pipe.vae.decode(x).sample for x in (latents / pipe.vae.config.scaling_factor).split(8)]
     return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
 
 
@@ -743,15 +734,6 @@ def locate(name: str) -> str:
         require(is_cached, f"{name!r} is neither a folder here nor in the cache, and the hub cannot be reached; python "
                 f"{Path(__file__).name} without flags runs offline")  # fmt: skip
     return name
-
-
-def turn_off_dropout(model: nn.Module) -> None:
-    """In training mode, too, which gradient checkpointing asks for: all passes must see one distribution."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
-            if is_rate and isinstance(value, float):
-                setattr(module, name, 0.0)
 
 
 def load_function(spec: str) -> Callable:
