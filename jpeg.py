@@ -14,9 +14,11 @@ from torch import Tensor
 
 def incompressibility(images: Tensor, prompts: list[str], metadata: list[dict]) -> list[float]:
     """Kilobytes of each image (B, 3, H, W) in [0, 1] as a JPEG of quality 95."""
-    pixels, sizes = (255 * images).round().byte().permute(0, 2, 3, 1).cpu().numpy(), []
+    pixels = (255 * images).round().byte().permute(0, 2, 3, 1).cpu().numpy()  # (B, H, W, 3)
+    sizes = []
     for image in pixels:
-        Image.fromarray(image).save(file := BytesIO(), format="JPEG", quality=95)
+        file = BytesIO()
+        Image.fromarray(image).save(file, format="JPEG", quality=95)
         sizes.append(file.tell() / 1000)
     return sizes
 

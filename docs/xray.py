@@ -3,14 +3,16 @@
     python docs/xray.py runs/my-run          # writes runs/my-run/xray.html, to be opened in any browser
 
 The run's samples.jsonl has the texts and what the run kept of each token, its metrics.jsonl the curves (the page does
-without them if there is no such file). The page holds its data and loads nothing. Data reach it as JSON, and are shown
-as text: whatever a model writes, it is not taken for HTML.
+without them if there is no such file). A run that is resumed appends to samples.jsonl: the last line of each update and
+row counts. The page holds its data and loads nothing. Data reach it as JSON, and are shown as text: whatever a model
+writes, it is not taken for HTML.
 """
 
 import argparse
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 # column of samples.jsonl -> name, whether colours diverge from 0 (else they go from 0 downwards), what it is
@@ -40,18 +42,18 @@ class UserError(Exception):
     """A mistake in the input, shown as one sentence."""
 
 
-def read_lines(file: Path) -> list[dict]:
-    """The objects of a jsonl file."""
-    rows = []
+def read_lines(file: Path) -> dict[int, dict]:
+    """The objects of a jsonl file by the number of their line. One that was cut off, when its run was, is left out."""
+    rows = {}
     try:
-        with file.open("rb") as lines:
-            for line in lines:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("not a JSON object")
-                rows.append(row)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}, line {len(rows) + 1}: cannot be read: {' '.join(str(error).split())}") from None
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        with suppress(ValueError):  # of JSON, and of UTF-8
+            rows[number] = json.loads(line)
+            if not isinstance(rows[number], dict):
+                raise UserError(f"{file}, line {number}: cannot be read: not a JSON object")
     return rows
 
 
@@ -101,12 +103,15 @@ def make_page(run: Path) -> str:
     if not file.exists():
         raise UserError(f"{run} has no samples.jsonl: ppo.py, rloo.py and grpo.py write it (unless told "
                         "--num-sample-generations 0), the other scripts do not")  # fmt: skip
-    samples = [read_sample(row, f"{file}, line {i}") for i, row in enumerate(read_lines(file), 1)]
+    last = {}  # of a run that was resumed, the last line of each update and row
+    for number, row in read_lines(file).items():
+        last[row.get("update"), row.get("row", f"line {number}")] = read_sample(row, f"{file}, line {number}")
+    samples = list(last.values())
     names = {name for sample in samples for name in sample["columns"]}
     if not names:
         raise UserError(f"{file} has no response with numbers for its tokens")
     ordered = [name for name in QUANTITIES if name in names] + sorted(names - set(QUANTITIES))
-    metrics = read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+    metrics = list(read_lines(run / "metrics.jsonl").values()) if (run / "metrics.jsonl").exists() else []
     curves = []
     for title, lines in CURVES.items():
         points = {label: [rounded(row.get(name)) for row in metrics] for label, name in lines.items()}

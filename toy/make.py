@@ -115,9 +115,9 @@ def gold_text_score(text: str) -> float:
     return 5 * math.tanh(total / 5) - 4 * repeated
 
 
-def gold_score(texts: list[str]) -> list[float]:
-    """The true reward of the toy world: one float a text, about -5 (damning) to 5 (glowing)."""
-    return [gold_text_score(text) for text in texts]
+def gold_score(prompts: list[str], completions: list[str], **_) -> list[float]:
+    """The true reward of the toy world: one float for each text, about -5 (damning) to 5 (glowing)."""
+    return [gold_text_score(prompt + completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def kl_and_gold(lines: list[dict]) -> list[tuple[float, float]]:
     return [
         (line["objective/kl"] if "objective/kl" in line else line["kl"] * line["completions/mean_length"],
          line["objective/gold_scores"])
-        for line in lines if "objective/gold_scores" in line
+        for line in lines if line.get("objective/gold_scores") is not None
     ]  # fmt: skip
 
 

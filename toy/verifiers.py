@@ -2,8 +2,8 @@
 
     python grpo.py --dataset problems.jsonl --reward-fn toy/verifiers.py:right_number toy/verifiers.py:tagged
 
-They have the signature of TRL's reward functions: lists of completions (texts, or messages), every other column of the
-dataset by its name, and one number a row in return. What a model writes is never run: Python's parser reads an
+They have the signature of TRL's reward functions, f(prompts, completions, **columns): lists of texts, or messages, every
+column of the dataset by its name, and one number a row in return. What a model writes is never run: Python's parser reads an
 expression, and only + - * / of whole numbers are worked out, so that `9**9**9` or a call costs nothing and earns 0.
 """
 

@@ -66,7 +66,7 @@ def write_base(folder: Path = HERE / "base") -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def excess_when_wrong(completions: list[str], answer: list[str]) -> list[float | None]:
+def excess_when_wrong(prompts: list[str], completions: list[str], answer: list[str], **_) -> list[float | None]:
     """A number to look at (--gold-reward-fn): how many digits too long a wrong response is; None of a right one."""
     pairs = [(completion.split(), wanted.split()) for completion, wanted in zip(completions, answer, strict=True)]
     return [None if given == wanted else float(len(given) - len(wanted)) for given, wanted in pairs]
