@@ -477,14 +477,18 @@ def sample_groups(
 def join(parts: list[Rollout]) -> Rollout:
     """The episodes of several rollouts as one, padded to the widest."""
     joined = copy(parts[0])
-    joined.examples = [example for part in parts for example in part.examples]
-    names = joined.rewards_by_name
-    joined.rewards_by_name = {name: torch.cat([part.rewards_by_name[name] for part in parts]) for name in names}
+    joined.examples = []
+    for part in parts:
+        joined.examples += part.examples
+    joined.rewards_by_name = {}
+    for name in parts[0].rewards_by_name:
+        rewards = [part.rewards_by_name[name] for part in parts]
+        joined.rewards_by_name[name] = torch.cat(rewards)
     for name, kind in get_type_hints(Rollout, include_extras=True).items():
         values = [getattr(part, name) for part in parts]
         if not isinstance(values[0], Tensor):
             continue
-        width = max(x.shape[-1] for x in values)
+        width = max(x.shape[-1] for x in values)  # of Prompts and Tokens
         if kind is Prompts:
             values = [F.pad(x, (width - x.shape[1], 0)) for x in values]
         if kind is Tokens:
@@ -703,18 +707,18 @@ def mini_batch_gradient(
         mask = r.loss_mask
         logprobs, entropy, aux_loss, _ = policy_forward(policy, r, args)  # (b, T)
         ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # (b, T) or (b, 1)
-        losses = surrogate_loss(ratio, logprobs, r.advantages, args)  # likewise
+        losses = surrogate_loss(ratio, logprobs, r.advantages, args)
         kl = torch.zeros_like(logprobs)
         if args.beta:
             kl = kl_estimate(logprobs, r.ref_logprobs, "k3")
-        if args.beta and args.use_bias_correction_kl:
-            kl = kl * ratio
+            if args.use_bias_correction_kl:
+                kl = kl * ratio
         weights = token_weights(mask, num_rows, num_tokens, args)  # (b, 1)
         loss = ((losses + args.beta * kl) * weights)[mask].sum()
         (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
         total_loss += loss.detach()
         lower, upper = clip_bounds(args)
-        is_low = (ratio < lower) & (r.advantages < 0)  # where the loss is clipped, and has no gradient
+        is_low = (ratio < lower) & (r.advantages < 0)  # clipped: it has no gradient, but in cispo
         is_high = (ratio > upper) & (r.advantages > 0)
         low_shares.append(row_share(is_low, mask))
         high_shares.append(row_share(is_high, mask))
@@ -845,8 +849,8 @@ def answer(
     examples = (prompts * WORLD_SIZE)[: N + extra]
     rollout = sample_batch(policy, repeat(examples, k), answers)
     score_responses(rollout, reward, args)
-    rewards = rollout.rewards_by_name[args.reward_fn[0].rpartition(":")[2]]  # (N * k,)
-    is_right = (rewards >= 1).float()
+    first = list(rollout.rewards_by_name.values())[0]  # (N * k,)
+    is_right = (first >= 1).float()
     return rollout.scores.view(-1, k)[:N], is_right.view(-1, k)[:N]
 
 

@@ -257,7 +257,7 @@ def train(args: Args) -> None:
             scores = rollout.scores
             if args.normalize_reward:
                 scores = normalize_scores(scores, args.reward_clip_range)
-            non_score_reward = -rollout.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T), 3
+            non_score_reward = -rollout.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # 3: (B, T)
             rollout.advantages = rloo_advantages(scores, non_score_reward, args.rloo_k, args.token_level_kl)  # 4
             if args.normalize_advantage:
                 actions = action_mask(rollout.mask, args.token_level_kl)
