@@ -536,6 +536,12 @@ def compute_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
     return rollout.map(of_part, args)
 
 
+def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
+    """The reference's part of step 2: fills in ref_logprobs (B, T)."""
+    with adapter_off(policy, reference):
+        rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
+
+
 def score_responses(rollout: Rollout, reward: Callable[[Rollout], dict[str, Tensor]], args: Args) -> None:
     """The reward's part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
     rollout.rewards_by_name = reward(rollout)
@@ -555,12 +561,6 @@ def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tens
 def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tensor:
     """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
     return torch.where(ended, scores, scores - penalty)
-
-
-def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
-    """The reference's part of step 2: fills in ref_logprobs (B, T)."""
-    with adapter_off(policy, reference):
-        rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
