@@ -15,6 +15,12 @@ def text_of(file) -> str:
 
 
 @cache
+def lines_of(file) -> list[str]:
+    """Its lines."""
+    return text_of(file).splitlines()
+
+
+@cache
 def tree_of(file) -> ast.Module:
     """The syntax tree of a file."""
     return ast.parse(text_of(file))
@@ -35,4 +41,4 @@ def defined_in(file) -> dict[str, ast.FunctionDef | ast.ClassDef]:
 def source_of(file, node) -> str:
     """The lines of a function or class, decorators included. (ast.get_source_segment parts the whole text each time.)"""
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return "\n".join(text_of(file).splitlines()[first - 1 : node.end_lineno])
+    return "\n".join(lines_of(file)[first - 1 : node.end_lineno])
