@@ -77,8 +77,9 @@ def in_short():
     def read_once(files, options):
         return load_dataset(**dict(options))
 
-    def load(**options):
-        place = Path(options.get("data_files") or options["path"]).resolve()
+    def load(path, name=None, **options):
+        options |= {"path": path, "name": name}
+        place = Path(options.get("data_files") or path).resolve()
         if not place.exists():
             return load_dataset(**options)
         files = [(path, path.stat()) for path in (place, *sorted(place.rglob("*")))]

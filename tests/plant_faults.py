@@ -115,6 +115,8 @@ def main() -> int:
         plant((ROOT / f"{fault['script']}.py").read_text("utf-8"), fault)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    cache = tempfile.TemporaryDirectory(prefix="cache_of_faults_")  # shared by all, as in conftest.py
+    os.environ["HF_HOME"] = os.environ["CACHE_OF_TESTS"] = cache.name
     sys.path.insert(0, "")
     control = {test for fault in faults for test in fault["tests"] if "-k" not in " ".join(fault["tests"])}
     code, seconds, words = run({"tests": sorted(control)}, asked.quick) if control else (0, 0.0, "")
