@@ -82,8 +82,8 @@ def in_short():
         place = Path(options.get("data_files") or path).resolve()
         if not place.exists():
             return load_dataset(**options)
-        files = [(path, path.stat()) for path in (place, *sorted(place.rglob("*")))]
-        seen = tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in files)
+        files = [(file, file.stat()) for file in (place, *sorted(place.rglob("*"))) if file.exists()]
+        seen = tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in files)
         return read_once(seen, tuple(options.items()))
 
     with pytest.MonkeyPatch.context() as patch:

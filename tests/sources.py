@@ -39,6 +39,6 @@ def defined_in(file) -> dict[str, ast.FunctionDef | ast.ClassDef]:
 
 
 def source_of(file, node) -> str:
-    """The lines of a function or class, decorators included. (ast.get_source_segment parts the whole text each time.)"""
+    """The lines of a function or class, decorators included; ast.get_source_segment parts the whole text each time."""
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return "\n".join(lines_of(file)[first - 1 : node.end_lineno])

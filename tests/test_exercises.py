@@ -195,7 +195,8 @@ def test_a_file_half_done(capsys, tmp_path):
     """The student's line is shown, and none of the grader's."""
     text = (ROOT / "exercises/functions.py").read_text("utf-8")
     text = text.replace('raise NotImplementedError("masked_mean")', "return x[mask].sum() / max(mask.sum(), 1)")
-    (tmp_path / "half.py").write_text(text.replace('raise NotImplementedError("gae")', "return rewards, 1 / 0"), "utf-8")
+    text = text.replace('raise NotImplementedError("gae")', "return rewards, 1 / 0")
+    (tmp_path / "half.py").write_text(text, "utf-8")
     code, text = run_pytest(capsys, f"--solutions={tmp_path}/half.py")
     assert code == 1 and f" 1 done, 1 wrong, {len(NAMES) - 2} not done yet, response_mask is the next " in text, text
     assert "ZeroDivisionError: division by zero" in text and "return rewards, 1 / 0" in text

@@ -86,8 +86,8 @@ def test_shared_arguments_have_the_same_help():
         "cliprange", "ratio_threshold", "max_grad_norm", "learning_rate", "lr_scheduler_type",
         "batch_size", "micro_batch_size", "per_device_train_batch_size", "num_train_epochs", "model",
         "chosen_column", "rejected_column", "prompt_column", "max_length", "max_prompt_length", "seed", "eval_steps",
-        "save_steps", "num_sample_generations", "num_eval_prompts", "response_length", "temperature", "lora_r", "loss_type", "beta",
-        "num_ppo_epochs", "kl_coef", "reward_fn",
+        "save_steps", "num_sample_generations", "num_eval_prompts", "response_length", "temperature", "lora_r",
+        "loss_type", "beta", "num_ppo_epochs", "kl_coef", "reward_fn",
     }  # fmt: skip
     texts = {}
     for script in SCRIPTS:
@@ -216,7 +216,8 @@ def test_importing_a_script_does_nothing(monkeypatch):
 def test_importing_all_scripts_draws_no_number():
     """Nor do the libraries that they import (but for rich, for its links)."""
     code = (
-        "import random, rich.style, torch; random.seed(1); torch.manual_seed(1); a = random.getstate(), torch.get_rng_state()\n"
+        "import random, rich.style, torch; random.seed(1); torch.manual_seed(1)\n"
+        "a = random.getstate(), torch.get_rng_state()\n"
         "import ppo, rloo, grpo, dpo, sft, reward_model, ddpo\n"
         "assert a[0] == random.getstate() and torch.equal(a[1], torch.get_rng_state())\n"
         "assert not torch.cuda.is_initialized()"

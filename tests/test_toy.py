@@ -118,7 +118,7 @@ def test_no_default_prompt_is_too_long_for_the_model():
 
 
 def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_not_seen():
-    """On reviews the two agree; on a heap of praise, which no human of this world wrote, the learned one is carried away."""
+    """On reviews the two agree; by a heap of praise, which no human of this world wrote, the learned one is taken in."""
     args = ppo.Args()
     model = ppo.load_model(AutoModelForSequenceClassification, "toy/reward_model", args)
     tokenizer = model.tokenizer
