@@ -18,6 +18,7 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one for each process of pytest -n 2
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in the scripts, before torch is imported
 if "CACHE_OF_TESTS" not in os.environ:  # nothing is written to the user's; processes that this one starts share it
     os.environ["HF_HOME"] = os.environ["CACHE_OF_TESTS"] = tempfile.mkdtemp(prefix="cache_of_tests_")
     for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_XET_CACHE"):
