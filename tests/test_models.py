@@ -112,7 +112,7 @@ def test_rollouts_are_plain_forward_passes(kind):
                 ids = torch.cat([prompts[i][mask[i]], response])[None]
                 logits = policy(input_ids=ids).logits[0, -len(response) - 1 : -1].float() / 0.9
                 alone = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-                torch.testing.assert_close(r.old_logprobs[i][r.mask[i]], alone, rtol=0, atol=3e-2 if bf16 else 1e-5)
+                torch.testing.assert_close(r.old_logprobs[i][r.mask[i]], alone, rtol=0, atol=5e-2 if bf16 else 1e-5)
 
 
 COMMON = {"gpt2", "llama", "gemma3_text", "gpt_oss"}  # positions learned and rotary, windows, experts
