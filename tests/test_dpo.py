@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -259,35 +260,47 @@ def test_adapter(tmp_path, tiny):
     assert (tmp_path / "adapter_model.safetensors").exists() and merged.num_parameters() > 4e5
 
 
-LEARNING = dict(num_train_epochs=1, batch_size=32, micro_batch_size=32, learning_rate=5e-4, eval_steps=60,
-                num_sample_generations=0, gold_reward_fn="toy/make.py:gold_score")  # fmt: skip
-
-
 @pytest.fixture(scope="module")
-def gold_before(tokenizer, policy):
-    """The gold score of the reference's responses to the prompts that the runs below answer."""
-    with open(ROOT / "toy/data/preferences/validation.jsonl") as file:
-        rows = [json.loads(line) for line, _ in zip(file, range(64))]
-    pairs = [dpo.encode_preference(row["prompt"], row["chosen"], row["rejected"], tokenizer) for row in rows]
-    args = dpo.Args(**LEARNING)
-    stats = dpo.evaluate_responses(policy, None, pairs, args, dpo.load_gold_reward(args))
-    return stats["objective/gold_scores"]
+def clear_pairs(tmp_path_factory):
+    """A folder with pairs of the toy data whose gold scores are 4 apart or more, the better text the chosen one."""
+    folder, gold_score = tmp_path_factory.mktemp("pairs"), runpy.run_path(str(ROOT / "toy/make.py"))["gold_score"]
+    for split, size in (("train", 256), ("validation", 100)):
+        lines = (ROOT / f"toy/data/preferences/{split}.jsonl").read_text("utf-8").splitlines()[:1400]
+        rows = [json.loads(line) for line in lines]
+        scores = gold_score([row["prompt"] + row[side] for row in rows for side in ("chosen", "rejected")])
+        pairs = []
+        for row, a, b in zip(rows, scores[::2], scores[1::2]):
+            chosen, rejected = (row["chosen"], row["rejected"])[:: 1 if a > b else -1]
+            pairs += [dict(prompt=row["prompt"], chosen=chosen, rejected=rejected)] if abs(a - b) >= 4 else []
+        assert len(pairs) >= size
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs[:size]))
+    return str(folder)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_dpo_learns(seed, tmp_path, part_of, gold_before):
-    """The gold score of sampled responses rises, and unseen pairs are told apart."""
-    last = run(dpo, tmp_path, seed=seed, dataset=part_of("preferences", 960), **LEARNING)[-1]
-    assert last["objective/gold_scores"] > gold_before + 0.7
-    assert last["eval/rewards/accuracies"] > 0.53 and last["objective/kl"] > 0.3
+def learned(output, seed, data, **settings):
+    """After 32 steps: margin of unseen pairs, and gold score of responses to their prompts.
+
+    Over three seeds these were 0.31 to 0.34 and 0.68 to 0.85; with the loss's sign turned, -0.17 and -0.24 at best.
+    """
+    settings = dict(dataset=data, batch_size=8, learning_rate=5e-4, num_train_epochs=1) | settings
+    last = run(dpo, output, seed=seed, gold_reward_fn="toy/make.py:gold_score", **settings)[-1]
+    return last["eval/rewards/margins"], last["objective/gold_scores"]
 
 
-def test_dpo_unlearns_with_the_sign_turned(tmp_path, part_of, monkeypatch, gold_before):
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+def test_dpo_learns(seed, tmp_path, clear_pairs):
+    """Unseen pairs are told apart, and sampled responses become better."""
+    margin, gold = learned(tmp_path, seed, clear_pairs)
+    assert margin > 0.1 and gold > 0.4, (margin, gold)
+
+
+def test_dpo_unlearns_with_the_sign_turned(tmp_path, clear_pairs, monkeypatch):
     """The test above can fail."""
     loss = dpo.dpo_loss
-    monkeypatch.setattr(dpo, "dpo_loss", lambda a, b, c, d, args: loss(b, a, d, c, args))
-    last = run(dpo, tmp_path, dataset=part_of("preferences", 960), **LEARNING)[-1]
-    assert last["objective/gold_scores"] < gold_before + 0.35
+    turned = lambda a, b, c, d, args: (loss(b, a, d, c, args)[0], *loss(a, b, c, d, args)[1:])  # noqa: E731
+    monkeypatch.setattr(dpo, "dpo_loss", turned)
+    margin, gold = learned(tmp_path, 1, clear_pairs)
+    assert margin < -0.05 and gold < 0, (margin, gold)
 
 
 # --- wrong input
