@@ -200,17 +200,19 @@ def test_padding_holds_nothing(policy, pairs, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 4, 9])
-def test_cutting_a_batch_changes_nothing(policy, pairs, size):
+def test_cutting_a_batch_changes_nothing(policy, pairs):
     ref = torch.randn(9, 2) * 3 - 30
-    results = []
-    for micro_batch in (9, size):
+
+    def statistics_and_gradient(micro_batch):
         policy.zero_grad()
-        args = dpo.Args(micro_batch_size=micro_batch)
-        stats = dpo.preference_gradient(policy, pairs, ref, args)
-        results.append((stats, torch.cat([p.grad.flatten() for p in policy.parameters()])))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4, abs=1e-5)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-5)
+        stats = dpo.preference_gradient(policy, pairs, ref, dpo.Args(micro_batch_size=micro_batch))
+        return stats, torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+    stats, gradient = statistics_and_gradient(9)
+    for size in (1, 4):
+        cut_stats, cut_gradient = statistics_and_gradient(size)
+        assert cut_stats == pytest.approx(stats, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(cut_gradient, gradient, rtol=1e-3, atol=1e-5)
 
 
 def test_the_reference_is_read_once(policy, pairs, monkeypatch):
@@ -233,20 +235,25 @@ def policy_copy(policy):
 # --- runs
 
 
-def test_first_step(tmp_path, tiny):
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory, tiny):
+    """The metrics of a run of two passes."""
+    return run(dpo, tmp_path_factory.mktemp("run"), eval_steps=1, num_train_epochs=2, **tiny["dpo"])
+
+
+def test_first_step(lines):
     """The policy is its reference: loss log 2, all rewards 0, no KL."""
-    lines = run(dpo, tmp_path, eval_steps=1, **tiny["dpo"])
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert lines[0]["rewards/chosen"] == pytest.approx(0, abs=1e-4)
     assert lines[-1]["rewards/margins"] != 0 and lines[0]["val/response_length"] > 1
     assert lines[-1]["objective/kl"] != 0
 
 
-def test_precomputed_is_the_same(tmp_path, tiny):
+def test_precomputed_is_the_same(lines, tmp_path, tiny):
     """But for the KL, since the reference is gone."""
-    a, b = (run(dpo, tmp_path / str(x), precompute_ref=x, num_train_epochs=2, **tiny["dpo"]) for x in (False, True))
-    assert "objective/kl" in a[-1] and "objective/kl" not in b[-1]
-    for x, y in zip(a, b, strict=True):
+    again = run(dpo, tmp_path, precompute_ref=True, num_train_epochs=2, **tiny["dpo"])
+    assert "objective/kl" in lines[-1] and "objective/kl" not in again[-1]
+    for x, y in zip(lines, again, strict=True):
         for name in ("loss", "rewards/margins", "logps/chosen", "grad_norm"):
             assert x[name] == pytest.approx(y[name], rel=1e-3, abs=1e-4)
 
@@ -320,9 +327,9 @@ def test_dpo_unlearns_with_the_sign_turned(tmp_path, clear_pairs, monkeypatch):
         (dict(dataset="toy/data/sft"), "has no column 'chosen'"),
     ],
 )
-def test_one_sentence(wrong, sentence, tmp_path):
+def test_one_sentence(wrong, sentence, tmp_path, tiny):
     with pytest.raises(dpo.UserError, match=sentence):
-        run(dpo, tmp_path / "out", **wrong)
+        run(dpo, tmp_path / "out", **tiny["dpo"] | wrong)
     assert not (tmp_path / "out").exists()
 
 
@@ -336,11 +343,11 @@ GOLD = {
 
 
 @pytest.mark.parametrize("name", GOLD)
-def test_a_wrong_gold_function_fails_before_training(name, tmp_path):
+def test_a_wrong_gold_function_fails_before_training(name, tmp_path, tiny):
     body, sentence = GOLD[name]
     (tmp_path / "gold.py").write_text(f"def {'other' if name == 'missing' else name}(texts):\n    {body}\n")
     with pytest.raises(dpo.UserError, match=sentence):
-        run(dpo, tmp_path / "out", gold_reward_fn=f"{tmp_path}/gold.py:{name}")
+        run(dpo, tmp_path / "out", gold_reward_fn=f"{tmp_path}/gold.py:{name}", **tiny["dpo"])
     assert not (tmp_path / "out").exists()
 
 
