@@ -907,7 +907,7 @@ def test_peft_is_missing(refused, monkeypatch):
         ("dataset", "./nowhere.jsonl", "'./nowhere.jsonl': there is no such file"),
         ("model", "toy/sft", "the pipeline 'toy/sft' could not be loaded"),
         ("model", "toy/shapes/sd/unet", "the pipeline 'toy/shapes/sd/unet' could not be loaded"),
-        ("model", "no-such/pipeline", "the pipeline 'no-such/pipeline' could not be loaded"),
+        ("model", "no-such/pipeline", "'no-such/pipeline' is neither a folder here nor in the cache"),
         ("reward_fn", "toy/shapes/make.py:nosuch", "toy/shapes/make.py defines no function 'nosuch'"),
         ("device", "nosuch", "--device nosuch cannot be used"),
     ],
@@ -969,23 +969,23 @@ def test_schedules_that_cannot_be(refused, tmp_path):
 def reward_gain(output, seed):
     """How much a short run raises the reward and the gold score: mean of the last two epochs less the first.
 
-    A higher rate and a wider clip range than by default: 32 optimiser steps are few. Over six seeds the reward gained
-    0.6 to 1.9, and with the advantages' sign turned, over four, -1.0 to -0.2.
+    A higher rate and a wider clip range than by default: 32 optimiser steps are few. Over three seeds the reward gained
+    1.2 to 1.8, and with the advantages' sign turned -1.4 to -0.8.
     """
     lines = run(
-        ddpo, output, seed=seed, sample_num_steps=5, sample_num_batches_per_epoch=2, train_batch_size=16,
-        train_gradient_accumulation_steps=1, num_epochs=4, train_learning_rate=7e-4, train_clip_range=1e-3,
-        gold_reward_fn="toy/shapes/make.py:same_shape", image_steps=9, save_steps=9,
+        ddpo, output, seed=seed, sample_num_steps=4, sample_batch_size=32, sample_num_batches_per_epoch=2,
+        train_batch_size=8, train_gradient_accumulation_steps=1, num_epochs=4, train_learning_rate=7e-4,
+        train_clip_range=1e-3, gold_reward_fn="toy/shapes/make.py:same_shape", image_steps=9, save_steps=9,
     )  # fmt: skip
     score, gold = ([line[name] for line in lines] for name in ("reward_mean", "objective/gold_scores"))
     return sum(score[-2:]) / 2 - score[0], sum(gold[-2:]) / 2 - gold[0]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_it_learns(tmp_path, seed):
     """Shapes move to the left, and are still shapes."""
     score, gold = reward_gain(tmp_path, seed)
-    assert score > 0.4 and gold > -0.2, (score, gold)
+    assert score > 0.4 and gold > -0.5, (score, gold)
 
 
 def test_it_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
@@ -993,7 +993,7 @@ def test_it_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     update, negated = ddpo.update_unet, lambda r: ddpo.ImageBatch(**vars(r) | {"advantages": -r.advantages})
     monkeypatch.setattr(ddpo, "update_unet", lambda chain, optimizer, r: update(chain, optimizer, negated(r)))
     score, _ = reward_gain(tmp_path, 1)
-    assert score < -0.3, score
+    assert score < -0.4, score
 
 
 # --- jpeg.py ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, num_sample_generations=0, learning_rate=1e-3,
                 adam_epsilon=1e-3)  # fmt: skip
-TEXTS = dict(num_train_epochs=2, eval_steps=2, learning_rate=1e-4, batch_size=8)
+TEXTS = dict(num_train_epochs=2, eval_steps=2, learning_rate=1e-4, batch_size=8, num_sample_generations=0)
 SAVED = dict(total_episodes=40, save_steps=1)
 IMAGES = dict(sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, train_batch_size=4,
               train_gradient_accumulation_steps=2, num_epochs=2, image_steps=1, train_adam_epsilon=1e-3)  # fmt: skip
@@ -102,8 +102,8 @@ def world(tmp_path_factory):
         "    return [len(x) / 50 - len(y) / 20 for x, y in zip(completions, prompts)]\n\n\ndef length(texts):\n    return [len(text) / 50 for text in texts]\n\n\n"
         "def brightness(images, prompts, metadata):\n    assert prompts == [row['prompt'] for row in metadata]\n"
         "    return [x.mean() + len(y) for x, y in zip(images, prompts)]\n\n\n"
-        "def stops_once(texts):\n    mark = os.path.join(os.path.dirname(__file__), 'mark' + os.environ['RANK'])\n"
-        "    if not os.path.exists(mark):  # each process gets the signal, and gets it twice\n        open(mark, 'w').close()\n"
+        "def stops_once(texts):\n    mark = os.path.join(os.path.dirname(__file__), 'mark' + os.environ.get('RANK', '0'))\n"
+        "    if callable(signal.getsignal(signal.SIGTERM)) and not os.path.exists(mark):\n        open(mark, 'w').close()\n"
         "        [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]\n    return [len(text) / 50 for text in texts]\n\n\n"
         "calls = []\n\n\ndef second_fails(texts):\n    calls.append(1)\n"
         "    return [float('nan') if len(calls) > 2 and os.environ['RANK'] == '1' else 1.0 for _ in texts]\n"
@@ -113,6 +113,7 @@ def world(tmp_path_factory):
 
 def settings_of(script, world, output, **settings):
     """Settings of a run, with paths in the folder of the fixture."""
+    texts = {name: value for name, value in TEXTS.items() if hasattr(SCRIPTS[script].Args, name)}
     data = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}.get(script, "prompts")
     here = dict(output_dir=str(output)) | ({} if script in ("grpo", "ddpo") else dict(dataset=str(world / data)))
     for name in ("gold_reward_fn", "pretrain_data"):
@@ -121,7 +122,7 @@ def settings_of(script, world, output, **settings):
     if "reward_fn" in settings:
         settings["reward_fn"] = tuple(str(world / x) if ":" in x else x for x in settings["reward_fn"])
     group = dict(num_generations=4, seed=2) if script == "grpo" else {}
-    defaults = ROLLOUTS | group if script in ("ppo", "rloo", "grpo") else IMAGES if script == "ddpo" else TEXTS
+    defaults = ROLLOUTS | group if script in ("ppo", "rloo", "grpo") else IMAGES if script == "ddpo" else texts
     return defaults | here | settings
 
 
@@ -146,7 +147,8 @@ def torchrun(world, *command):
 
 def words_of(settings):
     """Settings as a command line."""
-    return [x for name, value in settings.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    values = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
+    return [x for name, value in values.items() for x in (f"--{name.replace('_', '-')}", *map(str, value))]
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,7 @@ def runs(world, request):
     (world / "early").mkdir()
     (world / "early/args.json").write_text(json.dumps(vars(rloo.Args(**early))))
     (world / "early/metrics.jsonl").write_text('{"objective/kl"')
-    out, saved = world / "interrupted", dict(total_episodes=32, save_steps=1, reward_fn=("reward.py:stops_once",))
+    out, saved = world / "interrupted", dict(total_episodes=32, save_steps=1, gold_reward_fn="reward.py:stops_once")
     words = words_of(settings_of("rloo", world, out, **saved))
     jobs["two"] += [
         ["rloo", early | dict(resume=str(world / "early"))],
