@@ -34,7 +34,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, num_sample_generations=0, learning_rate=1e-3,
                 adam_epsilon=1e-3)  # fmt: skip
-TEXTS = dict(num_train_epochs=2, eval_steps=2, learning_rate=1e-4, batch_size=8, num_sample_generations=0)
+TEXTS = dict(num_train_epochs=1, eval_steps=2, learning_rate=1e-4, batch_size=8, num_sample_generations=0)
 SAVED = dict(total_episodes=40, save_steps=1)
 IMAGES = dict(sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, train_batch_size=4,
               train_gradient_accumulation_steps=2, num_epochs=2, image_steps=1, train_adam_epsilon=1e-3)  # fmt: skip
@@ -113,7 +113,6 @@ def world(tmp_path_factory):
 
 def settings_of(script, world, output, **settings):
     """Settings of a run, with paths in the folder of the fixture."""
-    texts = {name: value for name, value in TEXTS.items() if hasattr(SCRIPTS[script].Args, name)}
     data = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}.get(script, "prompts")
     here = dict(output_dir=str(output)) | ({} if script in ("grpo", "ddpo") else dict(dataset=str(world / data)))
     for name in ("gold_reward_fn", "pretrain_data"):
@@ -122,7 +121,7 @@ def settings_of(script, world, output, **settings):
     if "reward_fn" in settings:
         settings["reward_fn"] = tuple(str(world / x) if ":" in x else x for x in settings["reward_fn"])
     group = dict(num_generations=4, seed=2) if script == "grpo" else {}
-    defaults = ROLLOUTS | group if script in ("ppo", "rloo", "grpo") else IMAGES if script == "ddpo" else texts
+    defaults = ROLLOUTS | group if script in ("ppo", "rloo", "grpo") else IMAGES if script == "ddpo" else TEXTS
     return defaults | here | settings
 
 
