@@ -177,12 +177,12 @@ def test_a_longer_run_goes_on_where_the_run_ended(whole, tiny, tmp_path):
 def test_more_epochs_go_on_where_the_run_ended(tiny, tmp_path, monkeypatch):
     """A run of a part of an epoch is made one of a larger part."""
     folder = tmp_path / "run"
-    settings = dict(total_episodes=None, num_train_epochs=0.25, save_steps=100)
+    settings = dict(total_episodes=None, num_train_epochs=0.125, save_steps=100)
     rloo.train(arguments("rloo", tiny, folder, **settings))
-    assert len(metrics(folder)) == 2 * 0.25 * 64 / 8  # two responses to each of 64 prompts
-    rloo.train(command_line(rloo, monkeypatch, "--resume", folder, "--num-train-epochs", 0.375))
-    assert [line["episode"] for line in metrics(folder)] == [8, 16, 24, 32, 40, 48]
-    dpo.train(arguments("dpo", tiny, tmp_path / "dpo", resume=None, num_train_epochs=0.5))
+    assert len(metrics(folder)) == 2 * 0.125 * 64 / 8  # two responses to each of 64 prompts
+    rloo.train(command_line(rloo, monkeypatch, "--resume", folder, "--num-train-epochs", 0.1875))
+    assert [line["episode"] for line in metrics(folder)] == [8, 16, 24]
+    dpo.train(arguments("dpo", tiny, tmp_path / "dpo", num_train_epochs=0.5, num_sample_generations=0))
     dpo.train(command_line(dpo, monkeypatch, "--resume", tmp_path / "dpo", "--num-train-epochs", 1))
     assert [line["step"] for line in metrics(tmp_path / "dpo")] == [1, 2, 3]
 
@@ -271,11 +271,19 @@ def words_of(args):
     return words
 
 
-def test_signals_end_the_run_after_the_step_and_name_the_way_back(tiny, tmp_path, monkeypatch, capsys):
-    """In a command that a shell understands, whatever the folder is called; and three times, to the same end."""
+@pytest.fixture
+def heeded():
+    """The signals do what they do by default, whatever started the tests."""
+    handlers = dict(zip(SIGNALS, (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)))
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield handlers
+    assert handlers == {number: signal.signal(number, handler) for number, handler in before.items()}
+
+
+def test_signals_end_the_run_after_the_step_and_name_the_way_back(heeded, whole, tiny, tmp_path, monkeypatch, capsys):
+    """In a command that a shell understands, whatever the folder is called; and in the last step nothing is left to stop."""
     folder, sample, awaited = tmp_path / "the user's run", rloo.sample_batch, []
-    settings = dict(total_episodes=32)
-    words, before = words_of(arguments("rloo", tiny, folder, **settings)), [signal.getsignal(x) for x in SIGNALS]
+    words = words_of(arguments("rloo", tiny, folder))
 
     def sample_and_signal(*rest):
         if awaited:
@@ -283,26 +291,22 @@ def test_signals_end_the_run_after_the_step_and_name_the_way_back(tiny, tmp_path
         return sample(*rest)
 
     monkeypatch.setattr(rloo, "sample_batch", sample_and_signal)
-    handlers = [signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL]  # they may have been ignored
-    try:
-        for step, (number, _) in enumerate(zip(SIGNALS, [signal.signal(*x) for x in zip(SIGNALS, handlers)]), 1):
-            awaited.append(number)
-            monkeypatch.setattr(sys, "argv", ["rloo.py", *words])
-            with pytest.raises(SystemExit) as end:
-                rloo.main()
-            said = capsys.readouterr().err.strip()
-            assert end.value.code == 130 and f"{number.name}: stopping after this step" in said
-            words = shlex.split(said.splitlines()[-1].split("to resume: python rloo.py ")[1])
-            assert words == ["--resume", str(folder)] and len(metrics(folder)) == step
-            assert (folder / "model.safetensors").exists()
-            assert [signal.getsignal(x) for x in SIGNALS] == handlers
-            del end
-            gc.collect()  # and with the traceback the lock of the folder
-    finally:
-        [signal.signal(*x) for x in zip(SIGNALS, before)]
+    for step, number in enumerate(SIGNALS[:2], 1):
+        awaited.append(number)
+        monkeypatch.setattr(sys, "argv", ["rloo.py", *words])
+        with pytest.raises(SystemExit) as end:
+            rloo.main()
+        said = capsys.readouterr().err.strip()
+        assert end.value.code == 130 and f"{number.name}: stopping after this step" in said
+        words = shlex.split(said.splitlines()[-1].split("to resume: python rloo.py ")[1])
+        assert words == ["--resume", str(folder)] and len(metrics(folder)) == step
+        assert (folder / "model.safetensors").exists()
+        del end
+        gc.collect()  # and with the traceback the lock of the folder
+    awaited.append(signal.SIGHUP)
     rloo.train(command_line(rloo, monkeypatch, *words))
-    rloo.train(arguments("rloo", tiny, tmp_path / "whole", **settings))
-    assert_same_run(folder, tmp_path / "whole")
+    assert "SIGHUP: stopping after this step" in capsys.readouterr().err
+    assert_same_run(folder, whole("rloo"))
 
 
 SECRETS = {"WANDB_API_KEY": "5ec2e7" * 6 + "abcd", "HF_TOKEN": "hf_5ec2e75ec2e75ec2e75ec2e75ec2e7"}
