@@ -12,10 +12,17 @@ import ppo
 import reward_model
 import sft
 
-torch.manual_seed(0)
 B, T = 5, 7
 MASK = torch.arange(T) < torch.tensor([7, 1, 4, 6, 2])[:, None]
 NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def same_chance():
+    """Each test draws the same numbers in whatever order they run, and gives the generator back as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 def randn(*shape):
@@ -231,7 +238,6 @@ def test_probabilities_of_both_outcomes_add_up():
 
 def test_calibration_of_perfect_and_of_overconfident_rewards():
     """Outcomes drawn with the probability that the model states, and rewards five times too large."""
-    torch.manual_seed(0)
     d = torch.randn(200_000) * 1.5
     outcome = torch.where(torch.rand(len(d)) < d.abs().sigmoid(), d.abs(), -d.abs())
     for scale, calibrated in ((1, True), (5, False)):

@@ -1,10 +1,9 @@
 """DDPO: held to TRL 0.23's numbers, to diffusers' scheduler, to the mathematics, and to the world of shapes."""
 
-import gc
 import importlib.util
 import json
+import re
 import shutil
-import signal
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -43,6 +42,9 @@ def close(a, b, **tolerance):
     """assert_close, of any numbers in any precision."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
     torch.testing.assert_close(a, b, **{"rtol": 1e-5, "atol": 1e-6} | tolerance)
+
+
+SLOW = pytest.mark.slow
 
 
 def flat(parameters):
@@ -219,6 +221,7 @@ def rollouts(monkeypatch):
         return part
 
     def update_and_keep(chain, optimizer, rollout):
+        assert rollout.images is None  # once they are judged nothing needs them, and they are large
         kept.append(ddpo.ImageBatch(**vars(rollout) | {"images": torch.cat(images)}))
         images.clear()
         return update(chain, optimizer, rollout)
@@ -228,7 +231,12 @@ def rollouts(monkeypatch):
     return kept
 
 
-@pytest.mark.parametrize("case", TRL["cases"])
+def cases(*quick):
+    """All recorded epochs, of which some are quick."""
+    return pytest.mark.parametrize("case", [pytest.param(x, marks=[] if x in quick else SLOW) for x in TRL["cases"]])
+
+
+@cases("accumulate", "fraction")
 def test_an_update_is_trls(case, monkeypatch, norms):
     """Given what TRL has sampled: each log-probability, gradients, metrics, and weights."""
     figures, args = of_case(case), ddpo.Args(**golden_settings(case))
@@ -281,8 +289,7 @@ def golden_world(tmp_path_factory):
 
 
 
-
-@pytest.mark.parametrize("case", TRL["cases"])
+@cases("accumulate", "per_prompt")
 def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms, rollouts):
     """`train` itself, on TRL's models: what it samples from TRL's noise, scores, advantages, metrics, and weights.
 
@@ -353,8 +360,7 @@ def updated(chain, rollout, rate=1e-2):
     return ddpo.update_unet(chain, optimizer, rollout), flat(chain.policy.parameters())
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-@pytest.mark.parametrize("lora_r", [0, 2])
+@pytest.mark.parametrize("guidance, lora_r", [(1.0, 0), (3.0, 2)])
 def test_the_ratio_is_1_before_the_first_step(guidance, lora_r):
     """So the loss is minus the mean advantage, nothing is clipped, and the policy is the reference."""
     chain = toy_chain(sample_guidance_scale=guidance, lora_r=lora_r, train_batch_size=8)
@@ -418,14 +424,13 @@ def test_guidance_by_hand():
     assert (c - u)[:3].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_cutting_an_optimiser_step_changes_nothing(parts):
+def test_cutting_an_optimiser_step_changes_nothing():
     """However many images a forward pass has, the step and its numbers are the same, but for rounding."""
     both = dict(moved=0.02, kl_coef=0.5, train_num_inner_epochs=2, train_timestep_fraction=0.8, train_clip_range=0.1)
     results = []
-    for n in (2, parts):
-        chain = toy_chain(train_batch_size=8 // n, train_gradient_accumulation_steps=n, **both)
-        results.append(updated(chain, toy_rollout(chain, 16)))
+    for n in (1, 4):
+        chain = toy_chain(train_batch_size=4 // n, train_gradient_accumulation_steps=n, **both)
+        results.append(updated(chain, toy_rollout(chain)))
     (stats, weights), (others, same) = results
     assert stats["steps"] == 4 and stats["approx_kl"] > 1e-7
     close(list(stats.values()), list(others.values()), rtol=1e-3, atol=1e-5)
@@ -478,8 +483,7 @@ def other_schedule(folder, **config):
     return folder
 
 
-@pytest.mark.parametrize("spacing", ["leading", "trailing"])
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("spacing, kl_coef", [("leading", 0.1), ("trailing", 0.0)])
 def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monkeypatch, capsys):
     """It has no probability; all others are trained on, and no number is NaN."""
     steps, gradient = [], ddpo.step_gradient
@@ -733,15 +737,6 @@ def test_images_prompts_and_metadata_are_one_image_s(tmp_path, rollouts):
     assert [(line["epoch"], line["step"]) for line in lines] == [(1, 2), (2, 4)]
 
 
-def test_images_are_let_go_of(tmp_path, monkeypatch):
-    """Once they are judged nothing needs them, and they are large."""
-    join, seen = ddpo.join_batches, []
-    watch = lambda parts: (seen.append([part.images for part in parts]), join(parts))[1]  # noqa: E731
-    monkeypatch.setattr(ddpo, "join_batches", watch)
-    run(ddpo, tmp_path, **TINY)
-    assert seen == [[None, None]] * 2
-
-
 def test_a_policy_that_broke(tmp_path):
     """Its images are no images, and the reward function is not asked."""
     with pytest.raises(ddpo.UserError, match="images are not finite .NaN or inf.: the model is broken"):
@@ -750,7 +745,7 @@ def test_a_policy_that_broke(tmp_path):
 
 def test_history_of_prompts(tmp_path, rollouts):
     """It is kept over epochs, as long as asked for, and a checkpoint holds it."""
-    settings = dict(per_prompt_stat_tracking_buffer_size=6, per_prompt_stat_tracking_min_count=5, num_epochs=3)
+    settings = dict(per_prompt_stat_tracking_buffer_size=6, per_prompt_stat_tracking_min_count=5)
     run(ddpo, tmp_path, per_prompt_stat_tracking=True, train_adv_clip_max=1, save_steps=1, **TINY | settings)
     history = {}
     for number, rollout in enumerate(rollouts, 1):
@@ -761,29 +756,28 @@ def test_history_of_prompts(tmp_path, rollouts):
             expected = (rollout.scores[mine] - others.mean()) / others.std(correction=0)
             close(rollout.advantages[mine], expected.clamp(-1, 1), atol=1e-4)
         file = tmp_path / f"checkpoints/step-{number:08d}.pt"
-        if number > 1:  # two are kept
-            assert torch.load(file)["state"]["scores"] == history
+        assert torch.load(file)["state"]["scores"] == history
 
 
 def test_pictures(tmp_path):
     """Above, what the first model draws, the same in all; below, what the policy draws from the same noise."""
-    lines = run(ddpo, tmp_path / "a", image_steps=1, **TINY | dict(num_epochs=3))
+    lines = run(ddpo, tmp_path / "a", image_steps=1, **TINY)
     files = sorted(path.name for path in (tmp_path / "a/images").iterdir())
-    assert files == ["epoch-0001.png", "epoch-0002.png", "epoch-0003.png"]
+    assert files == ["epoch-0001.png", "epoch-0002.png"]
     pixels = [torch.tensor(list(Image.open(tmp_path / "a/images" / name).convert("L").tobytes())) for name in files]
     rows = [x.view(2, 80, 8, 80)[:, 8:-8, :, 8:-8] for x in pixels]  # each image has a frame of a pixel's width
     assert Image.open(tmp_path / "a/images" / files[0]).size == (8 * 80, 2 * 80)
-    assert all(torch.equal(x[0], rows[0][0]) for x in rows)
-    assert not torch.equal(rows[0][1], rows[0][0]) and not torch.equal(rows[1][1], rows[2][1])
+    assert torch.equal(rows[0][0], rows[1][0])
+    assert not torch.equal(rows[0][1], rows[0][0]) and not torch.equal(rows[0][1], rows[1][1])
     pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "a", safety_checker=None)
     chain = toy_chain(sample_num_steps=3)
     chain.policy = pipe.unet.eval()
     asked, rng = [{"prompt": x} for x in PROMPTS * 2], torch.Generator().manual_seed(1)
     images = ddpo.sample_images(chain, asked, "policy", rng).images
-    close(rows[2][1][::8, :, ::8].permute(1, 0, 2) / 255, images[:, 0], atol=1 / 255)
-    again = run(ddpo, tmp_path / "b", image_steps=99, **TINY | dict(num_epochs=3))
+    close(rows[1][1][::8, :, ::8].permute(1, 0, 2) / 255, images[:, 0], atol=1 / 255)
+    again = run(ddpo, tmp_path / "b", image_steps=99, **TINY)
     assert untimed(again) == untimed(lines)  # the pictures draw no number of the run's
-    assert [path.name for path in (tmp_path / "b/images").iterdir()] == ["epoch-0003.png"]
+    assert [path.name for path in (tmp_path / "b/images").iterdir()] == ["epoch-0002.png"]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -813,6 +807,7 @@ def test_the_folder_is_a_pipeline(tmp_path):
     assert again[0]["objective/kl"] == 0
 
 
+@SLOW
 def test_the_kl_term_keeps_the_policy_close(tmp_path):
     settings = TINY | dict(num_epochs=3, train_num_inner_epochs=2, train_learning_rate=3e-5)
     far, near = (run(ddpo, tmp_path / str(x), kl_coef=x, **settings) for x in (0.0, 1.0))
@@ -863,70 +858,11 @@ def test_gradient_checkpointing_changes_no_number(tmp_path, monkeypatch):
     calls, module = [], torch.utils.checkpoint
     checkpoint = module.checkpoint
     monkeypatch.setattr(module, "checkpoint", lambda *a, **k: (calls.append(1), checkpoint(*a, **k))[1])
-    plain, saved = (run(ddpo, tmp_path / str(x), gradient_checkpointing=x, **TINY) for x in (False, True))
+    settings = TINY | dict(num_epochs=1, sample_num_batches_per_epoch=1)
+    plain, saved = (run(ddpo, tmp_path / str(x), gradient_checkpointing=x, **settings) for x in (False, True))
     assert calls
     for a, b in zip(untimed(plain), untimed(saved)):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
-
-
-# --- Interrupted ------------------------------------------------------------------------------------------------------
-
-
-def same_run(folder, other):
-    """Metrics, weights and the last picture of two runs are the same, bit for bit."""
-    assert untimed(lines_of(folder)) == untimed(lines_of(other))
-    a, b = (load_file(Path(x) / UNET) for x in (folder, other))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    a, b = (max((Path(x) / "images").iterdir()).read_bytes() for x in (folder, other))
-    assert a == b
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(per_prompt_stat_tracking=True, kl_coef=0.1, per_prompt_stat_tracking_min_count=3)
-        | dict(sample_batch_size=5, train_batch_size=5, sample_num_batches_per_epoch=1),
-        dict(lora_r=2),
-    ],
-    ids=["prompts", "adapter"],
-)
-def test_resumed_is_uninterrupted(settings, tmp_path):
-    """Killed in the third epoch of four, while a line was written, with a part of the prompts still to come."""
-    settings = TINY | dict(num_epochs=4, save_steps=1, save_total_limit=9) | settings
-    run(ddpo, tmp_path / "whole", **settings)
-    copy = tmp_path / "cut"
-    shutil.copytree(tmp_path / "whole", copy)
-    for name in ("checkpoints/step-00000003.pt", "checkpoints/step-00000004.pt", UNET, "images/epoch-0004.png"):
-        (copy / name).unlink()
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
-    run(ddpo, copy, resume=str(copy), **settings)
-    same_run(copy, tmp_path / "whole")
-
-
-def test_ctrl_c(tmp_path, monkeypatch, capsys):
-    """The epoch is finished, all is saved, and the command that is shown leads to the same end."""
-    (tmp_path / "r.py").write_text(
-        "import os, pathlib, signal\n\n\ndef reward(images, prompts, metadata):\n"
-        f"    mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
-        "    if not mark.exists():\n        mark.touch(), os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return images.mean((1, 2, 3))\n"
-    )
-    settings, folder = dict(reward_fn=f"{tmp_path}/r.py:reward", **TINY | dict(num_epochs=3)), tmp_path / "out"
-    words = [x for name, value in settings.items() for x in (f"--{name.replace('_', '-')}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["ddpo.py", *words, "--device", "cpu", "--output-dir", str(folder)])
-    with pytest.raises(SystemExit) as end:
-        ddpo.main()
-    said, before = capsys.readouterr().err, signal.getsignal(signal.SIGINT)
-    assert end.value.code == 130 and "SIGINT: stopping after this step" in said
-    assert said.strip().endswith(f"to resume: python ddpo.py --resume {folder}")
-    assert len(lines_of(folder)) == 1 and (folder / UNET).exists() and before is signal.default_int_handler
-    monkeypatch.setattr(sys, "argv", ["ddpo.py", "--resume", str(folder)])
-    del end
-    gc.collect()  # and with the traceback the lock of the folder
-    ddpo.main()
-    run(ddpo, tmp_path / "whole", **settings)
-    same_run(folder, tmp_path / "whole")
 
 
 # --- Errors: one sentence, exit code 2 --------------------------------------------------------------------------------
@@ -971,7 +907,7 @@ def test_peft_is_missing(refused, monkeypatch):
         ("dataset", "./nowhere.jsonl", "'./nowhere.jsonl': there is no such file"),
         ("model", "toy/sft", "the pipeline 'toy/sft' could not be loaded"),
         ("model", "toy/shapes/sd/unet", "the pipeline 'toy/shapes/sd/unet' could not be loaded"),
-        ("model", "no-such/pipeline", "the pipeline 'no-such/pipeline' could not be loaded"),
+        ("model", "no-such/pipeline", "'no-such/pipeline' is neither a folder here nor in the cache"),
         ("reward_fn", "toy/shapes/make.py:nosuch", "toy/shapes/make.py defines no function 'nosuch'"),
         ("device", "nosuch", "--device nosuch cannot be used"),
     ],
@@ -992,11 +928,18 @@ def test_settings_that_cannot_be(refused, flag, value, sentence):
         ("images[9]", "IndexError"),
     ],
 )
-def test_rewards_that_are_no_rewards(refused, tmp_path, body, sentence):
+def test_rewards_that_are_no_rewards(tmp_path, body, sentence):
     (tmp_path / "r.py").write_text(f"def reward(images, prompts, metadata):\n    return {body}\n")
-    for flag in ("reward_fn", "gold_reward_fn"):
-        said = refused(**{flag: f"{tmp_path}/r.py:reward"})
-        assert sentence in said and f"the reward function {tmp_path}/r.py:reward" in said
+    reward = ddpo.load_reward(f"{tmp_path}/r.py:reward", ddpo.Args())
+    with pytest.raises(ddpo.UserError, match=re.escape(sentence)) as error:
+        reward(SimpleNamespace(images=torch.zeros(8, 3, 8, 8), prompts=[""] * 8, rows=[{}] * 8))
+    assert f"the reward function {tmp_path}/r.py:reward" in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["reward_fn", "gold_reward_fn"])
+def test_a_reward_that_is_no_number_ends_the_run(refused, tmp_path, flag):
+    (tmp_path / "r.py").write_text("def reward(images, prompts, metadata):\n    return [float('nan')] * len(images)\n")
+    assert "nan" in refused(**{flag: f"{tmp_path}/r.py:reward"})
 
 
 def test_a_prompt_that_is_no_text(refused, tmp_path):
@@ -1026,23 +969,23 @@ def test_schedules_that_cannot_be(refused, tmp_path):
 def reward_gain(output, seed):
     """How much a short run raises the reward and the gold score: mean of the last two epochs less the first.
 
-    A higher rate and a wider clip range than by default: 32 optimiser steps are few. Over six seeds the reward gained
-    0.6 to 1.9, and with the advantages' sign turned, over four, -1.0 to -0.2.
+    A higher rate and a wider clip range than by default: 32 optimiser steps are few. Over three seeds the reward gained
+    1.2 to 1.8, and with the advantages' sign turned -1.4 to -0.8.
     """
     lines = run(
-        ddpo, output, seed=seed, sample_num_steps=5, sample_num_batches_per_epoch=2, train_batch_size=16,
-        train_gradient_accumulation_steps=1, num_epochs=4, train_learning_rate=7e-4, train_clip_range=1e-3,
-        gold_reward_fn="toy/shapes/make.py:same_shape", image_steps=9, save_steps=9,
+        ddpo, output, seed=seed, sample_num_steps=4, sample_batch_size=32, sample_num_batches_per_epoch=2,
+        train_batch_size=8, train_gradient_accumulation_steps=1, num_epochs=4, train_learning_rate=7e-4,
+        train_clip_range=1e-3, gold_reward_fn="toy/shapes/make.py:same_shape", image_steps=9, save_steps=9,
     )  # fmt: skip
     score, gold = ([line[name] for line in lines] for name in ("reward_mean", "objective/gold_scores"))
     return sum(score[-2:]) / 2 - score[0], sum(gold[-2:]) / 2 - gold[0]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_it_learns(tmp_path, seed):
     """Shapes move to the left, and are still shapes."""
     score, gold = reward_gain(tmp_path, seed)
-    assert score > 0.4 and gold > -0.2, (score, gold)
+    assert score > 0.4 and gold > -0.5, (score, gold)
 
 
 def test_it_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
@@ -1050,7 +993,7 @@ def test_it_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     update, negated = ddpo.update_unet, lambda r: ddpo.ImageBatch(**vars(r) | {"advantages": -r.advantages})
     monkeypatch.setattr(ddpo, "update_unet", lambda chain, optimizer, r: update(chain, optimizer, negated(r)))
     score, _ = reward_gain(tmp_path, 1)
-    assert score < -0.3, score
+    assert score < -0.4, score
 
 
 # --- jpeg.py ----------------------------------------------------------------------------------------------------------
@@ -1067,8 +1010,3 @@ def test_jpeg():
     file = BytesIO()
     Image.fromarray((255 * noise).round().byte().permute(1, 2, 0).numpy()).save(file, "JPEG", quality=95)
     assert sizes[0] == len(file.getvalue()) / 1000 and 2 < sizes[0] < 64 * 64 * 3 / 1000
-
-
-def test_jpeg_as_a_reward(tmp_path, rollouts):
-    run(ddpo, tmp_path, reward_fn="jpeg.py:compressibility", **TINY | dict(num_epochs=1))
-    close(rollouts[0].scores, jpeg.compressibility(rollouts[0].images, [], []))

@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from sources import ROOT, SCRIPTS, defined_in, nodes_of, text_of
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "docs", "docs/diffs", "toy", "benchmarks", "exercises", "tests", "tests/golden")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
-MAIN = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py", "ddpo.py"]
 OTHER_TOOLS = {
-    "--dist": "pytest",
     "--solutions": "pytest, in exercises/conftest.py",
     "--nproc-per-node": "torchrun",
     "--nnodes": "torchrun",
@@ -26,7 +24,7 @@ OTHER_TOOLS = {
     "--private": "hf",
     "--help": "all",
 }
-OPTIONS = json.loads((ROOT / "tests/golden/option_names.json").read_text())
+OPTIONS = json.loads(text_of("tests/golden/option_names.json"))
 SECTIONS = [name for name in OPTIONS if name != "source"]
 SKELETON = ["What it is", "Usage", "What is logged", "Implementation details", "Results", "When it does not learn",
             "Three sweeps"]  # fmt: skip
@@ -35,8 +33,8 @@ ANSWERS = ("`--", "always", "computed", "function `", "library: ", "not yet", "l
 
 def arguments(script):
     """Flag -> (field, default) of a script: the fields of its Args, its ALIASES, and what argparse is given."""
-    tree, found, aliases = ast.parse((ROOT / script).read_text()), {"--help": ("help", None)}, {}
-    for node in ast.walk(tree):
+    found, aliases = {"--help": ("help", None)}, {}
+    for node in nodes_of(script):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("add", "add_argument"):
             found |= {a.value: (a.value, None) for a in node.args if isinstance(a, ast.Constant)}
         if isinstance(node, ast.ClassDef) and node.name == "Args":
@@ -50,7 +48,7 @@ def arguments(script):
 
 
 OTHER = [str(p.relative_to(ROOT)) for folder in ("benchmarks", "docs") for p in ROOT.glob(f"{folder}/*.py")]
-ARGUMENTS = {path: arguments(path) for path in [*MAIN, *OTHER]}
+ARGUMENTS = {path: arguments(path) for path in [*SCRIPTS, *OTHER]}
 ALL_FLAGS = set().union(*ARGUMENTS.values())
 
 
@@ -68,15 +66,11 @@ def flags_in(code):
 
 def rows(section):
     """The table rows of a section of options.md, as lists of cells; the heads of tables are left out."""
-    body = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page(), re.M | re.S)[1]
+    page = text_of("docs/options.md")
+    body = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in body.splitlines() if line.startswith("|")]
     heads = {i + step for i, row in enumerate(cells) if set("".join(row)) == {"-"} for step in (-1, 0)}
     return [row for i, row in enumerate(cells) if i not in heads]
-
-
-def page():
-    """The text of docs/options.md."""
-    return (ROOT / "docs/options.md").read_text()
 
 
 def names(row):
@@ -134,7 +128,7 @@ def test_our_defaults_are_those_of_the_scripts(section):
             assert not is_same, row
             continue
         flag, shown = our_default(row)
-        known = [ARGUMENTS[script][flag] for script in MAIN if flag in ARGUMENTS[script]]
+        known = [ARGUMENTS[script][flag] for script in SCRIPTS if flag in ARGUMENTS[script]]
         assert shown and any(equal(shown, default) for _, default in known), row
         if is_same:
             assert names(row) == [flag[2:].replace("-", "_")], row
@@ -146,15 +140,14 @@ def test_aliases_are_aliases(section):
     for row in rows(section):
         for alias in re.findall(r"alias `(--[\w-]+)`", row[3]):
             flag = our_default(row)[0]
-            known = [ARGUMENTS[script] for script in MAIN if flag in ARGUMENTS[script]]
+            known = [ARGUMENTS[script] for script in SCRIPTS if flag in ARGUMENTS[script]]
             assert any(flags.get(alias) == flags[flag] for flags in known), row
 
 
 def test_functions_that_stand_in_for_theirs_exist():
     scripts = {"RewardTrainer": "reward_model.py", "SFTTrainer": "sft.py", "DPOTrainer": "dpo.py"}
     for section in SECTIONS:
-        tree = ast.parse((ROOT / scripts.get(section, "ppo.py")).read_text())
-        defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        defined = set(defined_in(scripts.get(section, "ppo.py")))
         for row in rows(section):
             if row[2].startswith("function"):
                 assert set(re.findall(r"`(\w+)`", row[2])) <= defined, row
@@ -163,7 +156,7 @@ def test_functions_that_stand_in_for_theirs_exist():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_flag_exists(path):
     """In a command line of one of our scripts it is a flag of that script; elsewhere of any script, or another tool."""
-    for line in code_lines(path.read_text()):
+    for line in code_lines(text_of(path)):
         script = re.search(r"(?:python|uv run) ([\w/]+\.py)", line)
         known = ARGUMENTS.get(script[1], {}) if script else ALL_FLAGS | set(OTHER_TOOLS)
         for flag in flags_in(line):
@@ -172,7 +165,7 @@ def test_every_flag_exists(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_leads_somewhere(path):
-    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(path)):
         if not target.startswith(("http://", "https://", "#")):
             assert (path.parent / target.split("#")[0]).exists(), f"{path.name}: {target}"
 
@@ -180,21 +173,20 @@ def test_every_link_leads_somewhere(path):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_formulas_are_rendered(path):
     """GitHub refuses a macro, and its Markdown takes marks out of inline formulas, so that they stand in blocks."""
-    text = path.read_text()
+    text = text_of(path)
     assert "\\operatorname" not in text
     assert not re.findall(r"\$[^$`\n]*(?:}_{|\\[,;!])[^$`\n]*\$", re.sub(r"```.*?```", "", text, flags=re.S))
 
 
-@pytest.mark.parametrize("script", MAIN)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_page_has_the_skeleton_and_names_functions_that_exist(script):
     """Each numbered detail names a function of the script that holds it."""
-    text = (ROOT / f"docs/{Path(script).stem}.md").read_text()
+    text = text_of(f"docs/{Path(script).stem}.md")
     assert re.findall(r"^## (.*)", text, re.M)[: len(SKELETON)] == SKELETON
     details = text[text.index("## Implementation details") : text.index("## Results")]
     points = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", details, re.M | re.S)
     assert [int(number) for number, _ in points] == list(range(1, len(points) + 1)) and len(points) >= 8
-    tree = ast.parse((ROOT / script).read_text())
-    defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    defined = set(defined_in(script))
     for _, point in points:
         held_by = set(re.findall(r"`([a-zA-Z_]+)(?:\.\w+)?`", " ".join(re.findall(r"\(([^()]*`[^()]*)\)", point))))
         assert held_by & defined, point
@@ -218,7 +210,7 @@ def read(command, monkeypatch):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_are_understood(path, monkeypatch):
     """By the script itself: each value has the right type; and files of this repository that they name are there."""
-    for _, *command in commands(path.read_text()):
+    for _, *command in commands(text_of(path)):
         if "--resume" not in command:  # which needs the run
             _, args = read(command, monkeypatch)
             values = [x for value in vars(args).values() for x in (value if isinstance(value, tuple) else [value])]
@@ -227,10 +219,11 @@ def test_commands_are_understood(path, monkeypatch):
 
 
 OFFLINE = sorted({" ".join(words[1:])  # without the sweeps, which only turn a number
-                  for path in PAGES for words in commands(path.read_text().split("## Three sweeps")[0])
+                  for path in PAGES for words in commands(text_of(path).split("## Three sweeps")[0])
                   if not {"--model", "--resume", "--dataset", "--from-scratch"} & set(words)})  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", OFFLINE)
 def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
     """Those that start from the toy world, for three steps."""
@@ -249,5 +242,5 @@ def test_diffs_are_fresh():
     make = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make)
     for before, after in make.STEPS:
-        page = (ROOT / f"docs/diffs/{before}-{after}.md").read_text()
+        page = text_of(f"docs/diffs/{before}-{after}.md")
         assert page == make.page(before, after), f"docs/diffs/{before}-{after}.md is old: run docs/diffs/make.py"

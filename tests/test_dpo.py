@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -76,7 +77,6 @@ def test_logps_of_trl():
 
 def test_gradient_in_closed_form():
     """-beta * sigmoid(-beta * Delta) for the chosen, the negative of it for the rejected (DPO, after eq. 7)."""
-    torch.manual_seed(0)
     chosen, rejected, ref_chosen, ref_rejected = (torch.randn(6, dtype=torch.double) * 5 for _ in range(4))
     chosen, rejected = leaf(chosen), leaf(rejected)
     dpo.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, settings(0.3))[0].sum().backward()
@@ -199,17 +199,19 @@ def test_padding_holds_nothing(policy, pairs, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 4, 9])
-def test_cutting_a_batch_changes_nothing(policy, pairs, size):
+def test_cutting_a_batch_changes_nothing(policy, pairs):
     ref = torch.randn(9, 2) * 3 - 30
-    results = []
-    for micro_batch in (9, size):
+
+    def statistics_and_gradient(micro_batch):
         policy.zero_grad()
-        args = dpo.Args(micro_batch_size=micro_batch)
-        stats = dpo.preference_gradient(policy, pairs, ref, args)
-        results.append((stats, torch.cat([p.grad.flatten() for p in policy.parameters()])))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4, abs=1e-5)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-5)
+        stats = dpo.preference_gradient(policy, pairs, ref, dpo.Args(micro_batch_size=micro_batch))
+        return stats, torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+    stats, gradient = statistics_and_gradient(9)
+    for size in (1, 4):
+        cut_stats, cut_gradient = statistics_and_gradient(size)
+        assert cut_stats == pytest.approx(stats, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(cut_gradient, gradient, rtol=1e-3, atol=1e-5)
 
 
 def test_the_reference_is_read_once(policy, pairs, monkeypatch):
@@ -232,20 +234,25 @@ def policy_copy(policy):
 # --- runs
 
 
-def test_first_step(tmp_path, tiny):
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory, tiny):
+    """The metrics of a run of two passes."""
+    return run(dpo, tmp_path_factory.mktemp("run"), eval_steps=1, num_train_epochs=2, **tiny["dpo"])
+
+
+def test_first_step(lines):
     """The policy is its reference: loss log 2, all rewards 0, no KL."""
-    lines = run(dpo, tmp_path, eval_steps=1, **tiny["dpo"])
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert lines[0]["rewards/chosen"] == pytest.approx(0, abs=1e-4)
     assert lines[-1]["rewards/margins"] != 0 and lines[0]["val/response_length"] > 1
     assert lines[-1]["objective/kl"] != 0
 
 
-def test_precomputed_is_the_same(tmp_path, tiny):
+def test_precomputed_is_the_same(lines, tmp_path, tiny):
     """But for the KL, since the reference is gone."""
-    a, b = (run(dpo, tmp_path / str(x), precompute_ref=x, num_train_epochs=2, **tiny["dpo"]) for x in (False, True))
-    assert "objective/kl" in a[-1] and "objective/kl" not in b[-1]
-    for x, y in zip(a, b, strict=True):
+    again = run(dpo, tmp_path, precompute_ref=True, num_train_epochs=2, **tiny["dpo"])
+    assert "objective/kl" in lines[-1] and "objective/kl" not in again[-1]
+    for x, y in zip(lines, again, strict=True):
         for name in ("loss", "rewards/margins", "logps/chosen", "grad_norm"):
             assert x[name] == pytest.approx(y[name], rel=1e-3, abs=1e-4)
 
@@ -259,35 +266,47 @@ def test_adapter(tmp_path, tiny):
     assert (tmp_path / "adapter_model.safetensors").exists() and merged.num_parameters() > 4e5
 
 
-LEARNING = dict(num_train_epochs=1, batch_size=32, micro_batch_size=32, learning_rate=5e-4, eval_steps=60,
-                num_sample_generations=0, gold_reward_fn="toy/make.py:gold_score")  # fmt: skip
-
-
 @pytest.fixture(scope="module")
-def gold_before(tokenizer, policy):
-    """The gold score of the reference's responses to the prompts that the runs below answer."""
-    with open(ROOT / "toy/data/preferences/validation.jsonl") as file:
-        rows = [json.loads(line) for line, _ in zip(file, range(64))]
-    pairs = [dpo.encode_preference(row["prompt"], row["chosen"], row["rejected"], tokenizer) for row in rows]
-    args = dpo.Args(**LEARNING)
-    stats = dpo.evaluate_responses(policy, None, pairs, args, dpo.load_gold_reward(args))
-    return stats["objective/gold_scores"]
+def clear_pairs(tmp_path_factory):
+    """A folder with pairs of the toy data whose gold scores are 4 apart or more, the better text the chosen one."""
+    folder, gold_score = tmp_path_factory.mktemp("pairs"), runpy.run_path(str(ROOT / "toy/make.py"))["gold_score"]
+    for split, size in (("train", 256), ("validation", 100)):
+        lines = (ROOT / f"toy/data/preferences/{split}.jsonl").read_text("utf-8").splitlines()[:1400]
+        rows = [json.loads(line) for line in lines]
+        scores = gold_score([row["prompt"] + row[side] for row in rows for side in ("chosen", "rejected")])
+        pairs = []
+        for row, a, b in zip(rows, scores[::2], scores[1::2]):
+            chosen, rejected = (row["chosen"], row["rejected"])[:: 1 if a > b else -1]
+            pairs += [dict(prompt=row["prompt"], chosen=chosen, rejected=rejected)] if abs(a - b) >= 4 else []
+        assert len(pairs) >= size
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs[:size]))
+    return str(folder)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_dpo_learns(seed, tmp_path, part_of, gold_before):
-    """The gold score of sampled responses rises, and unseen pairs are told apart."""
-    last = run(dpo, tmp_path, seed=seed, dataset=part_of("preferences", 960), **LEARNING)[-1]
-    assert last["objective/gold_scores"] > gold_before + 0.7
-    assert last["eval/rewards/accuracies"] > 0.53 and last["objective/kl"] > 0.3
+def learned(output, seed, data, **settings):
+    """After 32 steps: margin of unseen pairs, and gold score of responses to their prompts.
+
+    Over three seeds these were 0.31 to 0.34 and 0.68 to 0.85; with the loss's sign turned, -0.17 and -0.24 at best.
+    """
+    settings = dict(dataset=data, batch_size=8, learning_rate=5e-4, num_train_epochs=1) | settings
+    last = run(dpo, output, seed=seed, gold_reward_fn="toy/make.py:gold_score", **settings)[-1]
+    return last["eval/rewards/margins"], last["objective/gold_scores"]
 
 
-def test_dpo_unlearns_with_the_sign_turned(tmp_path, part_of, monkeypatch, gold_before):
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+def test_dpo_learns(seed, tmp_path, clear_pairs):
+    """Unseen pairs are told apart, and sampled responses become better."""
+    margin, gold = learned(tmp_path, seed, clear_pairs)
+    assert margin > 0.1 and gold > 0.4, (margin, gold)
+
+
+def test_dpo_unlearns_with_the_sign_turned(tmp_path, clear_pairs, monkeypatch):
     """The test above can fail."""
     loss = dpo.dpo_loss
-    monkeypatch.setattr(dpo, "dpo_loss", lambda a, b, c, d, args: loss(b, a, d, c, args))
-    last = run(dpo, tmp_path, dataset=part_of("preferences", 960), **LEARNING)[-1]
-    assert last["objective/gold_scores"] < gold_before + 0.35
+    turned = lambda a, b, c, d, args: (loss(b, a, d, c, args)[0], *loss(a, b, c, d, args)[1:])  # noqa: E731
+    monkeypatch.setattr(dpo, "dpo_loss", turned)
+    margin, gold = learned(tmp_path, 1, clear_pairs)
+    assert margin < -0.05 and gold < 0, (margin, gold)
 
 
 # --- wrong input
@@ -307,9 +326,9 @@ def test_dpo_unlearns_with_the_sign_turned(tmp_path, part_of, monkeypatch, gold_
         (dict(dataset="toy/data/sft"), "has no column 'chosen'"),
     ],
 )
-def test_one_sentence(wrong, sentence, tmp_path):
+def test_one_sentence(wrong, sentence, tmp_path, tiny):
     with pytest.raises(dpo.UserError, match=sentence):
-        run(dpo, tmp_path / "out", **wrong)
+        run(dpo, tmp_path / "out", **tiny["dpo"] | wrong)
     assert not (tmp_path / "out").exists()
 
 
@@ -323,11 +342,11 @@ GOLD = {
 
 
 @pytest.mark.parametrize("name", GOLD)
-def test_a_wrong_gold_function_fails_before_training(name, tmp_path):
+def test_a_wrong_gold_function_fails_before_training(name, tmp_path, tiny):
     body, sentence = GOLD[name]
     (tmp_path / "gold.py").write_text(f"def {'other' if name == 'missing' else name}(texts):\n    {body}\n")
     with pytest.raises(dpo.UserError, match=sentence):
-        run(dpo, tmp_path / "out", gold_reward_fn=f"{tmp_path}/gold.py:{name}")
+        run(dpo, tmp_path / "out", gold_reward_fn=f"{tmp_path}/gold.py:{name}", **tiny["dpo"])
     assert not (tmp_path / "out").exists()
 
 

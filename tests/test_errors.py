@@ -4,9 +4,12 @@ import json
 import shlex
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
+import datasets
 import pytest
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import ddpo
@@ -57,9 +60,8 @@ def test_unknown_column_names_those_there_are(run, tmp_path):
 def test_empty_dataset(run, tmp_path):
     (tmp_path / "d.jsonl").write_text("")
     (tmp_path / "d.csv").write_text("prompt\n")
-    for module in (ppo, sft, reward_model):
-        assert str(tmp_path / "d.jsonl") in run(module, "--dataset", tmp_path / "d.jsonl")
-        assert "empty" in run(module, "--dataset", tmp_path / "d.csv")
+    assert str(tmp_path / "d.jsonl") in run(ppo, "--dataset", tmp_path / "d.jsonl")
+    assert "empty" in run(ppo, "--dataset", tmp_path / "d.csv")
 
 
 def test_a_truncated_file_is_named(run, tmp_path):
@@ -147,11 +149,12 @@ def test_nan_reward_in_the_run_names_the_text(run, tmp_path):
     assert "nan for the text '" in message
 
 
-@pytest.mark.parametrize("spec", ["nosuch.py:reward", "r.py:nosuch", "r.py"])
-def test_reward_function_that_is_not_there(run, tmp_path, monkeypatch, spec):
+def test_reward_function_that_is_not_there(run, tmp_path, monkeypatch):
     (tmp_path / "r.py").write_text("def reward(texts):\n    return [0.0] * len(texts)\n")
     monkeypatch.chdir(tmp_path)
-    assert spec.split(":")[-1] in run(ppo, "--reward-fn", spec)
+    assert "'nosuch.py'" in run(ppo, "--reward-fn", "nosuch.py:reward")
+    assert "r.py defines no function 'nosuch'" in run(ppo, "--reward-fn", "r.py:nosuch")
+    assert "'r.py' should be file.py:name" in run(ppo, "--reward-fn", "r.py")
 
 
 def test_tokenizer_without_eos(run, tmp_path):
@@ -173,20 +176,48 @@ def test_stop_token_of_several_tokens(run):
     assert "is not one token" in run(ppo, "--stop-token", "the end of it all")
 
 
-def test_model_that_is_nowhere(run):
-    for module, flag in ((ppo, "--model"), (ppo, "--reward-model"), (sft, "--model"), (reward_model, "--model")):
-        message = run(module, flag, "no-such-folder/no-such-model")
-        assert "'no-such-folder/no-such-model' could not be loaded" in message
-    assert "no such file or folder" in run(ppo, "--model", "./no-such-model")
+def test_path_that_is_nowhere(run):
+    assert "'./no-such-model': there is no such file or folder" in run(ppo, "--model", "./no-such-model")
     assert "'pairs.jsonl': there is no such file" in run(ppo, "--dataset", "pairs.jsonl")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "no-such-owner/no-such-name"])
+@pytest.mark.parametrize("flag", ["--model", "--reward-model", "--dataset"])
+def test_hub_name_without_a_hub(run, monkeypatch, tmp_path, flag, name):
+    """HF_HUB_OFFLINE is set in all tests."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    message = run(ppo, flag, name)
+    assert f"'{name}' is neither a folder here nor in the cache, and the hub cannot be reached" in message
+    assert message.endswith("; python ppo.py without flags runs offline")
+
+
+@pytest.mark.parametrize("kind", ["models", "datasets"])
+def test_hub_name_in_the_cache(monkeypatch, tmp_path, kind):
+    """It is found without a hub, which is asked once; its libraries are then told not to ask again."""
+
+    class Unreachable:
+        asked = 0
+
+        def head(self, *_, timeout):
+            Unreachable.asked += timeout <= 5
+            raise ConnectionError
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for settings in (constants, datasets.config):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(ppo, "get_session", Unreachable)
+    monkeypatch.setattr(ppo, "hub_answers", cache(ppo.hub_answers.__wrapped__))
+    for name in ("gpt2", "owner/name"):
+        (tmp_path / f"{kind}--{name.replace('/', '--')}").mkdir()
+        assert ppo.locate(name) == name
+    for name in ("gpt", "owner/other", "other/name"):
+        with pytest.raises(ppo.UserError, match="neither a folder here nor in the cache"):
+            ppo.locate(name)
+    assert Unreachable.asked == 1 and constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
 
 
 def test_folder_without_a_model(run, tmp_path):
     assert str(tmp_path) in run(ppo, "--model", tmp_path)
-
-
-def test_dataset_that_is_nowhere(run):
-    assert "no-such/dataset" in run(ppo, "--dataset", "no-such/dataset")
 
 
 def test_file_of_an_unknown_kind(run, tmp_path):
@@ -209,10 +240,9 @@ def test_output_folder_that_holds_a_run(run, tmp_path):
         folder = tmp_path / f"a run's {name}"
         folder.mkdir()
         (folder / name).write_text("{}\n")
-        for module in (ppo, sft, reward_model):
-            message = run(module, "--output-dir", folder)
-            assert "already holds a run" in message
-            assert shlex.split(message.split("go on with that run: ")[1]) == ["--resume", str(folder)]
+        message = run(ppo, "--output-dir", folder)
+        assert "already holds a run" in message
+        assert shlex.split(message.split("go on with that run: ")[1]) == ["--resume", str(folder)]
         assert [path.name for path in folder.iterdir()] == [name]
 
 
@@ -272,9 +302,8 @@ def test_broken_checkpoints(run, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(toy / name, tmp_path / "bare")
-    for module in (ppo, sft, reward_model):
-        assert "could not be loaded" in run(module, "--model", tmp_path / "cut")
-        assert "holds no tokenizer" in run(module, "--model", tmp_path / "bare")
+    assert "could not be loaded" in run(ppo, "--model", tmp_path / "cut")
+    assert "holds no tokenizer" in run(ppo, "--model", tmp_path / "bare")
     assert "could not be loaded" in run(ppo, "--reward-model", tmp_path / "cut")
 
 
@@ -292,15 +321,11 @@ def test_groups(run):
     assert "a batch of 64 responses does not divide into groups of --rloo-k 5" in run(rloo, "--rloo-k", 5)
 
 
-@pytest.mark.parametrize("module", [ppo, rloo])
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        (["--ptx-coef", 1], "--pretrain-data None: give both"),
-        (["--pretrain-data", "toy/data/sft"], "--ptx-coef 0.0 and --pretrain-data toy/data/sft: give both"),
         (["--pretrain-data", "toy/data/sft", "--ptx-coef", 1], "has no column 'text'; it has prompt, completion"),
         (["--pretrain-data", "nowhere.jsonl", "--ptx-coef", 1], "nowhere.jsonl"),
-        (["--response-length-min", 60], "--response-length-min 60 is above --response-length 53"),
         (["--aux-loss-coef", 0.1], "toy/sft has no router"),
         (["--lora-r", 4, "--lora-target-modules", "nothing_here"], "--lora-target-modules nothing_here (pip install peft?): "),
         (["--lr-scheduler-type", "straight"], "--lr-scheduler-type straight"),
@@ -310,12 +335,9 @@ def test_groups(run):
     ],
     ids=str,
 )
-def test_options_that_cannot_be(run, module, flags, expected):
-    assert expected in run(module, *flags)
-
-
-def test_a_norm_without_scaling(run):
-    assert "give both" in run(ppo, "--use-score-norm")
+def test_options_that_cannot_be(run, flags, expected):
+    """The functions that refuse them are the same text in rloo.py."""
+    assert expected in run(ppo, *flags)
 
 
 def test_messages_that_the_template_refuses(run, tmp_path):
@@ -329,17 +351,24 @@ def test_messages_that_the_template_refuses(run, tmp_path):
     messages = [{"content": "Hello"}]
     row = {"prompt": messages, "messages": messages, "chosen": messages, "rejected": messages * 2}
     data = write_rows(tmp_path / "d.jsonl", [row] * 4)
-    for module in (ppo, rloo, grpo, dpo, sft, reward_model):
+    for module in (ppo, dpo, sft, reward_model):
         message = run(module, "--model", tmp_path / "m", "--dataset", data)
         assert "refuses [{'content': 'Hello'}" in message and "a role is missing" in message
 
 
-def test_settings_that_contradict_each_other(run):
-    assert "--stop-token none" in run(ppo, "--stop-token", "none", "--missing-eos-penalty", 3)
+@pytest.mark.parametrize("module", [ppo, rloo])
+def test_settings_that_contradict_each_other(run, module):
+    assert "--pretrain-data None: give both" in run(module, "--ptx-coef", 1)
+    data = ("--pretrain-data", "toy/data/sft")
+    assert "--ptx-coef 0.0 and --pretrain-data toy/data/sft: give both" in run(module, *data)
+    message = run(module, "--response-length-min", 60)
+    assert "--response-length-min 60 is above --response-length 53" in message
+    assert "--stop-token none" in run(module, "--stop-token", "none", "--missing-eos-penalty", 3)
+    assert module is rloo or "give both" in run(module, "--use-score-norm")
 
 
-@pytest.mark.parametrize("module", [ppo, rloo, grpo, dpo, sft, reward_model])
-def test_accumulation_without_a_size_per_device(run, module):
-    sizes = ("--batch-size", 4, "--total-episodes", 4, "--response-length", 4)
-    sizes = sizes if module in (ppo, rloo, grpo) else ("--dataset-train-split", "validation[:8]", "--dataset-test-split", "none")
-    assert "--per-device-train-batch-size" in run(module, "--gradient-accumulation-steps", 4, *sizes)
+def test_accumulation_without_a_size_per_device(run, part_of):
+    """Once for the scripts that sample, and once for those that read texts, which have this text in common."""
+    for module, size in ((ppo, ("--total-episodes", 4)), (sft, ("--dataset", part_of("sft", 8)))):
+        message = run(module, "--gradient-accumulation-steps", 4, "--batch-size", 4, *size)
+        assert "--per-device-train-batch-size" in message

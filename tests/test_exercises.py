@@ -176,8 +176,12 @@ def test_no_mistake_hides_another(name, monkeypatch):
 
 
 def run_pytest(capsys, *options):
-    """Exit code and output of pytest on the folder, in this process, which has loaded torch already."""
-    code = pytest.main([str(ROOT / "exercises"), "-p", "no:cacheprovider", *options])
+    """Exit code and output of pytest on the folder, in this process, which has loaded torch already.
+
+    At its end pytest would collect all garbage of this process several times, to warn of errors in it.
+    """
+    options = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", *options]
+    code = pytest.main([str(ROOT / "exercises"), *options])
     return code, capsys.readouterr().out
 
 
@@ -189,9 +193,10 @@ def test_an_empty_file_is_not_done_and_shows_no_traceback(capsys):
 
 def test_a_file_half_done(capsys, tmp_path):
     """The student's line is shown, and none of the grader's."""
-    text = (ROOT / "exercises/functions.py").read_text()
+    text = (ROOT / "exercises/functions.py").read_text("utf-8")
     text = text.replace('raise NotImplementedError("masked_mean")', "return x[mask].sum() / max(mask.sum(), 1)")
-    (tmp_path / "half.py").write_text(text.replace('raise NotImplementedError("gae")', "return rewards, 1 / 0"))
+    text = text.replace('raise NotImplementedError("gae")', "return rewards, 1 / 0")
+    (tmp_path / "half.py").write_text(text, "utf-8")
     code, text = run_pytest(capsys, f"--solutions={tmp_path}/half.py")
     assert code == 1 and f" 1 done, 1 wrong, {len(NAMES) - 2} not done yet, response_mask is the next " in text, text
     assert "ZeroDivisionError: division by zero" in text and "return rewards, 1 / 0" in text

@@ -1,24 +1,17 @@
 """The list of planted faults stays usable. To plant them: python tests/plant_faults.py"""
 
 import ast
-from functools import cache
 
 import pytest
-from plant_faults import ROOT, plant, read_faults
+from plant_faults import plant, read_faults
+from sources import text_of, tree_of
 
 FAULTS = read_faults()
 
 
-@cache
-def text_of(file: str) -> str:
-    """The text of a file of the repository."""
-    return (ROOT / file).read_text("utf-8")
-
-
-@cache
 def statements(script: str) -> list[tuple[int, int]]:
     """The first and last line of each statement at the top of a script, decorators included."""
-    tops = ast.parse(text_of(script)).body
+    tops = tree_of(script).body
     return [(min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", ()))]), s.end_lineno) for s in tops]
 
 
@@ -28,13 +21,13 @@ def test_faults_can_be_planted(script):
 
     Only the statements that a fault changes are parsed again: a function or a class, not the whole script.
     """
-    source = text_of(f"{script}.py")
+    source, tops = text_of(f"{script}.py"), statements(f"{script}.py")
     for fault in (fault for fault in FAULTS if fault["script"] == script):
         planted = plant(source, fault).splitlines()
         more = len(planted) - len(source.splitlines())
         first = source[: source.index(fault["old"])].count("\n") + 1
         last = first + fault["old"].rstrip("\n").count("\n")
-        changed = [(a, b) for a, b in statements(f"{script}.py") if a <= last and first <= b]
+        changed = [(a, b) for a, b in tops if a <= last and first <= b]
         assert changed, fault["name"]
         lines = planted[changed[0][0] - 1 : changed[-1][1] + more]
         try:

@@ -605,7 +605,6 @@ class Stub(nn.Module):
         return SimpleNamespace(last_hidden_state=outputs.double()[..., None])
 
 
-@pytest.mark.parametrize("script", [ppo, reward_model])
 @pytest.mark.parametrize(
     "ids, rewards, lengths",
     [
@@ -613,12 +612,12 @@ class Stub(nn.Module):
         ("query_responses_empty_case", "empty_case_final", "empty_case_sequence_lengths"),
     ],
 )
-def test_reward_index_against_trl016(script, ids, rewards, lengths):
+def test_reward_index_against_trl016(ids, rewards, lengths):
     """The reward is read at the last real token, an empty response included, as in TRL 0.16.1."""
     i, o = golden("trl0161_get_reward_index")
     mask = (i[ids] != i["pad_token_id"]).long()
     model = SimpleNamespace(base_model=Stub(), score=nn.Identity(), config=SimpleNamespace())
-    close(script.read_reward(model, i[ids], mask).squeeze(1), o[rewards])
+    close(ppo.read_reward(model, i[ids], mask).squeeze(1), o[rewards])
     assert torch.equal(mask.shape[1] - 1 - mask.flip(1).argmax(1), o[lengths])  # the file means the same positions
 
 

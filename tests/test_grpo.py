@@ -2,11 +2,12 @@
 
 import json
 import math
+from functools import cache
+from itertools import islice
 
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from test_train import ROOT, run, untimed
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -15,8 +16,24 @@ import grpo
 GOLDEN = ROOT / "tests/golden"
 TRL = json.loads((GOLDEN / "trl116_grpo.json").read_text())
 ARRAYS = load_file(GOLDEN / "trl116_grpo.safetensors")
-TINY = dict(batch_size=8, num_generations=4, total_episodes=24, response_length=8, num_eval_prompts=4)
 LOSSES = ["dapo", "grpo", "dr_grpo", "bnpo", "cispo"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Settings of a run of three updates; of the data, the first 64 prompts."""
+    folder = tmp_path_factory.mktemp("prompts")
+    for split in ("train", "validation"):
+        with open(ROOT / f"toy/sort/data/prompts/{split}.jsonl") as file:
+            (folder / f"{split}.jsonl").write_text("".join(islice(file, 64)))
+    tiny = dict(batch_size=8, num_generations=4, total_episodes=24, response_length=8, num_eval_prompts=4)
+    return tiny | dict(dataset=str(folder))
+
+
+@cache
+def sort_tokenizer():
+    """That of the sorting task."""
+    return grpo.AutoTokenizer.from_pretrained(grpo.locate("toy/sort/base"))
 
 
 def close(a, b, tolerance=1e-4):
@@ -30,7 +47,7 @@ def golden_model(name):
     model = LlamaForCausalLM(LlamaConfig(**TRL["config"])).eval()
     state = {key.partition("/")[2]: x for key, x in ARRAYS.items() if key.startswith(name + "/")}
     model.load_state_dict(state)
-    model.tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.locate("toy/sort/base"))
+    model.tokenizer = sort_tokenizer()
     return model
 
 
@@ -106,7 +123,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
 # --- the mathematics
 
 
-def an_update(policy, scores, settings, rows=None):
+def an_update(policy, scores, settings, rows=None, in_loss=True):
     """The gradient of one mini-batch of the golden episodes with other scores, and its metrics."""
     args = golden_args(TRL["cases"]["dapo"]["settings"])
     vars(args).update(num_ppo_epochs=1, epsilon=0.05, epsilon_high=0.1)
@@ -114,7 +131,7 @@ def an_update(policy, scores, settings, rows=None):
     rollout, _ = golden_rollout(args, policy)
     rollout.old_logprobs = rollout.old_logprobs + torch.linspace(-0.2, 0.2, 72).view(12, 6).sin()
     rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
-    rollout.loss_mask, rollout.ref_logprobs = rollout.mask, rollout.old_logprobs - 0.3
+    rollout.loss_mask, rollout.ref_logprobs = rollout.mask & in_loss, rollout.old_logprobs - 0.3
     policy.zero_grad()
     order = torch.arange(12) if rows is None else rows
     stats = grpo.grpo_gradient(policy, rollout, order.split(args.micro_batch_size), args)
@@ -210,7 +227,8 @@ def test_the_gradient_of_cispo():
 
 def test_only_the_corrected_k3_has_the_gradient_of_the_kl():
     """Summed over the vocabulary with the policy's probabilities, exactly."""
-    logits, ref = torch.randn(7, requires_grad=True), torch.randn(7).log_softmax(0)
+    logits = torch.linspace(-1, 1, 7, requires_grad=True)
+    ref = logits.detach().flip(0).log_softmax(0)
 
     def gradient(loss):
         return torch.autograd.grad(loss, logits)[0]
@@ -229,17 +247,36 @@ def test_only_the_corrected_k3_has_the_gradient_of_the_kl():
 # --- the loop
 
 
-def test_one_pass_has_ratio_1(tmp_path):
-    for line in run(grpo, tmp_path, **TINY):
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory, tiny):
+    """The folder and the metrics of a run of one group an update; that a reference is made would end it."""
+    folder, settings = tmp_path_factory.mktemp("plain"), tiny | dict(batch_size=4, total_episodes=12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "make_reference", lambda *_: 1 / 0)
+        return folder, run(grpo, folder, num_sample_generations=3, learning_rate=3e-4, **settings)
+
+
+@pytest.fixture(scope="module")
+def run_with_kl(tmp_path_factory, tiny):
+    """The metrics of a run with KL in the loss and four passes over each batch."""
+    settings = tiny | dict(beta=0.1, num_ppo_epochs=4, learning_rate=1e-2)
+    return run(grpo, tmp_path_factory.mktemp("kl"), **settings)
+
+
+def test_one_pass_has_ratio_1(plain_run, run_with_kl):
+    for line in plain_run[1]:
         assert line["val/ratio"] == pytest.approx(1, abs=1e-4) and line["clip_ratio/region_mean"] == 0
-    lines = run(grpo, tmp_path / "b", num_ppo_epochs=4, learning_rate=1e-2, **TINY)
-    assert any(line["clip_ratio/region_mean"] > 0 for line in lines)
+    assert any(line["clip_ratio/region_mean"] > 0 for line in run_with_kl)
 
 
-def test_metrics_are_those_of_the_responses(tmp_path):
-    """From samples.jsonl, which holds four of the eight responses, and their scores."""
-    lines = run(grpo, tmp_path, num_sample_generations=3, **TINY | {"batch_size": 4, "total_episodes": 12})
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+def test_the_rate_falls(plain_run):
+    assert [line["learning_rate"] for line in plain_run[1]] == pytest.approx([3e-4, 2e-4, 1e-4])
+
+
+def test_metrics_are_those_of_the_responses(plain_run):
+    """From samples.jsonl, which holds the four responses of an update and their scores."""
+    folder, lines = plain_run
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     for update, line in enumerate(lines, 1):
         four = [sample for sample in samples if sample["update"] == update]
         scores = torch.tensor([sample["score"] for sample in four])
@@ -255,22 +292,25 @@ def test_metrics_are_those_of_the_responses(tmp_path):
     assert [line["num_tokens"] for line in lines] == [sum(sizes[: 4 * update]) for update in (1, 2, 3)]
 
 
-def test_kl_enters_the_loss_only_with_beta(tmp_path, monkeypatch):
+def test_kl_enters_the_loss_only_with_beta(plain_run, run_with_kl):
     """Without it no reference is made at all."""
-    monkeypatch.setattr(grpo, "make_reference", lambda *_: 1 / 0)
-    run(grpo, tmp_path / "a", **TINY)
-    monkeypatch.undo()
-    lines = run(grpo, tmp_path / "b", beta=0.1, num_ppo_epochs=2, learning_rate=1e-2, **TINY)
-    assert lines[-1]["kl"] > 0 and lines[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
-    assert abs(lines[-1]["objective/kl"]) > 1e-2  # to the first policy, not to that of the rollout
+    assert "objective/kl" not in plain_run[1][0]
+    assert run_with_kl[-1]["kl"] > 0 and run_with_kl[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert abs(run_with_kl[-1]["objective/kl"]) > 1e-2  # to the first policy, not to that of the rollout
 
 
-def test_what_is_not_finished_is_left_out(tmp_path):
-    """With every response cut off there is no gradient; nothing is divided by zero."""
+def test_what_is_not_finished_is_left_out(tmp_path, tiny):
+    """With every response cut off there is no gradient."""
     cut = dict(stop_token="none", mask_truncated_completions=True)
-    for loss_type in LOSSES:
-        for line in run(grpo, tmp_path / loss_type, **TINY | cut, loss_type=loss_type):
-            assert line["grad_norm"] == 0 and line["completions/clipped_ratio"] == 1 and line["loss"] == 0
+    for line in run(grpo, tmp_path, **tiny | cut):
+        assert line["grad_norm"] == 0 and line["completions/clipped_ratio"] == 1 and line["loss"] == 0
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_a_loss_of_no_tokens_is_zero(loss_type):
+    """Nothing is divided by zero."""
+    gradient, stats = an_update(golden_model("policy"), SCORES, dict(loss_type=loss_type, beta=0.1), in_loss=False)
+    assert gradient.norm() == 0 and all(x == 0 for x in stats.values()), stats
 
 
 def test_dynamic_sampling(monkeypatch):
@@ -304,8 +344,8 @@ def test_dynamic_sampling(monkeypatch):
     assert grpo.sample_groups(None, prompts, None, args)[2] == 1
 
 
-def test_dynamic_sampling_in_a_run(tmp_path):
-    lines = run(grpo, tmp_path, dynamic_sampling=5, **TINY)
+def test_dynamic_sampling_in_a_run(tmp_path, tiny):
+    lines = run(grpo, tmp_path, dynamic_sampling=5, **tiny)
     assert max(line["sampled_batches"] for line in lines) > 1
     assert all(line["frac_reward_zero_std"] == 0 for line in lines if line["sampled_batches"] < 6)
 
@@ -344,22 +384,22 @@ def test_evaluation(monkeypatch, processes):
         (dict(epsilon=-1.0), "--epsilon -1.0 must be above 0"),
     ],
 )
-def test_wrong_settings(tmp_path, settings, sentence):
+def test_wrong_settings(tmp_path, tiny, settings, sentence):
     with pytest.raises(grpo.UserError, match=sentence):
-        run(grpo, tmp_path, **TINY | settings)
+        run(grpo, tmp_path, **tiny | settings)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_warnings(tmp_path, capsys):
-    run(grpo, tmp_path / "a", importance_sampling_level="sequence", **TINY)
+def test_warnings(capsys):
+    grpo.check_args(grpo.Args(importance_sampling_level="sequence"))
     assert "weighs a response by its length" in capsys.readouterr().err
-    run(grpo, tmp_path / "b", importance_sampling_level="sequence", loss_type="grpo", **TINY)
-    assert "weighs a response" not in capsys.readouterr().err
+    grpo.check_args(grpo.Args(importance_sampling_level="sequence", loss_type="grpo"))
+    assert not capsys.readouterr().err
 
 
-def test_resumed_with_everything_on(tmp_path):
+def test_resumed_with_everything_on(tmp_path, tiny):
     """Weights and metrics of an interrupted run, bit for bit."""
-    settings = TINY | dict(dynamic_sampling=2, beta=0.1, num_ppo_epochs=2, num_mini_batches=2, lora_r=2, save_steps=1)
+    settings = tiny | dict(dynamic_sampling=2, beta=0.1, num_ppo_epochs=2, num_mini_batches=2, lora_r=2, save_steps=1)
     whole = run(grpo, tmp_path, save_total_limit=9, **settings)
     weights = load_file(tmp_path / "adapter_model.safetensors")
     checkpoint = str(tmp_path / "checkpoints/step-00000001.pt")
@@ -372,31 +412,34 @@ def test_resumed_with_everything_on(tmp_path):
 # --- learning
 
 
-def accuracy_gain(folder, seed, **settings):
-    """What is gained in sampled accuracy in 60 updates."""
-    run(grpo, folder, seed=seed, total_episodes=60 * 64, dataset_test_split="none", **settings)
-    rewards = [json.loads(line)["reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return sum(rewards[-15:]) / 15 - sum(rewards[:5]) / 5
+def accuracy(folder, seed, **settings):
+    """The share of right answers in the last 6 of 24 updates; in the first it is 0.4.
 
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_grpo_learns(tmp_path, seed):
-    assert accuracy_gain(tmp_path, seed) > 0.1
+    Over seven seeds it was 0.58 to 0.66; with the advantages' sign turned, 0.00.
+    """
+    settings = dict(total_episodes=24 * 64, learning_rate=2e-3, dataset_test_split="none") | settings
+    return sum(line["reward"] for line in run(grpo, folder, seed=seed, **settings)[-6:]) / 6
 
 
 GSPO = dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-3)
 DR_GRPO = dict(loss_type="dr_grpo", scale_rewards="none")
+KINDS = [GSPO, DR_GRPO, dict(loss_type="cispo"), dict(beta=0.01, dynamic_sampling=2)]
 
 
-@pytest.mark.parametrize("settings", [GSPO, DR_GRPO, dict(loss_type="cispo"), dict(beta=0.01, dynamic_sampling=2)])
-def test_all_kinds_learn(tmp_path, settings):
-    assert accuracy_gain(tmp_path, 1, num_ppo_epochs=2, **settings) > 0.1
+def test_grpo_learns(tmp_path):
+    assert accuracy(tmp_path, 1) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed, settings", [(2, {}), (3, {}), *((1, kind) for kind in KINDS)])
+def test_other_seeds_and_kinds_learn(tmp_path, seed, settings):
+    assert accuracy(tmp_path, seed, **settings) > 0.5
 
 
 def test_grpo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     right = grpo.group_advantages
     monkeypatch.setattr(grpo, "group_advantages", lambda *a: -right(*a))
-    assert accuracy_gain(tmp_path, 1) < -0.1
+    assert accuracy(tmp_path, 1) < 0.1
 
 
 # --- the rest of the loop
@@ -414,28 +457,28 @@ def test_join():
     assert both.examples == [{"n": 1}, {"n": 2}] and both.rewards_by_name["f"].tolist() == [1, 0]
 
 
-def test_the_reference_has_no_adapter(tmp_path):
+def test_the_reference_has_no_adapter(tmp_path, tiny):
     """With LoRA too, the KL in the loss is to the first policy: it grows."""
-    lines = run(grpo, tmp_path, lora_r=4, beta=0.1, learning_rate=0.05, **TINY | {"total_episodes": 48})
+    lines = run(grpo, tmp_path, lora_r=4, beta=0.1, learning_rate=0.05, **tiny)
     assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-3) and abs(lines[-1]["objective/kl"]) > 0.01
 
 
-def test_lora_without_a_reference(tmp_path):
-    run(grpo, tmp_path, lora_r=2, **TINY)
+def test_lora_without_a_reference(tmp_path, tiny):
+    run(grpo, tmp_path, lora_r=2, **tiny)
     assert (tmp_path / "adapter_model.safetensors").exists() and (tmp_path / "merged/model.safetensors").exists()
 
 
-def test_a_gradient_that_is_not_finite(tmp_path, monkeypatch):
+def test_a_gradient_that_is_not_finite(tmp_path, tiny, monkeypatch):
     """Makes no step, is counted, and leaves the weights whole."""
     loss = grpo.surrogate_loss
     monkeypatch.setattr(grpo, "surrogate_loss", lambda *a: loss(*a) * math.nan)
-    lines = run(grpo, tmp_path, **TINY)
+    lines = run(grpo, tmp_path, **tiny)
     assert all(line["val/skipped_steps"] == 1 for line in lines)
     weights = load_file(tmp_path / "model.safetensors")
     assert all(x.isfinite().all() for x in weights.values())
 
 
-def test_the_first_ratio_is_checked(tmp_path, monkeypatch):
+def test_the_first_ratio_is_checked(tmp_path, tiny, monkeypatch):
     sample_batch = grpo.sample_batch
 
     def sample_wrongly(*args):
@@ -445,9 +488,4 @@ def test_the_first_ratio_is_checked(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grpo, "sample_batch", sample_wrongly)
     with pytest.raises(grpo.UserError, match="ratio pi/pi_old is off by"):
-        run(grpo, tmp_path, **TINY)
-
-
-def test_the_rate_falls(tmp_path):
-    rates = [line["learning_rate"] for line in run(grpo, tmp_path, learning_rate=3e-4, **TINY)]
-    assert rates == pytest.approx([3e-4, 2e-4, 1e-4])
+        run(grpo, tmp_path, **tiny)

@@ -575,13 +575,11 @@ def only_adapted(run, base):
     assert not any(".lora_" in name or "base_layer" in name for name in after)
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_sft_adapter_by_hand(models, completions, tokenizer, tmp_path, resumed):
+def test_sft_adapter_by_hand(models, completions, tokenizer, tmp_path):
     """What is saved as a whole model is what was trained; and a run that was killed ends in the same bits."""
     settings = SFT | ADAPTER | dict(model=str(models / "plain"), dataset=completions.folder, save_steps=3)
     run = watched(sft, tmp_path / "run", save_total_limit=3, **settings)
-    if resumed:
-        return resumed_is_the_same(sft, run, tmp_path)
+    resumed_is_the_same(sft, run, tmp_path)
     only_adapted(run, models / "plain")
     tests = labelled(tokenizer, completions.tests, SFT["max_length"])
     agree(run.lines[-1], sft_evaluation(tests, tokenizer.eos_token_id)(saved(run.folder / "merged")))
@@ -589,13 +587,11 @@ def test_sft_adapter_by_hand(models, completions, tokenizer, tmp_path, resumed):
     assert run.lines[-1]["eval/loss"] < start["eval/loss"] - 0.05
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_reward_adapter_by_hand(models, preferences, tokenizer, tmp_path, resumed):
+def test_reward_adapter_by_hand(models, preferences, tokenizer, tmp_path):
     """The head is trained whole, and saved with the adapter; what centres the rewards is in the config."""
     settings = REWARD | ADAPTER | dict(model=str(models / "plain"), dataset=preferences.folder)
     run = watched(reward_model, tmp_path / "run", **settings)
-    if resumed:
-        return resumed_is_the_same(reward_model, run, tmp_path)
+    resumed_is_the_same(reward_model, run, tmp_path)
     only_adapted(run, models / "plain")
     pairs, tests = (encoded(tokenizer, x, REWARD["max_length"]) for x in (preferences.rows, preferences.tests))
     model = classifier(run.folder / "merged")

@@ -24,6 +24,11 @@ CPU = torch.device("cpu")
 SCRIPTS = [ppo, rloo]
 
 
+def brief(tiny, module, **settings):
+    """Settings of three updates, each of one pass over the batch; nothing is evaluated."""
+    return tiny[module.__name__] | {"num_ppo_epochs": 1, "dataset_test_split": "none"} | settings
+
+
 def weights_of(folder):
     """The saved weights of a model, by name."""
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -85,7 +90,8 @@ def test_scores_are_scaled_by_the_moments_of_all_of_them():
 
 
 def test_scaled_scores_do_not_hide_the_score(tmp_path, tiny):
-    a, b = (run(ppo, tmp_path / str(n), use_score_scaling=n, **tiny["ppo"]) for n in (False, True))
+    settings = brief(tiny, ppo, total_episodes=8)
+    a, b = (run(ppo, tmp_path / str(n), use_score_scaling=n, **settings) for n in (False, True))
     assert a[0]["objective/scores"] == b[0]["objective/scores"] and untimed(a) != untimed(b)
 
 
@@ -95,21 +101,21 @@ def test_scaled_scores_do_not_hide_the_score(tmp_path, tiny):
 @pytest.mark.parametrize("module", SCRIPTS)
 def test_a_ratio_beyond_the_threshold_makes_no_step(tmp_path, module, tiny):
     """TRL 0.7 zeroes both losses there: at a threshold below 1 nothing is ever learned, and each skip is counted."""
-    lines = run(module, tmp_path, ratio_threshold=0.5, num_mini_batches=2, **tiny[module.__name__])
-    assert all(line["val/skipped_steps"] == 8 for line in lines)
+    settings = brief(tiny, module, total_episodes=16, num_ppo_epochs=2, num_mini_batches=2)
+    lines = run(module, tmp_path, ratio_threshold=0.5, **settings)
+    assert [line["val/skipped_steps"] for line in lines] == [4, 4]
     assert distance(weights_of(tmp_path), weights_of(ROOT / "toy/sft")) == 0
 
 
 @pytest.mark.parametrize("module", SCRIPTS)
 def test_target_kl_ends_the_passes_over_a_batch(tmp_path, module, tiny):
     """With a target that the first step exceeds: the weights are those of one epoch, not of four."""
-    settings = tiny[module.__name__] | {"total_episodes": 8}
-    (stopped,) = run(module, tmp_path / "stopped", target_kl=1e-6, **settings)
-    run(module, tmp_path / "one", num_ppo_epochs=1, **settings)
-    run(module, tmp_path / "four", **settings)
+    settings = brief(tiny, module, total_episodes=8)
+    (stopped,) = run(module, tmp_path / "stopped", target_kl=1e-6, **settings | {"num_ppo_epochs": 4})
+    run(module, tmp_path / "one", **settings)
     assert stopped["val/skipped_steps"] == 3
     assert distance(weights_of(tmp_path / "stopped"), weights_of(tmp_path / "one")) == 0
-    assert distance(weights_of(tmp_path / "stopped"), weights_of(tmp_path / "four")) > 0
+    assert distance(weights_of(tmp_path / "stopped"), weights_of(ROOT / "toy/sft")) > 0
 
 
 # --- the critic
@@ -147,7 +153,7 @@ def test_a_shared_critic_has_only_its_head_to_itself():
 @pytest.mark.parametrize("critic", ["separate", "shared"])
 def test_critic_warm_up(tmp_path, critic, tiny):
     """The policy stays where it is for so long, while the critic learns."""
-    settings = tiny["ppo"] | {"critic": critic}
+    settings = brief(tiny, ppo, critic=critic)
     lines = run(ppo, tmp_path / "a", critic_warmup_updates=3, **settings)
     assert distance(weights_of(tmp_path / "a"), weights_of(ROOT / "toy/sft")) == 0
     assert [line["lr"] for line in lines] == [0, 0, 0] and all(abs(line["val/ratio"] - 1) < 1e-4 for line in lines)
@@ -164,14 +170,13 @@ def test_critic_warm_up(tmp_path, critic, tiny):
     [("openrlhf_gpt_lm_loss", "logits", "labels", "loss"),
      ("openrlhf031_losses_rewards_gae", "lm_logits", "lm_labels", "gptlm_loss")],
 )  # fmt: skip
-@pytest.mark.parametrize("module", SCRIPTS)
-def test_ptx_loss_is_openrlhfs(module, name, logits, labels, loss):
+def test_ptx_loss_is_openrlhfs(name, logits, labels, loss):
     i, o = golden(name)
     x = i[logits].float().requires_grad_()
     rows, real = (x[n : n + 1] for n in range(len(x))), i[labels] != -100
     policy = lambda **_: SimpleNamespace(logits=next(rows))  # noqa: E731
-    args = module.Args(ptx_coef=3.0, micro_batch_size=1)
-    value = module.pretrain_gradient(policy, i[labels].clamp(min=0).long(), real, args)
+    args = ppo.Args(ptx_coef=3.0, micro_batch_size=1)
+    value = ppo.pretrain_gradient(policy, i[labels].clamp(min=0).long(), real, args)
     close(value, o[loss], rtol=1e-5)
     y = i[logits].float().requires_grad_()
     nn.functional.cross_entropy(y[:, :-1].flatten(0, 1), i[labels][:, 1:].flatten().long()).backward()
@@ -181,7 +186,7 @@ def test_ptx_loss_is_openrlhfs(module, name, logits, labels, loss):
 @pytest.mark.parametrize("module", SCRIPTS)
 def test_ptx_lowers_the_loss_on_the_texts(tmp_path, module, tiny):
     (tmp_path / "t.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 8)
-    settings = tiny[module.__name__] | dict(pretrain_data=str(tmp_path / "t.jsonl"), learning_rate=1e-3)
+    settings = brief(tiny, module, pretrain_data=str(tmp_path / "t.jsonl"), learning_rate=1e-3)
     lines = run(module, tmp_path / "out", ptx_coef=10.0, **settings)
     assert lines[-1]["loss/ptx"] < 0.7 * lines[0]["loss/ptx"]
 
@@ -200,7 +205,7 @@ def test_moving_average(tmp_path, tiny):
         close(ema.weight[0].detach(), step["ema"])
     for module in SCRIPTS:
         out = tmp_path / module.__name__
-        run(module, out, ema_decay=0.9, **tiny[module.__name__])
+        run(module, out, ema_decay=0.9, **brief(tiny, module))
         start, average, last = (weights_of(folder) for folder in (ROOT / "toy/sft", out / "ema", out))
         assert 0 < distance(start, average) < distance(start, last) and distance(average, last) > 0
         AutoTokenizer.from_pretrained(out / "ema")
@@ -244,9 +249,8 @@ def test_the_limit_of_a_response_is_drawn_for_each_rollout(tmp_path, tiny, monke
     seen, sample = [], ppo.sample
     monkeypatch.setattr(ppo, "check_policy", lambda *_: None)  # it samples, too
     monkeypatch.setattr(ppo, "sample", lambda *a: (seen.append(a[3].shape[1]), sample(*a))[1])
-    settings = tiny["ppo"] | dict(response_length_min=2, total_episodes=160, dataset_test_split="none")
-    run(ppo, tmp_path, num_ppo_epochs=1, **settings)
-    assert set(seen) <= set(range(2, 9)) and len(set(seen)) > 3 and len(seen) == 20
+    run(ppo, tmp_path, **brief(tiny, ppo, response_length_min=2, batch_size=4, total_episodes=48))
+    assert set(seen) <= set(range(2, 9)) and len(set(seen)) > 3 and len(seen) == 12
 
 
 # --- LoRA
@@ -286,8 +290,7 @@ def test_the_reference_is_the_policy_with_its_adapter_off(kind, without_warnings
 
 @pytest.mark.parametrize("module, more", [(ppo, {}), (ppo, {"critic": "shared"}), (rloo, {})], ids=str)
 def test_adapter_and_merged_model_are_saved(tmp_path, module, more, tiny, without_warnings):
-    settings = tiny[module.__name__] | more | dict(lora_r=4, learning_rate=1e-2)
-    lines = run(module, tmp_path, **settings)
+    lines = run(module, tmp_path, **brief(tiny, module, lora_r=4, learning_rate=1e-2, total_episodes=16) | more)
     assert abs(lines[-1]["objective/kl"]) > 1e-3
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 300_000
     from peft import AutoPeftModelForCausalLM
@@ -329,7 +332,7 @@ def test_gradient_checkpointing_changes_memory_and_no_number(tmp_path, critic, t
         return sums
 
     monkeypatch.setattr(ppo, "mini_batch_gradient", counted)
-    settings = tiny["ppo"] | dict(critic=critic, num_ppo_epochs=1, total_episodes=8)
+    settings = brief(tiny, ppo, critic=critic, total_episodes=8)
     (a,) = run(ppo, tmp_path / "a", **settings)
     (b,) = run(ppo, tmp_path / "b", gradient_checkpointing=True, **settings)
     for name in ("loss/policy_avg", "policy/grad_norm", "val/grad_norm", "policy/entropy_avg"):
@@ -352,15 +355,14 @@ def test_checkpointing_brings_no_dropout_back():
     torch.testing.assert_close(ppo.compute_logprobs(policy, rollout, args), before)
 
 
-@pytest.mark.parametrize("module", SCRIPTS)
-def test_attention_implementation(module):
+def test_attention_implementation():
     for name in ("eager", "sdpa"):
-        args = module.Args(attn_implementation=name)
-        policy = module.load_policy(args)
-        reward_model = module.load_reward_model(args, policy)
+        args = ppo.Args(attn_implementation=name)
+        policy = ppo.load_policy(args)
+        reward_model = ppo.load_reward_model(args, policy)
         assert policy.config._attn_implementation == reward_model.config._attn_implementation == name
-    with pytest.raises(module.UserError, match="(?i)flash"):
-        module.load_policy(module.Args(attn_implementation="flash_attention_2"))
+    with pytest.raises(ppo.UserError, match="(?i)flash"):
+        ppo.load_policy(ppo.Args(attn_implementation="flash_attention_2"))
 
 
 # --- schedules
@@ -391,7 +393,7 @@ def test_the_rate_falls_linearly_and_the_critics_with_it(tmp_path, tiny, monkeyp
         return optimize(policy, critic, optimizer, *rest)
 
     monkeypatch.setattr(ppo, "optimize", watched)
-    run(ppo, tmp_path, learning_rate=3e-4, critic_learning_rate=6e-4, **tiny["ppo"])
+    run(ppo, tmp_path, learning_rate=3e-4, critic_learning_rate=6e-4, **brief(tiny, ppo))
     assert [x for pair in seen for x in pair] == pytest.approx([3e-4, 6e-4, 2e-4, 4e-4, 1e-4, 2e-4])
 
 
@@ -400,12 +402,10 @@ def test_the_rate_falls_linearly_and_the_critics_with_it(tmp_path, tiny, monkeyp
 
 @pytest.mark.parametrize("module", SCRIPTS)
 def test_evaluation_does_not_touch_the_training(tmp_path, module, tiny):
-    settings = tiny[module.__name__]
-    a = run(module, tmp_path / "a", dataset_test_split="none", **settings)
-    b = run(module, tmp_path / "b", eval_steps=1, **settings)
-    c = run(module, tmp_path / "c", eval_steps=2, **settings)
-    assert ["eval/scores" in line for line in c] == [False, True, True]
-    assert all("eval/scores" in line for line in b)
+    """After the second update, and after the last in any case; the third goes on as if nothing had been."""
+    a = run(module, tmp_path / "a", **brief(tiny, module))
+    b = run(module, tmp_path / "b", eval_steps=2, **brief(tiny, module, dataset_test_split="validation"))
+    assert ["eval/scores" in line for line in b] == [False, True, True]
     b = [{name: x for name, x in line.items() if not name.startswith("eval/")} for line in b]
     assert untimed(a) == untimed(b)
 
@@ -445,18 +445,17 @@ def chat_tokenizer():
     return tokenizer
 
 
-@pytest.mark.parametrize("module", SCRIPTS)
-def test_prompts_as_messages(tmp_path, module):
+def test_prompts_as_messages(tmp_path):
     tokenizer = chat_tokenizer()
     AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     prompt = [{"role": "user", "content": "The film"}]
     (tmp_path / "d.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 8)
-    args = module.Args(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"))
-    prompts, _ = module.load_prompts(args, module.load_policy(args), None)
+    args = ppo.Args(model=str(tmp_path / "m"), dataset=str(tmp_path / "d.jsonl"))
+    prompts, _ = ppo.load_prompts(args, ppo.load_policy(args), None)
     assert tokenizer.decode(prompts[0]["input_ids"]) == "user: The film<|end|>assistant:"
     settings = dict(model=args.model, dataset=args.dataset, batch_size=8, total_episodes=8, response_length=4)
-    run(module, tmp_path / "out", **settings)
+    run(ppo, tmp_path / "out", **settings)
 
 
 def test_prompts_as_messages_before_completions_and_pairs():
@@ -523,6 +522,6 @@ def test_a_part_of_a_single_file(tmp_path):
 
 def test_total_episodes_win_over_epochs(tmp_path, tiny):
     """As in TRL 0.16."""
-    settings = {name: x for name, x in tiny["ppo"].items() if name != "total_episodes"}
-    assert run(ppo, tmp_path / "a", num_train_epochs=0.5, **settings)[-1]["episode"] == 32  # of 64 prompts
-    assert run(ppo, tmp_path / "b", num_train_epochs=0.5, total_episodes=16, **settings)[-1]["episode"] == 16
+    settings = {name: x for name, x in brief(tiny, ppo).items() if name != "total_episodes"}
+    assert run(ppo, tmp_path / "a", num_train_epochs=0.25, **settings)[-1]["episode"] == 16  # of 64 prompts
+    assert run(ppo, tmp_path / "b", num_train_epochs=0.25, total_episodes=8, **settings)[-1]["episode"] == 8

@@ -1,8 +1,6 @@
 """RLOO: held to TRL's and OpenRLHF's numbers, to the mathematics of its estimator, and to TRL's commands."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_golden import close, golden, names
-from test_train import GOLD, run, untimed
+from test_train import run, untimed
 
 import rloo
 
@@ -134,27 +132,30 @@ def test_gradient_is_unbiased():
 
 
 def reward_gain(output, seed, **settings):
-    """How much a short run raises the learned score: mean of the last three updates less the first."""
+    """How much a run of four updates raises the learned score: mean of the last two less the first.
+
+    Over three seeds it was 0.7 to 1.2; with the advantages' sign turned, -1.2 at best.
+    """
     lines = run(
-        rloo, output, seed=seed, batch_size=32, total_episodes=32 * 16, response_length=24, learning_rate=1e-3,
-        gold_reward_fn=GOLD, **settings,
+        rloo, output, seed=seed, batch_size=128, total_episodes=4 * 128, response_length=16, learning_rate=3e-3,
+        kl_coef=0.1, dataset_test_split="none", **settings,
     )  # fmt: skip
     scores = [line["objective/scores"] for line in lines]
-    return sum(scores[-3:]) / 3 - scores[0]
+    return sum(scores[-2:]) / 2 - scores[0]
 
 
-@pytest.mark.parametrize(
-    "seed, settings",
-    [(1, {"rloo_k": 4}), (2, {"rloo_k": 4}), (3, {"rloo_k": 2}), (4, {"rloo_k": 4, "token_level_kl": True})],
-)
+SLOW = [(2, {}), (3, {"rloo_k": 2}), (4, {"token_level_kl": True})]
+
+
+@pytest.mark.parametrize("seed, settings", [(1, {}), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)])
 def test_rloo_learns(tmp_path, seed, settings):
-    assert reward_gain(tmp_path, seed, **settings) > 0.8
+    assert reward_gain(tmp_path, seed, **settings) > 0.3
 
 
 def test_rloo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     right = rloo.rloo_advantages
     monkeypatch.setattr(rloo, "rloo_advantages", lambda *a: -right(*a))
-    assert reward_gain(tmp_path, 1) < -0.8
+    assert reward_gain(tmp_path, 1) < -0.6
 
 
 def test_groups_share_their_prompt_and_epochs_count_prompts(tmp_path, tiny, monkeypatch):
@@ -162,15 +163,21 @@ def test_groups_share_their_prompt_and_epochs_count_prompts(tmp_path, tiny, monk
     seen, sample_batch = [], rloo.sample_batch
     monkeypatch.setattr(rloo, "sample_batch", lambda *a: (seen.append(a[1]), sample_batch(*a))[1])
     epoch = dict(rloo_k=4, batch_size=32, num_train_epochs=1, total_episodes=None, dataset_test_split="none")
-    lines = run(rloo, tmp_path, **tiny["rloo"] | epoch)
+    lines = run(rloo, tmp_path, **tiny["rloo"] | epoch | dict(response_length=2, num_ppo_epochs=1))
     assert lines[-1]["episode"] == 256
     for prompts in seen:
         assert all(prompts[i] is prompts[i // 4 * 4] for i in range(32))
     assert len({id(prompt) for prompts in seen for prompt in prompts}) == 64
 
 
-def test_first_update_has_ratio_1_and_the_dashboards_name(tmp_path, tiny):
-    for line in run(rloo, tmp_path, num_ppo_epochs=1, **tiny["rloo"]):
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory, tiny):
+    """The metrics of a run of three updates, each of one step."""
+    return run(rloo, tmp_path_factory.mktemp("run"), num_ppo_epochs=1, **tiny["rloo"])
+
+
+def test_first_update_has_ratio_1_and_the_dashboards_name(lines):
+    for line in lines:
         assert line["val/ratio"] == pytest.approx(1, abs=1e-3) and line["policy/clipfrac_avg"] == 0
         assert line["val/clipfrac_avg"] == 0 and line["policy/approxkl_avg"] < 1e-6
 
@@ -181,19 +188,19 @@ def test_a_constant_reward_gives_no_gradient_but_that_of_kl(tmp_path, tiny):
         assert line["objective/equal_groups"] == 1 and line["policy/grad_norm"] == 0
 
 
-def test_normalised_rewards_do_not_hide_the_score(tmp_path, tiny):
+def test_normalised_rewards_do_not_hide_the_score(lines, tmp_path, tiny):
     """objective/scores stays the reward model's own number."""
-    a, b = (run(rloo, tmp_path / str(n), normalize_reward=n, **tiny["rloo"]) for n in (False, True))
-    assert a[0]["objective/scores"] == b[0]["objective/scores"] and untimed(a) != untimed(b)
+    normalised = run(rloo, tmp_path, num_ppo_epochs=1, normalize_reward=True, **tiny["rloo"])
+    assert normalised[0]["objective/scores"] == lines[0]["objective/scores"] and untimed(normalised) != untimed(lines)
 
 
 @pytest.mark.parametrize("token_level_kl", [False, True])
 def test_cutting_a_mini_batch_changes_nothing(tmp_path, tiny, token_level_kl):
-    settings = {k: v for k, v in tiny["rloo"].items() if k != "batch_size"} | {"token_level_kl": token_level_kl}
-    a = run(rloo, tmp_path / "a", batch_size=8, **settings)
-    b = run(rloo, tmp_path / "b", batch_size=8, micro_batch_size=3, **settings)
+    """One update, of several steps."""
+    settings = tiny["rloo"] | dict(total_episodes=8, token_level_kl=token_level_kl)
+    (whole,), (cut,) = (run(rloo, tmp_path / str(n), micro_batch_size=n, **settings) for n in (8, 3))
     for name in ("policy/grad_norm", "loss/policy_avg", "objective/scores"):
-        assert [x[name] for x in a] == pytest.approx([x[name] for x in b], rel=1e-2, abs=1e-3), name
+        assert cut[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-5), name
 
 
 TRL_COMMAND = (
@@ -207,16 +214,16 @@ TRL_BENCHMARK = "--num_ppo_epochs 2 --num_mini_batches 2 --local_rollout_forward
 @pytest.mark.parametrize(
     "more", ["", f"{TRL_BENCHMARK} --kl_coef 0.03 --sft_model_path toy/sft --dataset_test_split validation"]
 )  # fmt: skip
-def test_trls_commands(tmp_path, more):
+def test_trls_commands(tmp_path, monkeypatch, more):
     """The commands of TRL's documentation, with local folders for the hub's names and fewer episodes."""
     data = tmp_path / "data"
     (data / "data").mkdir(parents=True)
     rows = (ROOT / "toy/data/prompts/train.jsonl").read_text().splitlines()[:64]
     for split in ("descriptiveness", "validation"):
         (data / f"data/{split}-00000-of-00001.jsonl").write_text("\n".join(rows) + "\n")
-    command = TRL_COMMAND.format(data=data, out=tmp_path / "out", n=256).split() + more.split()
-    command = [sys.executable, "rloo.py", *command, "--response_length", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"})
-    assert done.returncode == 0, done.stderr
+    command = TRL_COMMAND.format(data=data, out=tmp_path / "out", n=128).split() + more.split()
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(sys, "argv", ["rloo.py", *command, "--response_length", "8", "--device", "cpu"])
+    rloo.main()
     args = json.loads((tmp_path / "out/args.json").read_text())
     assert args["learning_rate"] == 3e-6 and args["batch_size"] == (128 if more else 64)

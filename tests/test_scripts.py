@@ -2,47 +2,37 @@
 
 import ast
 import dataclasses
+import importlib.util
+import os
+import random
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
+from sources import ROOT, SCRIPTS, defined_in, nodes_of, source_of, text_of, tree_of
 from test_train import GOLD, run
 
-import ddpo
-import dpo
-import grpo
-import ppo
-import reward_model
-import rloo
-import sft
-
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {
-    "ppo.py": ppo, "rloo.py": rloo, "grpo.py": grpo, "dpo.py": dpo, "reward_model.py": reward_model, "sft.py": sft,
-    "ddpo.py": ddpo,
-}  # fmt: skip
+MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRIPTS}
 OWN = {"Args", "check_args", "train"}  # in several scripts, each with its own text
 BY_METHOD = {"Rollout", "Run"}  # fields and docstring are the script's own, methods are not
 LAST_LINE = "# === The algorithm ends here."
 
 
-def parse(script):
-    """The syntax tree of a script, and its text."""
-    text = (ROOT / script).read_text()
-    return ast.parse(text), text
-
-
 def definitions(script):
     """Top-level functions and classes, and the methods of BY_METHOD: name -> source."""
-    tree, text = parse(script)
-    named = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name not in OWN}
+    named = {name: node for name, node in defined_in(script).items() if name not in OWN}
     for name in BY_METHOD & set(named):
         methods = [n for n in named.pop(name).body if isinstance(n, ast.FunctionDef)]
         named |= {f"{name}.{method.name}": method for method in methods}
-    return {name: ast.get_source_segment(text, node) for name, node in named.items()}
+    return {name: source_of(script, node) for name, node in named.items()}
 
 
 def test_same_name_same_text():
@@ -59,7 +49,7 @@ def test_same_name_same_text():
 def test_the_end_of_all_scripts_is_the_same():
     """From the line that says so, but for functions that only some of them need."""
     for script in SCRIPTS:
-        text = (ROOT / script).read_text()
+        text = text_of(script)
         assert text.count("\n# --- The same text in every script, from here to the end") == 1
         end = set(re.findall(r"^(?:def|class) (\w+)", text.split("\n# --- The same text in every script")[1], re.M))
         models = {"load_model", "place", "start_run"} if script != "ddpo.py" else set()  # its own begin, load_chain
@@ -68,8 +58,8 @@ def test_the_end_of_all_scripts_is_the_same():
 
 def helps(script):
     """Setting -> the comment beside or above its field."""
-    (body,) = (node.body for node in parse(script)[0].body if getattr(node, "name", "") == "Args")
-    lines, found = (ROOT / script).read_text().splitlines(), {}
+    (body,) = (node.body for node in tree_of(script).body if getattr(node, "name", "") == "Args")
+    lines, found = text_of(script).splitlines(), {}
     for node in body:
         above, beside = lines[node.lineno - 2].strip(), lines[node.lineno - 1].partition("  # ")[2]
         found[node.target.id] = beside or (above.startswith("# ") and above.removeprefix("# ").removeprefix("---"))
@@ -81,10 +71,10 @@ def test_every_flag_has_its_sentence(script, capsys, monkeypatch):
     """--help shows each setting with its comment, and no heading of the source."""
     monkeypatch.setattr(sys, "argv", [script, "--help"]), monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
-        SCRIPTS[script].read_command_line()
+        MODULES[script].read_command_line()
     shown = " ".join(re.sub(r"[│|╭╮╰╯─]", " ", capsys.readouterr().out).split())
     sentences = helps(script)
-    for name in [field.name for field in dataclasses.fields(SCRIPTS[script].Args) if field.init]:
+    for name in [field.name for field in dataclasses.fields(MODULES[script].Args) if field.init]:
         assert sentences[name], f"{name} has no sentence"
         assert f"--{name.replace('_', '-')}" in shown and " ".join(sentences[name].split())[:40] in shown, name
     assert "# ---" not in shown
@@ -96,8 +86,8 @@ def test_shared_arguments_have_the_same_help():
         "cliprange", "ratio_threshold", "max_grad_norm", "learning_rate", "lr_scheduler_type",
         "batch_size", "micro_batch_size", "per_device_train_batch_size", "num_train_epochs", "model",
         "chosen_column", "rejected_column", "prompt_column", "max_length", "max_prompt_length", "seed", "eval_steps",
-        "save_steps", "num_sample_generations", "num_eval_prompts", "response_length", "temperature", "lora_r", "loss_type", "beta",
-        "num_ppo_epochs", "kl_coef", "reward_fn",
+        "save_steps", "num_sample_generations", "num_eval_prompts", "response_length", "temperature", "lora_r",
+        "loss_type", "beta", "num_ppo_epochs", "kl_coef", "reward_fn",
     }  # fmt: skip
     texts = {}
     for script in SCRIPTS:
@@ -108,23 +98,22 @@ def test_shared_arguments_have_the_same_help():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_argument_is_read(script):
-    tree, _ = parse(script)
-    read = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-    assert {f.name for f in dataclasses.fields(SCRIPTS[script].Args)} <= read
+    read = {n.attr for n in nodes_of(script) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    assert {f.name for f in dataclasses.fields(MODULES[script].Args)} <= read
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_name_is_used(script):
     """No function, class or import is left over. (Methods are those of Run in every script, used or not.)"""
-    tree, text = parse(script)
-    names = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    names |= {a.asname or a.name for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
-    assert not [name for name in names if len(re.findall(rf"\b{name}\b", text)) < 2]
+    imports = [n for n in tree_of(script).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    names = set(defined_in(script)) | {a.asname or a.name for n in imports for a in n.names}
+    words = Counter(re.findall(r"\w+", text_of(script)))
+    assert not [name for name in names if words[name.split(".")[0]] < 2]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_aliases_lead_to_flags(script):
-    module = SCRIPTS[script]
+    module = MODULES[script]
     flags = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(module.Args) if field.init}
     assert set(module.ALIASES.values()) <= flags and not set(module.ALIASES) & flags
 
@@ -132,7 +121,7 @@ def test_aliases_lead_to_flags(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_script_imports_another(script):
     names = {Path(s).stem for s in SCRIPTS} | {"toy", "make"}
-    for node in ast.walk(parse(script)[0]):
+    for node in nodes_of(script):
         modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module] if isinstance(node, ast.ImportFrom) else []
         assert not names & {m.split(".")[0] for m in modules}
@@ -140,7 +129,7 @@ def test_no_script_imports_another(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_functions_fit_a_screen_and_are_documented(script):
-    for node in ast.walk(parse(script)[0]):
+    for node in nodes_of(script):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, f"{node.name} is longer than a screen"
             assert node.name.startswith("_") or ast.get_docstring(node), node.name
@@ -151,7 +140,7 @@ def test_functions_fit_a_screen_and_are_documented(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_layout(script):
     """The algorithm comes first, in less than half of the file; lines fit a screen."""
-    lines = (ROOT / script).read_text().splitlines()
+    lines = text_of(script).splitlines()
     (end,) = (number for number, line in enumerate(lines, 1) if line.startswith(LAST_LINE))
     assert end < len(lines) / 2
     blank = max(len(list(group)) for line, group in groupby(lines) if not line)
@@ -160,9 +149,9 @@ def test_layout(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_inline_metadata_agrees_with_requirements(script):
-    header = re.search(r"^# dependencies = \[\n(.*?)^# \]", (ROOT / script).read_text(), re.M | re.S)[1]
+    header = re.search(r"^# dependencies = \[\n(.*?)^# \]", text_of(script), re.M | re.S)[1]
     inline = set(re.findall(r'"([^"]+)"', header))
-    pinned = {line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()} - {""}
+    pinned = {line.split("#")[0].strip() for line in text_of("requirements.txt").splitlines()} - {""}
     beside = ("pytest", "pytest-xdist", "hypothesis", "peft", "httpx2")  # tests, --lora-r, benchmarks/winrate.py
     beside += ("diffusers",) * (script != "ddpo.py")
     beside = {p for p in pinned if p.split("==")[0] in beside}
@@ -185,21 +174,50 @@ def test_glossary_lists_every_metric(script, tiny, tmp_path):
     """A script's page has each logged name, so that no number on a dashboard is without a meaning."""
     (tmp_path / "texts.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 8)
     settings = tiny[Path(script).stem] | ALL_METRICS[script] | ({} if script == "ddpo.py" else {"eval_steps": 1})
+    settings |= {"total_episodes": 16} if "total_episodes" in settings else {}
     if "ptx_coef" in settings:
         settings["pretrain_data"] = str(tmp_path / "texts.jsonl")
-    logged, *others = map(set, run(SCRIPTS[script], tmp_path / "out", **settings))
+    logged, *others = map(set, run(MODULES[script], tmp_path / "out", **settings))
     assert all(other == logged for other in others)
     pages = [f"docs/{Path(script).stem}.md"] + ["docs/ppo.md"] * (script in ("rloo.py", "grpo.py"))  # "as in ppo.py"
-    lines = [line for page in pages for line in (ROOT / page).read_text().splitlines()]
+    lines = [line for page in pages for line in text_of(page).splitlines()]
     rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
     logged = {re.sub(r"^rewards/\w+/(?=mean|std)", "rewards/NAME/", re.sub(r"@4$", "@G", name)) for name in logged}
     assert not logged - set(re.findall(r"`([\w/@]+)`", " ".join(rows)))
 
 
-def test_importing_a_script_does_nothing():
-    """No network, no device, no random number drawn (but by rich, for its links)."""
+def load(path, name, monkeypatch):
+    """A script, executed anew under another name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_importing_a_script_does_nothing(monkeypatch):
+    """No network, no device, no random number drawn, no signal taken; and nothing is written, or put into the settings
+    of the process, but for what threads are to do while they wait."""
+
+    def state():
+        handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+        variables = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"}
+        numbers = random.getstate(), torch.get_rng_state().tolist()
+        return numbers, handlers, variables, torch.get_num_threads(), torch.cuda.is_initialized()
+
+    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("it asks the network"))
+    before = state()
+    for script in SCRIPTS:
+        load(ROOT / script, "imported", monkeypatch)
+        assert before == state(), script
+
+
+@pytest.mark.slow
+def test_importing_all_scripts_draws_no_number():
+    """Nor do the libraries that they import (but for rich, for its links)."""
     code = (
-        "import random, rich.style, torch; random.seed(1); torch.manual_seed(1); a = random.getstate(), torch.get_rng_state()\n"
+        "import random, rich.style, torch; random.seed(1); torch.manual_seed(1)\n"
+        "a = random.getstate(), torch.get_rng_state()\n"
         "import ppo, rloo, grpo, dpo, sft, reward_model, ddpo\n"
         "assert a[0] == random.getstate() and torch.equal(a[1], torch.get_rng_state())\n"
         "assert not torch.cuda.is_initialized()"
@@ -207,13 +225,31 @@ def test_importing_a_script_does_nothing():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("script", ["ppo.py", "sft.py", "ddpo.py"])
-def test_a_script_alone_in_a_folder_starts(script, tmp_path):
+def check_sentence(script, code, error):
+    """One sentence says what is not there."""
+    assert code == 2 and error.startswith(f"{script}: error: ") and len(error.splitlines()) == 1 and "toy/" in error
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_alone_in_a_folder_starts(script, tmp_path, monkeypatch, capsys):
     """Copied into an empty folder it imports nothing of ours, and says in one sentence what is not there."""
-    (tmp_path / script).write_text((ROOT / script).read_text())
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith(f"{script}: error: ") and len(done.stderr.splitlines()) == 1
-    assert "toy/" in done.stderr
+    shutil.copy(ROOT / script, tmp_path)
+    monkeypatch.chdir(tmp_path), monkeypatch.setattr(sys, "argv", [script])
+    here = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "toy")]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if path not in ("", *here))])
+    for other in [*SCRIPTS, "jpeg.py", "toy.py", "make.py"]:
+        monkeypatch.delitem(sys.modules, Path(other).stem, raising=False)
+    with pytest.raises(SystemExit) as end:
+        load(tmp_path / script, "alone", monkeypatch).main()
+    check_sentence(script, end.value.code, capsys.readouterr().err)
+    assert os.listdir(tmp_path) == [script]
+
+
+@pytest.mark.slow
+def test_a_script_alone_in_a_folder_starts_as_a_program(tmp_path):
+    shutil.copy(ROOT / "ppo.py", tmp_path)
+    done = subprocess.run([sys.executable, "ppo.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    check_sentence("ppo.py", done.returncode, done.stderr)
 
 
 def test_random_is_seeded_in_one_place():
@@ -221,7 +257,7 @@ def test_random_is_seeded_in_one_place():
     processes, and for texts and images that are drawn with the same numbers each time."""
     found = {}
     for script in SCRIPTS:
-        for node in ast.walk(parse(script)[0]):
+        for node in nodes_of(script):
             if isinstance(node, ast.FunctionDef) and re.search(r"manual_seed|random\.seed", ast.unparse(node)):
                 found.setdefault(script, set()).add(node.name)
     own = {"sft.py": {"separate_dropout", "show_samples"}, "reward_model.py": {"separate_dropout"}}

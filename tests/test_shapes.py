@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 SHAPES = Path(__file__).resolve().parent.parent / "toy/shapes"
 spec = importlib.util.spec_from_file_location("shapes_make", SHAPES / "make.py")
@@ -129,12 +130,16 @@ def test_the_folder_is_small_and_safe():
 
 
 def test_the_folder_is_what_make_py_writes_but_for_the_training(pipeline, tmp_path):
+    """To the byte, but for random weights, whose last digits are the processor's."""
     untrained = make.make_pipeline()
     make.embed(untrained, [""])  # a tokenizer's file remembers how it was last called
     untrained.save_pretrained(tmp_path)
     written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     assert written == sorted(path.relative_to(SHAPES / "sd") for path in (SHAPES / "sd").rglob("*") if path.is_file())
     written.remove(Path("unet/diffusion_pytorch_model.safetensors"))
+    encoder = Path("text_encoder/model.safetensors")
+    written.remove(encoder)
+    torch.testing.assert_close(load_file(tmp_path / encoder), load_file(SHAPES / "sd" / encoder))
     assert not [str(p) for p in written if (tmp_path / p).read_bytes() != (SHAPES / "sd" / p).read_bytes()]
 
 
@@ -149,7 +154,7 @@ def test_any_pipeline_class_loads_it(pipeline):
 def test_the_autoencoder_does_nothing(pipeline):
     latents = 3 * torch.randn(4, 1, 8, 8, generator=seeded())
     decoded = pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor).sample
-    torch.testing.assert_close(decoded, latents.expand(-1, 3, -1, -1), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(decoded, latents.expand(-1, 3, -1, -1), atol=1e-3, rtol=1e-5)
 
 
 def test_any_prompt_can_be_read(pipeline):

@@ -14,12 +14,28 @@ from toy import make
 TOY = Path(__file__).resolve().parent.parent / "toy"
 
 
-def rows(name, split):
-    return [json.loads(line) for line in (TOY / "data" / name / f"{split}.jsonl").read_text().splitlines()]
+def lines(name, split):
+    """The lines of a file of the toy world."""
+    return (TOY / "data" / name / f"{split}.jsonl").read_text("utf-8").splitlines()
 
 
+def rows(name, split, part=1):
+    """Its rows, or every tenth of them."""
+    return [json.loads(line) for line in lines(name, split)[::part]]
+
+
+def test_the_same_rows_each_time(tmp_path):
+    """make.py writes the first twentieth of what is in the repository, on this machine too."""
+    make.write_data(tmp_path, {name: (train // 20, 0) for name, (train, _) in make.SIZES.items()})
+    for name, (size, _) in make.SIZES.items():
+        written = (tmp_path / name / "train.jsonl").read_bytes()
+        assert written.count(b"\n") == size // 20
+        assert (TOY / "data" / name / "train.jsonl").read_bytes().startswith(written), name
+
+
+@pytest.mark.slow
 def test_the_same_bytes_each_time(tmp_path):
-    """What is in the repository is what make.py writes, on this machine too."""
+    """The whole of it, and the tokenizer."""
     make.write_data(tmp_path / "data")
     make.write_base(tmp_path / "base", tmp_path / "data")
     written = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file())
@@ -28,33 +44,33 @@ def test_the_same_bytes_each_time(tmp_path):
 
 
 def test_texts_are_many_and_varied():
-    texts = [row["prompt"] + row["completion"] for row in rows("sft", "train")]
+    assert len(set(lines("sft", "train"))) >= 20_000
+    texts = [row["prompt"] + row["completion"] for row in rows("sft", "train", 10)]
     words = {word for text in texts for word in text.lower().replace(".", " ").replace(",", " ").split()}
     sentences = torch.tensor([float(text.count(".") + text.count("!")) for text in texts])
     gold = torch.tensor(make.gold_score(texts))
-    assert len(set(texts)) == len(texts) >= 20_000 and len(words) > 1000
+    assert len(set(texts)) == len(texts) and len(words) > 1000
     assert sentences.min() <= 2 and sentences.max() >= 8
-    assert (
-        (gold < -2).float().mean() > 0.1 and (gold > 2).float().mean() > 0.1 and (gold.abs() < 1).float().mean() > 0.1
-    )
+    for mood in (gold < -2, gold > 2, gold.abs() < 1):
+        assert mood.float().mean() > 0.1
 
 
 def test_splits_share_no_row():
     for name in make.SIZES:
-        train, validation = ([json.dumps(row) for row in rows(name, split)] for split in ("train", "validation"))
+        train, validation = (lines(name, split) for split in ("train", "validation"))
         assert (len(train), len(validation)) == make.SIZES[name]
         assert not set(train) & set(validation)
 
 
 def test_labels_are_a_bradley_terry_draw():
-    """Among pairs with a gold gap near g, the better text is chosen with probability sigmoid(g)."""
-    pairs = rows("preferences", "train")
+    """Among pairs with a gold gap near g, the better text is chosen with probability sigmoid(g). A tenth of them."""
+    pairs = rows("preferences", "train", 10)
     gold = {k: torch.tensor(make.gold_score([row["prompt"] + row[k] for row in pairs])) for k in ("chosen", "rejected")}
     gap = gold["chosen"] - gold["rejected"]
     for low, high in ((0.2, 0.6), (0.6, 1.2), (1.2, 2.0), (2.0, 4.0)):
         near = (gap.abs() > low) & (gap.abs() < high)
         share, expected = (gap[near] > 0).float().mean(), gap[near].abs().sigmoid().mean()
-        assert near.sum() > 500 and abs(share - expected) < 3 * 0.5 / near.sum() ** 0.5
+        assert near.sum() > 200 and abs(share - expected) < 3 * 0.5 / near.sum() ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -102,7 +118,7 @@ def test_no_default_prompt_is_too_long_for_the_model():
 
 
 def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_not_seen():
-    """On reviews the two agree; on a heap of praise, which no human of this world wrote, the learned one is carried away."""
+    """On reviews the two agree; by a heap of praise, which no human of this world wrote, the learned one is taken in."""
     args = ppo.Args()
     model = ppo.load_model(AutoModelForSequenceClassification, "toy/reward_model", args)
     tokenizer = model.tokenizer
@@ -131,12 +147,13 @@ def test_the_sorting_task_is_made_again_byte_for_byte(tmp_path):
 
 
 def test_the_sorting_task_has_right_answers_and_unseen_prompts():
-    rows = {split: [json.loads(x) for x in open(TOY / f"sort/data/prompts/{split}.jsonl")] for split in ("train", "validation")}
+    files = {split: TOY / f"sort/data/prompts/{split}.jsonl" for split in ("train", "validation")}
+    rows = {split: [json.loads(x) for x in file.read_text("utf-8").splitlines()] for split, file in files.items()}
     for row in rows["train"] + rows["validation"]:
         digits = row["prompt"].split()[1:-1]
         assert row["answer"].split() == sorted(digits) and 2 <= len(digits) <= 7
     long = [{row["prompt"] for row in of if len(row["prompt"]) >= 16} for of in rows.values()]
     assert not long[0] & long[1] and len(long[1]) > 80
-    texts = [json.loads(x) for x in open(TOY / "sort/data/sft/train.jsonl")]
+    texts = [json.loads(x) for x in (TOY / "sort/data/sft/train.jsonl").read_text("utf-8").splitlines()]
     right = [row["completion"].split() == sorted(row["prompt"].split()[1:-1]) for row in texts]
     assert 0.4 < sum(right) / len(right) < 0.5  # two equal neighbours may be exchanged

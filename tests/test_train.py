@@ -1,15 +1,16 @@
 """Whole runs of the scripts: they learn, they repeat, and what they leave behind is usable."""
 
 import json
-import os
-import subprocess
+import math
 import sys
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 import ppo
@@ -38,66 +39,133 @@ def untimed(lines):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "eps"))} for line in lines]
 
 
-def reward_gain(output, seed):
-    """How much a short PPO run raises the learned and the gold score: mean of the last three updates less the first.
+# --- They learn, and the same run with a sign turned does the contrary
 
-    Six updates, and a KL penalty that keeps the policy within 10 nats: beyond, the learned score rises further while
-    the gold score may fall again. Over eight seeds the gains were 1.3 to 2.2 and 1.4 to 2.3; with the advantages'
-    sign turned, -1.9 and -1.2 at best.
+SEEDS = [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+
+
+def turn_the_gradient(monkeypatch, module):
+    """From here on the script goes up the loss."""
+    right = module.clip_gradient
+
+    def clip_and_turn(parameters, max_norm):
+        for p in parameters:
+            p.grad.neg_()
+        return right(parameters, max_norm)
+
+    monkeypatch.setattr(module, "clip_gradient", clip_and_turn)
+
+
+def reward_gain(output, seed):
+    """How much a short PPO run raises the learned and the gold score: mean of the last two updates less the first.
+
+    Over four seeds the gains were 0.9 to 1.4 and 1.2 to 1.6; with the advantages' sign turned, -1.2 and 0 at best.
     """
     lines = run(
-        ppo, output, seed=seed, batch_size=64, total_episodes=64 * 6, response_length=24, gold_reward_fn=GOLD,
-        learning_rate=1e-3, kl_coef=0.1, dataset_test_split="none",
+        ppo, output, seed=seed, batch_size=32, total_episodes=32 * 4, response_length=16, gold_reward_fn=GOLD,
+        learning_rate=2e-3, dataset_test_split="none",
     )  # fmt: skip
     score, gold = ([line[name] for line in lines] for name in ("objective/scores", "objective/gold_scores"))
-    return sum(score[-3:]) / 3 - score[0], sum(gold[-3:]) / 3 - gold[0]
+    return sum(score[-2:]) / 2 - score[0], sum(gold[-2:]) / 2 - gold[0]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ppo_learns(tmp_path, seed):
     score, gold = reward_gain(tmp_path, seed)
-    assert score > 0.8 and gold > 0.8, (score, gold)
+    assert score > 0.5 and gold > 0.6, (score, gold)
 
 
 def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
-    """The test above can fail: with the advantages negated the same run lowers the score."""
     right = ppo.gae
     monkeypatch.setattr(ppo, "gae", lambda *a: (-right(*a)[0], right(*a)[1]))
     score, gold = reward_gain(tmp_path, 1)
-    assert score < -1 and gold < 0, (score, gold)
+    assert score < -0.5 and gold < 0.3, (score, gold)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+def sft_run(output, seed, part_of):
+    """Ten steps from random weights, whose loss is that of an even draw of words: log 3072 = 8.03."""
+    settings = dict(dataset_test_split="validation[:64]", batch_size=32, learning_rate=1e-2)
+    lines = run(sft, output, seed=seed, dataset=part_of("sft", 320), **settings)
+    assert lines[0]["loss"] == pytest.approx(8.03, abs=0.2)
+    return lines[-1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sft_learns(tmp_path, seed, part_of):
-    """From random weights to well below the entropy of single words (log 3072 = 8.03)."""
-    data = part_of("sft", 1600)
-    lines = run(sft, tmp_path, seed=seed, dataset=data, batch_size=32, eval_steps=1000)
-    assert lines[0]["loss"] > 7.5 and lines[-1]["eval/loss"] < 6.2
-    assert lines[-1]["eval/perplexity"] == pytest.approx(torch.tensor(lines[-1]["eval/loss"]).exp().item(), rel=1e-5)
+    """Three seeds ended at 6.11 to 6.16, with the gradient turned at 10.8 to 11.1."""
+    last = sft_run(tmp_path, seed, part_of)
+    assert last["eval/loss"] < 6.6
+    assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_reward_model_learns(tmp_path, seed, part_of):
-    data = part_of("preferences", 3000)
-    lines = run(reward_model, tmp_path, seed=seed, dataset=data, learning_rate=2e-3, batch_size=32, eval_steps=1000)
-    assert lines[-1]["eval/accuracy"] > 0.56 and lines[-1]["eval/loss"] < 0.68
-    assert abs(lines[-1]["eval/mean_reward"]) < 0.5
+def test_sft_unlearns_with_the_gradient_turned(tmp_path, monkeypatch, part_of):
+    turn_the_gradient(monkeypatch, sft)
+    assert sft_run(tmp_path, 1, part_of)["eval/loss"] > 9
+
+
+@pytest.fixture(scope="session")
+def clear_pairs(tmp_path_factory):
+    """The pairs whose two texts differ most in their true reward: 384 to train on and 128 others to evaluate on."""
+    rows = (ROOT / "toy/data/preferences/train.jsonl").read_text("utf-8").splitlines(keepends=True)[:3000]
+    gold, pairs = ppo.load_function(GOLD), [json.loads(row) for row in rows]
+    good, bad = (gold([pair["prompt"] + pair[name] for pair in pairs]) for name in ("chosen", "rejected"))
+    best = sorted(range(len(rows)), key=lambda i: bad[i] - good[i])[:512]
+    folder = tmp_path_factory.mktemp("clear_pairs")
+    for split, kept in (("validation", best[::4]), ("train", [x for i, x in enumerate(best) if i % 4])):
+        (folder / f"{split}.jsonl").write_text("".join(rows[i] for i in kept), "utf-8")
+    return str(folder)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reward_model_learns(tmp_path, seed, clear_pairs):
+    """Five seeds came to accuracies of 0.64 to 0.73, losses of 0.56 to 0.66; with the gradient turned, 0.46 and 7."""
+    last = run(reward_model, tmp_path, seed=seed, dataset=clear_pairs, learning_rate=3e-3, batch_size=32)[-1]
+    assert last["eval/accuracy"] > 0.58 and last["eval/loss"] < 0.69
+    assert abs(last["eval/mean_reward"]) < 0.5
+
+
+def test_reward_model_unlearns_with_the_gradient_turned(tmp_path, monkeypatch, clear_pairs):
+    turn_the_gradient(monkeypatch, reward_model)
+    last = run(reward_model, tmp_path, dataset=clear_pairs, learning_rate=3e-3, batch_size=32)[-1]
+    assert last["eval/accuracy"] < 0.55 and last["eval/loss"] > 2
+
+
+# --- They repeat
 
 
 MODULES = [ppo, rloo, sft, reward_model]
 
 
+@pytest.fixture(scope="module")
+def small(tiny):
+    """Settings of a run of two updates or four steps, for each script."""
+    return tiny | {name: tiny[name] | dict(total_episodes=16, num_eval_prompts=8) for name in ("ppo", "rloo")}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, small):
+    """finished(module) -> the numbers of a run with the settings `small`, made once."""
+    return cache(lambda module: run(module, tmp_path_factory.mktemp("run"), **small[module.__name__]))
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_same_seed_same_numbers(tmp_path, module, tiny):
-    a, b, c = (
-        run(module, tmp_path / name, seed=s, **tiny[module.__name__]) for name, s in (("a", 1), ("b", 1), ("c", 2))
-    )
-    assert untimed(a) == untimed(b) != untimed(c)
+def test_same_seed_same_numbers(tmp_path, module, small, finished):
+    b, c = (run(module, tmp_path / str(seed), seed=seed, **small[module.__name__]) for seed in (1, 2))
+    assert untimed(finished(module)) == untimed(b) != untimed(c)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_bf16(tmp_path, module, small, finished):
+    """Autocast changes the numbers a little, the ratio check holds, and the saved weights are float32."""
+    full, half = finished(module), run(module, tmp_path, bf16=True, **small[module.__name__])
+    name = "policy/entropy_avg" if module in (ppo, rloo) else "loss"
+    assert half[0][name] != full[0][name] and half[0][name] == pytest.approx(full[0][name], rel=0.3)
+    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
 
 
 def test_cutting_a_mini_batch_changes_nothing(tmp_path):
     """One micro-batch of 16, or micro-batches of 3: the same weights after two updates, up to rounding."""
-    settings = dict(total_episodes=32, response_length=16, batch_size=16)
+    settings = dict(total_episodes=32, response_length=8, batch_size=16, dataset_test_split="none")
     run(ppo, tmp_path / "a", micro_batch_size=16, **settings)
     run(ppo, tmp_path / "b", micro_batch_size=3, **settings)
     a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in "ab")
@@ -109,7 +177,7 @@ def test_cutting_a_mini_batch_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("module", [sft, reward_model])
 def test_accumulation_changes_nothing(tmp_path, module, tiny):
-    size = {k: v for k, v in tiny[module.__name__].items() if k == "dataset"}
+    size = {"dataset": tiny[module.__name__]["dataset"], "dataset_test_split": "none"}
     a = run(module, tmp_path / "a", batch_size=16, **size)
     b = run(module, tmp_path / "b", per_device_train_batch_size=4, gradient_accumulation_steps=4, **size)
     assert [x["loss"] for x in a] == pytest.approx([x["loss"] for x in b], rel=1e-3)
@@ -136,11 +204,14 @@ def test_policy_and_critic_are_clipped_apart():
 
 def test_first_update_has_ratio_1(tmp_path, tiny):
     """One epoch, one mini-batch: nothing has moved when the ratio is taken (N+ details)."""
-    lines = run(ppo, tmp_path, num_ppo_epochs=1, **tiny["ppo"])
+    lines = run(ppo, tmp_path, num_ppo_epochs=1, dataset_test_split="none", **tiny["ppo"])
     for line in lines:
         assert line["val/ratio"] == pytest.approx(1, abs=1e-4) and line["policy/clipfrac_avg"] == 0
         assert line["policy/approxkl_avg"] < 1e-6
     assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
+
+
+# --- What they leave behind is usable
 
 
 def test_what_a_run_leaves_behind(tmp_path, tiny, pictures):
@@ -155,8 +226,9 @@ def test_what_a_run_leaves_behind(tmp_path, tiny, pictures):
     assert json.loads((tmp_path / "args.json").read_text())["learning_rate"] > 0
 
 
-def test_the_card_names_what_is_on_the_hub(tmp_path):
+def test_the_card_names_what_is_on_the_hub(tmp_path, monkeypatch):
     """The hub's own parser reads base model and data; folders of this machine stay out of what the hub would link to."""
+    monkeypatch.setattr(ppo, "hub_answers", lambda: True)
     local = str(ROOT / "toy/sft")
     for name, data, expected in (
         ("gpt2", "someone/prompts", ("gpt2", "someone/prompts")), ("toy/sft", local, (None, None)),
@@ -168,16 +240,16 @@ def test_the_card_names_what_is_on_the_hub(tmp_path):
 
 def test_the_shift_of_a_reward_model_is_seen_by_every_program(tmp_path, part_of):
     """The library's own class and pooling give the shifted reward, without a word from us."""
-    run(reward_model, tmp_path, dataset=part_of("preferences", 200), batch_size=32)
+    run(reward_model, tmp_path, dataset=part_of("preferences", 64), dataset_test_split="none", batch_size=32)
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(tmp_path),
         AutoTokenizer.from_pretrained(tmp_path),
     )
-    data = ppo.load_split("toy/data/preferences", None, "train")
-    texts = [row["prompt"] + row[k] + tokenizer.eos_token for row in list(data)[:200] for k in ("chosen", "rejected")]
+    rows = list(ppo.load_split(part_of("preferences", 64), None, "train"))
+    texts = [row["prompt"] + row[k] + tokenizer.eos_token for row in rows for k in ("chosen", "rejected")]
     with torch.no_grad():
         rewards = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits
-    assert abs(rewards.mean()) < 0.1 < rewards.std()
+    assert abs(rewards.mean()) < 1e-4 < 0.1 < rewards.std()
 
 
 @pytest.mark.parametrize("norm_has_bias", [True, False])
@@ -201,6 +273,9 @@ def test_a_crash_loses_nothing(tmp_path, monkeypatch, tiny):
         run(ppo, tmp_path / "out", reward_fn=(f"{tmp_path}/r.py:reward",), **tiny["ppo"])
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+# --- Models and data of other kinds
 
 
 def other_ids(folder):
@@ -236,7 +311,7 @@ def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, tiny):
     rollout = ppo.Rollout(*prompts, responses, mask, ended, torch.zeros(mask.shape))
     a, b = (ppo.model_reward(model, policy, args)(rollout) for model in (same, other))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    run(ppo, tmp_path / "out", reward_model=args.reward_model, **tiny["ppo"])
+    run(ppo, tmp_path / "out", reward_model=args.reward_model, **tiny["ppo"] | {"total_episodes": 8})
     assert "starts from the policy" in capsys.readouterr().out
 
 
@@ -248,7 +323,7 @@ def test_classifier_with_labels(tmp_path, tiny):
     model.save_pretrained(tmp_path / "c")
     AutoTokenizer.from_pretrained(ROOT / "toy/reward_model").save_pretrained(tmp_path / "c")
     bad, good = (
-        run(ppo, tmp_path / x, reward_model=str(tmp_path / "c"), reward_label=x, **tiny["ppo"])
+        run(ppo, tmp_path / x, reward_model=str(tmp_path / "c"), reward_label=x, **tiny["ppo"] | {"total_episodes": 8})
         for x in ("NEGATIVE", "POSITIVE")
     )
     assert bad[0]["objective/scores"] == pytest.approx(-good[0]["objective/scores"], abs=1e-4)
@@ -264,8 +339,8 @@ def test_classifier_of_another_family(tmp_path, tiny):
                               id2label={0: "NEGATIVE", 1: "POSITIVE"}, max_position_embeddings=256)  # fmt: skip
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "c")
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "c")
-    lines = run(ppo, tmp_path / "out", reward_model=str(tmp_path / "c"), reward_label="POSITIVE", **tiny["ppo"])
-    assert len(lines) == 3
+    settings = tiny["ppo"] | {"total_episodes": 8}
+    assert len(run(ppo, tmp_path / "out", reward_model=str(tmp_path / "c"), reward_label="POSITIVE", **settings)) == 1
 
 
 def test_offline_wandb_carries_the_same_names(tmp_path, monkeypatch, tiny):
@@ -327,17 +402,6 @@ def test_margin_and_whole_texts(tmp_path):
     assert b[0]["loss"] > a[0]["loss"] + 0.5 and b[0]["margin"] == pytest.approx(a[0]["margin"])
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_bf16(tmp_path, module, tiny):
-    """Autocast changes the numbers a little, the ratio check holds, and the saved weights are float32."""
-    full, half = (run(module, tmp_path / str(b), bf16=b, **tiny[module.__name__]) for b in (False, True))
-    name = "policy/entropy_avg" if module in (ppo, rloo) else "loss"
-    assert half[0][name] != full[0][name] and half[0][name] == pytest.approx(full[0][name], rel=0.3)
-    from safetensors.torch import load_file
-
-    assert {x.dtype for x in load_file(tmp_path / "True" / "model.safetensors").values()} == {torch.float32}
-
-
 def test_a_half_precision_checkpoint_is_loaded_as_float32(tmp_path):
     AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").half().save_pretrained(tmp_path / "m")
     AutoTokenizer.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
@@ -345,19 +409,18 @@ def test_a_half_precision_checkpoint_is_loaded_as_float32(tmp_path):
     assert ppo.load_policy(args).dtype == torch.float32
 
 
-def test_hyphens_underscores_and_other_trainers_names(tmp_path):
-    """TRL's spellings on a real command line, with `=` too; the table of samples and the final files appear."""
+def test_hyphens_underscores_and_other_trainers_names(tmp_path, monkeypatch, capsys):
+    """TRL's spellings on a command line, with `=` too; the table of samples and the final files appear."""
     flags = (
         "--sft_model_path=toy/sft --reward_model_path toy/reward_model --dataset_name=toy/data/prompts "
         "--dataset_train_split validation --per_device_train_batch_size=4 --total_episodes 8 --response-length=6 "
         "--missing_eos_penalty 1.0 --stop_token=eos --init_kl_coef=0.03 --ppo_epochs 2 --num-mini-batches 1"
     )
-    done = subprocess.run(
-        [sys.executable, "ppo.py", *flags.split(), f"--output_dir={tmp_path}/out"], cwd=ROOT, capture_output=True,
-        text=True, env=os.environ | {"COLUMNS": "100"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "update 1 of 2" in done.stdout and "score" in done.stdout and "batch: 4 responses" in done.stdout
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split(), f"--output_dir={tmp_path}/out", "--device=cpu"])
+    ppo.main()
+    out = capsys.readouterr().out
+    assert "update 1 of 2" in out and "score" in out and "batch: 4 responses" in out
     args = json.loads((tmp_path / "out/args.json").read_text())
     given = dict(model="toy/sft", dataset_train_split="validation", missing_eos_penalty=1.0, kl_coef=0.03)
     assert (given | dict(num_ppo_epochs=2, batch_size=4, micro_batch_size=4)).items() <= args.items()

@@ -1,0 +1,44 @@
+"""The texts of the repository's files, and Python's reading of them: once for all tests of a process."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py", "ddpo.py"]
+
+
+@cache
+def text_of(file) -> str:
+    """The text of a file, named from the root of the repository."""
+    return (ROOT / file).read_text("utf-8")
+
+
+@cache
+def lines_of(file) -> list[str]:
+    """Its lines."""
+    return text_of(file).splitlines()
+
+
+@cache
+def tree_of(file) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(text_of(file))
+
+
+@cache
+def nodes_of(file) -> list[ast.AST]:
+    """All nodes of that tree."""
+    return list(ast.walk(tree_of(file)))
+
+
+@cache
+def defined_in(file) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """Functions and classes at the top of a file, by name."""
+    return {node.name: node for node in tree_of(file).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def source_of(file, node) -> str:
+    """The lines of a function or class, decorators included; ast.get_source_segment parts the whole text each time."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return "\n".join(lines_of(file)[first - 1 : node.end_lineno])
