@@ -81,7 +81,7 @@ class Args:
     # --- Judge: one of the first three
     reward_model: str | None = None  # a sequence classifier with one label; the higher reward wins
     reward_label: str | None = None  # for a classifier with several labels, the one whose logit is the reward
-    reward_fn: str | None = None  # file.py:name, a function from a list of texts to a list of floats; the higher wins
+    reward_fn: str | None = None  # file.py:name of f(prompts, completions, **columns) -> floats (TRL); the higher wins
     judge_url: str | None = None  # an OpenAI-compatible API, http://.../v1; its key is read from OPENAI_API_KEY only
     judge_model: str | None = None  # name of the judge at that address
     judge_template: str | None = None  # file with the question, with {prompt}, {first} and {second}; it asks for A or B
@@ -440,21 +440,19 @@ def make_judge(args: Args, device: torch.device, rows: list[dict]) -> Callable[[
         file, _, name = args.reward_fn.partition(":")
         with explain(f"--reward-fn {args.reward_fn} could not be loaded; it should be file.py:name"):
             function = runpy.run_path(file)[name]
-            parameters = inspect.signature(function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        there = {"prompts", "completions", *rows[0]}
-        lacking = [p.name for p in parameters.values() if p.default is p.empty and p.name not in there]
 
         def score(keys: list[tuple[int, str, str, bool]]) -> list[float]:
-            """By f(texts), or by f(prompts, completions, **columns) as the scripts understand it."""
-            if not takes_all and "completions" not in parameters:
-                return function([prompt + response for _, prompt, response, _ in keys])
-            require(takes_all or not lacking, f"it asks for {', '.join(lacking)}; there are {', '.join(sorted(there))}")
+            """By f(prompts, completions, **columns), TRL's signature, called by keyword as the scripts call it."""
             given = {name: [rows[row][name] for row, *_ in keys] for name in rows[0]}
-            given |= {"prompts": given[args.prompt_column], "completions": [response for _, _, response, _ in keys]}
+            given["prompts"] = given[args.prompt_column]
+            given["completions"] = [response for _, _, response, _ in keys]
             if isinstance(given["prompts"][0], list):
                 given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-            return function(**{name: x for name, x in given.items() if takes_all or name in parameters})
+            try:
+                inspect.signature(function).bind(**given)
+            except TypeError as error:
+                raise UserError(f"{args.reward_fn} is to be f(prompts, completions, **columns), but: {error}") from error
+            return function(**given)
 
     else:
         score = reward_scorer(args, device)

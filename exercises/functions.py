@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """The mean of x (B, T) over all real tokens of the batch, one number; 0 if there is no real token at all.
+    """The mean of x (B, T) over all real tokens of the batch, one number.
 
         sum of x over real tokens / number of real tokens
 
@@ -28,7 +28,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
     Every loss of the scripts ends in a mean like this one. Padding must neither be added nor be counted.
 
-    Hint: two sums, one of them of the mask. For the batch without a real token, do not let the divisor be 0.
+    Hint: a boolean tensor can stand in the brackets of another, and picks where it is true.
     Source: ppo.py.
     """
     raise NotImplementedError("masked_mean")
@@ -148,15 +148,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     raise NotImplementedError("kl_estimate")
 
 
-def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
-    """Rewards of the tokens (B, T), and the part of them that does not come from the score (B, T); both 0 on padding.
+def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """Rewards of the tokens (B, T), 0 on padding.
 
         r_t = -kl_coef * KL_t,   and on the last real token of a row the score (B,) is added
 
     A token pays for having moved away from the reference; the text as a whole is judged once, when it is complete.
 
     Example: scores = [5], kl = [[1, 2, 3, 7]], mask = [[1, 1, 1, 0]], kl_coef = .1
-        rewards = [[-.1, -.2, 4.7, 0]], without the score [[-.1, -.2, -.3, 0]]
+        rewards = [[-.1, -.2, 5 - .3, 0]] = [[-.1, -.2, 4.7, 0]]
 
     Hint: a token is the last if it is real and the one after it is not. In a full row nothing comes after it at all:
     F.pad can put something there.

@@ -2,9 +2,10 @@
 
     python grpo.py --dataset problems.jsonl --reward-fn toy/verifiers.py:right_number toy/verifiers.py:tagged
 
-They have the signature of TRL's reward functions, f(prompts, completions, **columns): lists of texts, or messages, every
-column of the dataset by its name, and one number a row in return. What a model writes is never run: Python's parser reads an
-expression, and only + - * / of whole numbers are worked out, so that `9**9**9` or a call costs nothing and earns 0.
+They have the signature of TRL's reward functions, f(prompts, completions, **columns): lists of texts, or messages, and
+every column of the dataset by its name; one number a row in return. What a model writes is never run: Python's parser
+reads an expression, and only + - * / of whole numbers are worked out, so that `9**9**9` or a call costs nothing and
+earns 0.
 """
 
 import ast
