@@ -184,10 +184,9 @@ def test_rewards_against_trl07(name):
         kl = ppo.full_kl(i["logprobs"], i["ref_logprobs"])
     else:
         kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], i["kl_penalty"])
-    rewards, non_score_reward = ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"])
     close(kl, o["kl"], mask)
-    close(rewards, o["rewards"], mask)
-    close(non_score_reward, o["non_score_reward"], mask)
+    close(ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"]), o["rewards"], mask)
+    close(ppo.shape_rewards(0 * i["scores"], kl, mask, i["kl_coef"]), o["non_score_reward"], mask)
 
 
 def make_rollout(mask, logprobs, **others):
@@ -207,11 +206,10 @@ def test_kl_modes_and_their_metrics_against_trl07(mode):
         kl = ppo.full_kl(i["logits"], i["ref_logits"])
     else:
         kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], mode)
-    rewards, non_score_reward = ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"])
     close(kl, theirs["kl"])
-    close(rewards, theirs["rewards"], mask)
-    close(non_score_reward, theirs["non_score_reward"], mask)
-    stats = ppo.rollout_stats(make_rollout(mask, i["logprobs"], kl=kl), i["scores"], non_score_reward)
+    close(ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"]), theirs["rewards"], mask)
+    close(ppo.shape_rewards(0 * i["scores"], kl, mask, i["kl_coef"]), theirs["non_score_reward"], mask)
+    stats = ppo.rollout_stats(make_rollout(mask, i["logprobs"], kl=kl, scores=i["scores"], kl_coef=i["kl_coef"]))
     close(stats["objective/kl"], theirs["objective_kl"])
     close(stats["objective/entropy"], o["objective_entropy_0711"])
     # TRL 0.7 takes this one mean over tokens; ours, like the others, sums over a row first.
@@ -231,7 +229,7 @@ def test_rewards_against_openrlhf():
     i, o = golden("openrlhf_reward_shaping")
     mask = i["mask"].bool()
     kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
-    rewards, _ = ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"])
+    rewards = ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"])
     close(kl, o["kl"], mask)
     close(rewards, o["rewards"])
 
@@ -242,7 +240,7 @@ def test_rewards_and_gae_against_openrlhf031():
     mask = i["action_mask"].bool()
     kl = ppo.kl_estimate(i["log_probs"], i["base_log_probs"], "k1")
     scores = i["rm_reward"].clamp(-10, 10)  # OpenRLHF clamps scores, ours leaves them alone
-    rewards, _ = ppo.shape_rewards(scores, kl, mask, i["kl_coef"])
+    rewards = ppo.shape_rewards(scores, kl, mask, i["kl_coef"])
     close(kl, o["kl_per_token"], mask)
     close(rewards, o["rewards"])
     close(rewards.sum(1), o["info_return"])
@@ -264,9 +262,8 @@ def test_rewards_and_gae_against_trl016(case):
     theirs, a = o["cases"][case], o["cases"][case]["args"]
     mask, ended = ppo.response_mask(i["responses"], i["eos_id"])
     assert torch.equal(mask, ~theirs["padding_mask"]) and torch.equal(ended, theirs["contain_eos"])
-    scores = ppo.penalize_missing_eos(i["scores"], ended, a["missing_eos_penalty"])
+    scores = ppo.penalize_missing_eos(i["scores"], ended, a["missing_eos_penalty"] or 0.0)
     kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
-    _, non_score_reward = ppo.shape_rewards(scores, kl, mask, a["kl_coef"])
     close(scores, theirs["scores_after_penalty"])
     close(kl, theirs["kl"], mask)
     # TRL 0.16 counts one position after the last real token as part of the episode, where there is room for it, and
@@ -274,7 +271,7 @@ def test_rewards_and_gae_against_trl016(case):
     longer = F.pad(mask, (1, 0), value=True)[:, :-1]
     last = longer.sum(1) - 1
     assert torch.equal(longer, ~theirs["padding_mask_p1"]) and torch.equal(last, theirs["actual_end"])
-    rewards = non_score_reward + F.one_hot(last, mask.shape[1]) * scores[:, None]
+    rewards = ppo.shape_rewards(0 * scores, kl, mask, a["kl_coef"]) + F.one_hot(last, mask.shape[1]) * scores[:, None]
     if a["whiten_rewards"]:
         rewards = ppo.masked_whiten(rewards, longer, shift_mean=False)
     advantages, returns = ppo.gae(rewards, i["values"], longer, a["gamma"], a["lam"])
@@ -290,9 +287,9 @@ def test_rewards_and_gae_with_the_score_on_the_last_token(case):
     i, o = golden("trl0161_ppo_rewards_gae")
     theirs, a = o["alternative_score_at_last_token"][case], o["cases"][0]["args"]
     mask, ended = ppo.response_mask(i["responses"], i["eos_id"])
-    scores = ppo.penalize_missing_eos(i["scores"], ended, theirs["missing_eos_penalty"])
+    scores = ppo.penalize_missing_eos(i["scores"], ended, theirs["missing_eos_penalty"] or 0.0)
     kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
-    rewards, _ = ppo.shape_rewards(scores, kl, mask, a["kl_coef"])
+    rewards = ppo.shape_rewards(scores, kl, mask, a["kl_coef"])
     advantages, returns = ppo.gae(rewards, i["values"], mask, a["gamma"], a["lam"])
     close(rewards, theirs["rewards"])
     close(advantages, theirs["advantages_raw"])
@@ -306,10 +303,10 @@ def test_objective_metrics_against_trl016(case):
     i, o = golden("trl0161_ppo_rewards_gae")
     a, theirs = o["cases"][case]["args"], o["cases"][case]["stats"]
     mask, ended = ppo.response_mask(i["responses"], i["eos_id"])
-    scores = ppo.penalize_missing_eos(i["scores"], ended, a["missing_eos_penalty"])
+    scores = ppo.penalize_missing_eos(i["scores"], ended, a["missing_eos_penalty"] or 0.0)
     kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
-    _, non_score_reward = ppo.shape_rewards(scores, kl, mask, a["kl_coef"])
-    stats = ppo.rollout_stats(make_rollout(mask, i["logprobs"], kl=kl, ended=ended), scores, non_score_reward)
+    known = dict(kl=kl, ended=ended, scores=scores, kl_coef=a["kl_coef"])
+    stats = ppo.rollout_stats(make_rollout(mask, i["logprobs"], **known))
     close(stats["objective/kl"], theirs["objective_kl"])
     close(stats["objective/non_score_reward"], theirs["objective_non_score_reward"])
     close(stats["objective/scores"], theirs["objective_scores"])
@@ -443,7 +440,7 @@ def optimize_once(monkeypatch, logits, values, prompt_length, rollout, **args):
     policy, body = Table(logits), Table(values)
     sgd = torch.optim.SGD([{"params": [x.outputs]} for x in (policy, body)], lr=1.0)
     args = ppo.Args(num_ppo_epochs=1, max_grad_norm=float("inf"), **args)
-    stats = ppo.optimize(policy, ppo.Critic(body, nn.Identity()), sgd, rollout, args)
+    stats = ppo.optimize(policy, ppo.Critic(body, nn.Identity()), sgd, rollout, [], args)
     return stats, logits - policy.outputs.detach(), values - body.outputs.detach()
 
 
@@ -665,7 +662,7 @@ def test_pair_accuracy_against_trl(monkeypatch):
     i, o = golden("trl_reward_model_loss")
     chosen, rejected = i["rewards_chosen"], i["rewards_rejected"]
     monkeypatch.setattr(reward_model, "all_rewards", lambda *_: (chosen, rejected))
-    stats, _ = reward_model.evaluate_rewards(None, [], SimpleNamespace())
+    stats, _ = reward_model.evaluate(None, chosen, None)
     ties = (chosen == rejected).double().mean()
     close(stats["eval/loss"], o["loss_no_margin"])
     close(stats["eval/accuracy"], o["accuracy_strict_gt"])
