@@ -7,6 +7,7 @@
 #     "tyro==1.0.17",
 #     "wandb==0.31.0",
 #     "matplotlib==3.11.2",
+#     "pydantic==2.14.3",
 #     "rich==15.0.0",
 #     "tqdm==4.70.1",
 # ]
@@ -46,11 +47,10 @@ et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17
 Shapes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), V vocabulary.
 """
 
-import ctypes
+import inspect
 import json
 import math
 import os
-import random
 import runpy
 import shlex
 import signal
@@ -61,44 +61,47 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
 
 import datasets
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from datasets.fingerprint import Hasher
 from filelock import FileLock
 from huggingface_hub import ModelCard, ModelCardData, constants, get_session
+from pydantic import Field, TypeAdapter, ValidationError
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache, get_scheduler
-from transformers.activations import NewGELUActivation
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
+from transformers import get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, "above 0", lambda x: 0 < x < math.inf]
-NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
-Share = Annotated[float, "between 0 and 1", lambda x: 0 <= x <= 1]
-Count = Annotated[int, "1 or more", lambda x: x >= 1]
-Natural = Annotated[int, "0 or more, and below 2**63", lambda x: 0 <= x < 2**63]
-MinorShare = Annotated[float, "at least 0 and below 0.5", lambda x: 0 <= x < 0.5]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
+MinorShare = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 @dataclass
@@ -154,7 +157,7 @@ class Args:
     gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     seed: Natural = 1  # seed of the order of pairs and of the answers
 
-    # --- Run. From here on, a resumed run may differ from what it was
+    # --- Run. Settings from here on may change when a run is resumed
     resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
     num_train_epochs: Positive = 1.0  # passes over the pairs
     exp_name: str = "dpo"  # name of this run, in its folder and on W&B
@@ -175,6 +178,8 @@ class Args:
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
     # --- Computed
+    num_steps: int = field(init=False, default=0)
+    steps_per_epoch: int = field(init=False, default=0)
     torch_device: str = field(init=False, default="cpu")  # where the models are
 
 
@@ -183,54 +188,61 @@ class Args:
 
 def train(args: Args) -> None:
     """Trains the policy; leaves it, its metrics, curves and model card in args.output_dir."""
-    check_preferences(args)
-    start_run(args)
-    policy = load_trained_policy(args)
-    reference = make_reference(policy, args)
-    place(args, policy, reference)
-    gold_reward = load_gold_reward(args)
-    pairs, test_pairs = (encode_preferences(x, policy.tokenizer, args) if x else [] for x in load_data(args))  # 1
-    if not test_pairs:
-        asked = "nothing is" if args.dataset_test_split == "none" else "answers to prompts of the training data are"
-        print(f"no test split: {asked} evaluated")
-    longest = max(max(len(pair.chosen), len(pair.rejected)) for pair in pairs)
-    pair_size = 2 * longest * policy.config.get_text_config().vocab_size  # of the logits; in all, at most 256 MB
-    num_steps, steps_per_epoch = plan_steps(args, policy, len(pairs), fits_cpu=2**26 // pair_size)
-    use_fast_kernels(args, [policy, reference], 2 * args.micro_batch_size, max(map(len, pairs)))
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    schedule = make_schedule(args, optimizer, num_steps)
-    check_policy(policy, args)
-    test_ref = torch.full((len(test_pairs), 2), math.nan)  # the reference's log-probabilities, once they are known
-    state = {"batches": [], "ref": torch.full((len(pairs), 2), math.nan)}  # what else changes during the run
-    run = Run(args, {"policy": policy}, optimizer, schedule, state)
-    batches = length_grouped_batches([len(pair) for pair in pairs], state["batches"], args.batch_size)
-    try:
+    with setting_up():
+        check_args(args)
+        args = start_run(args)
+
+        policy = load_policy(args)
+        reference = make_reference(args, policy)
+        for model in (policy, reference):
+            shard(model, args)
+        check_padding(policy, args)
+
+        pairs, eval_pairs = load_pairs(args, policy)  # 1
+        lengths = [len(pair) for pair in pairs]
+        longest = max(max(len(pair.chosen), len(pair.rejected)) for pair in pairs)
+        pair_size = 2 * longest * policy.config.get_text_config().vocab_size  # of the logits; in all, at most 256 MB
+        args = choose_sizes(args, policy, len(pairs), fits_cpu=2**26 // pair_size)
+        examples = [pair.example for pair in eval_pairs or pairs]
+        gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, examples, policy, args)
+
+        optimizer = make_optimizer(args, policy)
+        schedule = make_schedule(args, optimizer, args.num_steps)
+        ref_logps = torch.full((len(pairs), 2), math.nan)  # of the reference, as far as it has read the pairs
+        eval_ref_logps = torch.full((len(eval_pairs), 2), math.nan)
+        data = Hasher.hash([sum(pair.chosen) - sum(pair.rejected) for pair in pairs])
+        state = {"data": data, "ref_logps": ref_logps}  # what a checkpoint holds besides
+        run = Run(args, args.num_steps, policy, optimizer, state)
         if args.precompute_ref:
-            read_all(state["ref"], pairs, policy, reference, args)
-            read_all(test_ref, test_pairs, policy, reference, args)
-            reference = reference if args.lora_r else None
-        for step in run.steps(num_steps):
+            read_all(state["ref_logps"], pairs, policy, reference, args)
+            read_all(eval_ref_logps, eval_pairs, policy, reference, args)
+            if not args.lora_r:
+                reference = None
+    with run:
+        for step in run.steps():
+            set_learning_rates(schedule, step)
+            rows = length_grouped_batch(lengths, step - 1, args.batch_size, args.seed)
+            mini_batch = [pairs[i] for i in rows]
             with run.clock("step"):
-                rows = next(batches)
-                ref_logps = read_reference(rows, state["ref"], pairs, policy, reference, args)  # 2, of the reference
-                stats = preference_gradient(policy, [pairs[i] for i in rows], ref_logps, args)  # 2 and 3
-                grad_norm = clip_gradient(trained, args.max_grad_norm)
+                ref_logps = read_reference(rows, state["ref_logps"], pairs, policy, reference, args)  # 2, the reference
+                stats = mini_batch_gradient(policy, mini_batch, ref_logps, args)  # 2 and 3
+                grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)  # 4
                 if grad_norm.isfinite():  # else the weights would be NaN for good
-                    optimizer.step()  # 4
+                    optimizer.step()
                 optimizer.zero_grad()
-            stats |= {"step": step, "epoch": step / steps_per_epoch, "grad_norm": grad_norm.item()}
-            stats["lr"] = schedule.get_last_lr()[0]
-            if args.dataset_test_split != "none" and (step % args.eval_steps == 0 or step == num_steps):
-                if test_pairs:
-                    stats |= evaluate_pairs(policy, reference, test_ref, test_pairs, args)
-                stats |= evaluate_responses(policy, reference, test_pairs or pairs, args, gold_reward)
-            run.write(step, stats, "loss", "rewards/accuracies", "objective/kl", "objective/gold_scores")
-            if run.is_turn(step, args.num_sample_generations):
-                show_responses(run, step, policy, reference, test_pairs or pairs, args)
-            schedule.step()
-    finally:  # after an error or Ctrl-C, too: what was trained is on disk
-        run.finish(policy, CURVES)
+            stats["step"] = step
+            stats["epoch"] = step / args.steps_per_epoch
+            stats["lr"] = optimizer.param_groups[0]["lr"]
+            stats["grad_norm"] = grad_norm.item()
+            if args.dataset_test_split != "none" and run.is_due(args.eval_steps):
+                if eval_pairs:
+                    stats |= evaluate_pairs(policy, reference, eval_ref_logps, eval_pairs, args)
+                stats |= evaluate_responses(policy, reference, eval_pairs or pairs, gold_reward, args)
+            run.write(stats, "loss", "rewards/accuracies", "objective/kl", "objective/gold_scores")
+            if run.is_turn(args.num_sample_generations):
+                show_samples(run, policy, reference, eval_pairs or pairs, args)
+            run.save()
+            run.stop()
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
@@ -243,6 +255,7 @@ class Preference:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    example: dict | None = None  # the row of the dataset that they are from
 
     def __len__(self) -> int:
         """Tokens in the prompt and the longer of its completions."""
@@ -258,71 +271,34 @@ def encode_preference(
     the prompt is the longest common beginning: tokens that both share have the same probability in both, and cancel in
     the loss (except in the means of ipo).
     """
-    eos = [tokenizer.eos_token_id]
-    if list in map(type, (prompt, chosen, rejected)):
-        turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if prompt else []
-        texts = [x if isinstance(x, list) else [{"role": "assistant", "content": x}] for x in (chosen, rejected)]
-        texts = [text if text[: len(turns)] == turns else turns + text for text in texts]  # some hold the prompt, too
-        whole = [apply_template(text, tokenizer) for text in texts]
-        whole = [ids[:-1] if ids[-2:-1] == eos else ids for ids in whole]  # ChatML writes a newline behind EOS
-    elif prompt:
-        ends = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (chosen, rejected)]
-        return Preference(tokenizer(prompt)["input_ids"], *(ids if ids[-1:] == eos else ids + eos for ids in ends))
+    is_conversation = any(isinstance(x, list) for x in (prompt, chosen, rejected))
+    if prompt and not is_conversation:
+        ids = tokenizer(prompt)["input_ids"]
+        a, b = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (chosen, rejected))
+        return Preference(ids, with_eos(a, tokenizer), with_eos(b, tokenizer))
+    if is_conversation:
+        a, b = (encode_conversation(prompt, text, tokenizer) for text in (chosen, rejected))
     else:
-        whole = [tokenizer(text)["input_ids"] for text in (chosen, rejected)]
-    a, b = (ids if ids[-1:] == eos else ids + eos for ids in whole)
+        a, b = (tokenizer(text)["input_ids"] for text in (chosen, rejected))
+    a = with_eos(a, tokenizer)
+    b = with_eos(b, tokenizer)
     shared = len(os.path.commonprefix([a, b]))
-    bos = eos if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    start = [] if shared else bos  # something to continue
-    return Preference(start + a[:shared], a[shared:], b[shared:])
+    start = a[:shared]
+    if not start:  # something to continue
+        start = [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+    return Preference(start, a[shared:], b[shared:])
 
 
-def cut_to_fit(pair: Preference, args: Args) -> Preference:
-    """The pair within max_length: of a longer one the prompt keeps max_prompt_length tokens, and if that is not enough,
-    the completions lose their ends (TRL 0.7)."""
-    prompt, n = pair.prompt, args.max_prompt_length
-    if len(pair) > args.max_length:
-        prompt = prompt[-n:] if args.truncation_mode == "keep_end" else prompt[:n]
-    room = args.max_length - len(prompt)
-    return Preference(prompt, pair.chosen[:room], pair.rejected[:room])
-
-
-def encode_preferences(data, tokenizer: AutoTokenizer, args: Args) -> list[Preference]:
-    """All pairs of a dataset; those whose completions are equal, before or after a cut, are dropped and counted."""
-    chosen = read_column(data, args.chosen_column, args.dataset, "--chosen-column", (str, list))
-    rejected = read_column(data, args.rejected_column, args.dataset, "--rejected-column", (str, list))
-    prompts = [""] * len(chosen)
-    if args.prompt_column in data.column_names:
-        prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
-    rows = tqdm(zip(prompts, chosen, rejected), total=len(prompts), desc="encoding", leave=False)
-    whole = [encode_preference(*row, tokenizer) for row in rows]
-    pairs = [cut_to_fit(pair, args) for pair in whole]
-    kept = [pair for pair in pairs if pair.chosen != pair.rejected]
-    num_cut, num_same = sum(a != b for a, b in zip(whole, pairs)), sum(pair.chosen == pair.rejected for pair in whole)
-    if num_cut:
-        print(f"cut {num_cut} of {len(pairs)} pairs to --max-length {args.max_length} tokens")
-    dropped = (f"{len(pairs) - len(kept)} of {len(pairs)} pairs: both completions are the same ({num_same}), or become "
-               f"so when cut to --max-length {args.max_length} ({len(pairs) - len(kept) - num_same})")  # fmt: skip
-    require(kept, f"--dataset {args.dataset}: dropped {dropped}")
-    if len(kept) < len(pairs):
-        print(f"dropped {dropped}")
-    return kept
-
-
-def length_grouped_batches(lengths: list[int], queue: list[list[int]], batch_size: int) -> Iterator[list[int]]:
-    """Endless passes over all rows in batches of similar length, in random order: little padding, yet random enough.
-
-    Rows are shuffled, cut into groups of 50 batches, sorted by length within a group, and the batches shuffled again.
-    `queue` holds the batches that this pass has yet to give. It is the caller's, so that a checkpoint can hold it.
-    """
-    while True:
-        while queue:
-            yield queue.pop(0)
-        order = broadcast(torch.randperm(len(lengths))).tolist()
-        groups = [order[i : i + 50 * batch_size] for i in range(0, len(order), 50 * batch_size)]
-        ordered = [row for group in groups for row in sorted(group, key=lengths.__getitem__)]
-        batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-        queue += [batches[i] for i in broadcast(torch.randperm(len(batches))).tolist()]
+def cut_to_fit(pair: Preference, limit: int, args: Args) -> Preference:
+    """The pair within `limit` tokens: of a longer one the prompt keeps max_prompt_length tokens, and if that is not
+    enough, the completions lose their ends (TRL 0.7)."""
+    prompt = pair.prompt
+    if len(pair) > limit and args.truncation_mode == "keep_end":
+        prompt = prompt[-args.max_prompt_length :]
+    elif len(pair) > limit:
+        prompt = prompt[: args.max_prompt_length]
+    room = limit - len(prompt)
+    return Preference(prompt, pair.chosen[:room], pair.rejected[:room], pair.example)
 
 
 # --- 2. Read ----------------------------------------------------------------------------------------------------------
@@ -338,6 +314,7 @@ class Rollout:
     mask: Tensor  # (B, T) true on real tokens
     ended: Tensor | None = None  # (B,) whether there is an EOS, if drawn
     old_logprobs: Tensor | None = None  # (B, T) under the policy that drew the responses
+    examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
 
     def inputs(self) -> dict[str, Tensor]:
         """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
@@ -348,13 +325,23 @@ class Rollout:
             "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would count the padding
         }
 
+    def select(self, index: Tensor) -> "Rollout":
+        """The rows with these numbers."""
+        part = copy(self)
+        part.examples = [self.examples[i] for i in index]
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                setattr(part, name, x[index])
+        return part
+
 
 def response_forward(model: nn.Module, r: Rollout, temperature: float, **options) -> tuple[Tensor, ModelOutput]:
     """(B, T, V) float32 logits / temperature that predict the response tokens, and the model's whole output.
 
     Position P-1+t of the input predicts response token t.
     """
-    P, T = r.prompts.shape[1], r.responses.shape[1]
+    P = r.prompts.shape[1]
+    T = r.responses.shape[1]
     positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
     output = model(**r.inputs(), use_cache=False, logits_to_keep=positions, **options)
     return output.logits.float().div_(temperature), output  # in place: it is the largest tensor of all
@@ -371,12 +358,18 @@ def completion_logps(model: nn.Module, pairs: list[Preference], args: Args) -> t
     The sum over a completion's tokens; for ipo their mean (TRL).
     """
     padding = model.tokenizer.pad_token_id
-    prompts, prompt_mask = pad([p.prompt for p in pairs] * 2, padding, args, left=True)  # (2b, P)
-    completions, mask = pad([p.chosen for p in pairs] + [p.rejected for p in pairs], padding, args)  # (2b, T)
+    prompts = [pair.prompt for pair in pairs]
+    chosen = [pair.chosen for pair in pairs]
+    rejected = [pair.rejected for pair in pairs]
+    prompt_ids, prompt_mask = pad(prompts + prompts, padding, args, left=True)  # (2b, P)
+    ids, mask = pad(chosen + rejected, padding, args)  # (2b, T)
     with autocast(args):
-        logits, _ = response_forward(model, Rollout(prompts, prompt_mask, completions, mask), 1.0)  # (2b, T, V)
-    logps = token_logprobs(logits, completions).masked_fill(~mask, 0.0).sum(1)  # (2b,)
-    return (logps / mask.sum(1) if args.loss_type == "ipo" else logps).split(len(pairs))
+        logits, _ = response_forward(model, Rollout(prompt_ids, prompt_mask, ids, mask), 1.0)  # (2b, T, V)
+    logprobs = token_logprobs(logits, ids).masked_fill(~mask, 0.0)  # (2b, T)
+    logps = logprobs.sum(1)  # (2b,)
+    if args.loss_type == "ipo":
+        logps = logps / mask.sum(1)
+    return logps.split(len(pairs))
 
 
 @torch.no_grad()
@@ -390,10 +383,12 @@ def read_reference(
     if args.reference_free:
         return torch.zeros(len(rows), 2)
     if known[rows].isnan().any():
+        parts = []
         with adapter_off(policy, reference):
-            parts = micro_batches([pairs[i] for i in rows], args)
-            logps = [torch.stack(completion_logps(reference, some, args), 1) for some, _ in parts]
-        known[rows] = all_gather(torch.cat(logps))[: len(rows)].cpu()
+            for some, _ in micro_batches([pairs[i] for i in rows], args):
+                chosen, rejected = completion_logps(reference, some, args)
+                parts.append(torch.stack([chosen, rejected], 1))  # (b, 2)
+        known[rows] = all_gather(torch.cat(parts))[: len(rows)].cpu()
     return known[rows]
 
 
@@ -401,9 +396,9 @@ def read_all(
     known: Tensor, pairs: list[Preference], policy: nn.Module, reference: nn.Module | None, args: Args
 ) -> None:
     """Reads all pairs with the reference, which is then needed no more."""
-    order = sorted(range(len(pairs)), key=lambda i: len(pairs[i]))
-    for i in tqdm(range(0, len(order), args.batch_size), desc="reading pairs with the reference", leave=False):
-        read_reference(order[i : i + args.batch_size], known, pairs, policy, reference, args)
+    print(f"reads {len(pairs)} pairs with the reference")
+    by_length = sorted(range(len(pairs)), key=lambda i: len(pairs[i]))
+    read_reference(by_length, known, pairs, policy, reference, args)
 
 
 # --- 3. Loss ----------------------------------------------------------------------------------------------------------
@@ -418,17 +413,22 @@ def dpo_loss(
     than the reference does. The gradient of the sigmoid loss is -beta * sigmoid(-beta * Delta) * grad(log pi(y_w) -
     log pi(y_l)): largest where the policy has the pair wrong.
     """
-    chosen_ratio, rejected_ratio, beta = chosen - ref_chosen, rejected - ref_rejected, args.beta
-    delta, s = chosen_ratio - rejected_ratio, args.label_smoothing
+    beta = args.beta
+    chosen_ratio = chosen - ref_chosen
+    rejected_ratio = rejected - ref_rejected
+    delta = chosen_ratio - rejected_ratio
     if args.loss_type == "sigmoid":
+        s = args.label_smoothing
         losses = -(1 - s) * F.logsigmoid(beta * delta) - s * F.logsigmoid(-beta * delta)
     elif args.loss_type == "hinge":
         losses = torch.relu(1 - beta * delta)
     elif args.loss_type == "ipo":
         losses = (delta - 1 / (2 * beta)) ** 2
     else:  # kto_pair: each against the mean KL of the others in this forward pass
-        chosen_kl, rejected_kl = chosen_ratio.mean().clamp(min=0), rejected_ratio.mean().clamp(min=0)
-        wanted, unwanted = beta * (chosen_ratio - rejected_kl), beta * (chosen_kl - rejected_ratio)
+        chosen_kl = chosen_ratio.mean().clamp(min=0)
+        rejected_kl = rejected_ratio.mean().clamp(min=0)
+        wanted = beta * (chosen_ratio - rejected_kl)
+        unwanted = beta * (chosen_kl - rejected_ratio)
         losses = (2 - wanted.sigmoid() - unwanted.sigmoid()) / 2
     return losses, beta * chosen_ratio.detach(), beta * rejected_ratio.detach()
 
@@ -436,34 +436,41 @@ def dpo_loss(
 # --- 4. Update --------------------------------------------------------------------------------------------------------
 
 
-def preference_gradient(
-    policy: nn.Module, batch: list[Preference], ref_logps: Tensor, args: Args
+def mini_batch_gradient(
+    policy: nn.Module, mini_batch: list[Preference], ref_logps: Tensor, args: Args
 ) -> dict[str, float]:
     """Adds up the gradient of the mean loss over a batch of pairs; returns means over the pairs of what is logged.
 
     `ref_logps` (n, 2) are the reference's. How the batch is cut, into micro-batches and among processes, changes
     nothing (except for kto_pair, whose KL is a mean over a micro-batch, as in TRL).
     """
-    n, sums = len(batch), defaultdict(float)
-    policy.train(args.gradient_checkpointing)  # which works in training mode only; dropout stays off (see place)
+    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    n = len(mini_batch)
+    sums = defaultdict(float)
     for rows, counts in micro_batches(range(n), args):
-        logps = completion_logps(policy, [batch[i] for i in rows], args)  # (b,) each
-        losses, chosen, rejected = dpo_loss(*logps, *ref_logps[rows].to(args.torch_device).unbind(1), args)
-        if losses.requires_grad:  # not in an evaluation
-            (WORLD_SIZE * (losses * counts).sum() / n).backward()  # gradients become means over processes
+        chosen, rejected = completion_logps(policy, [mini_batch[i] for i in rows], args)  # (b,), as what follows
+        ref_chosen, ref_rejected = ref_logps[rows].to(args.torch_device).unbind(1)
+        losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args)
+        loss = (losses * counts).sum() / n
+        if torch.is_grad_enabled():  # it is not in an evaluation
+            (WORLD_SIZE * loss).backward()  # gradients become means over processes
         pair_stats = {
-            "loss": losses.detach(), "rewards/chosen": chosen, "rewards/rejected": rejected,
-            "rewards/accuracies": (chosen > rejected).float(), "logps/chosen": logps[0].detach(),
-            "logps/rejected": logps[1].detach(),
-        }  # fmt: skip
+            "loss": losses,
+            "rewards/chosen": chosen_rewards,
+            "rewards/rejected": rejected_rewards,
+            "rewards/accuracies": chosen_rewards > rejected_rewards,
+            "rewards/margins": chosen_rewards - rejected_rewards,
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+        }
         for name, x in pair_stats.items():
-            sums[name] += (x * counts).sum()
+            sums[name] += (x.detach() * counts).sum()
     policy.eval()
-    stats = dict(zip(sums, (all_reduce(torch.stack(list(sums.values()))) / n).tolist()))
-    return stats | {"rewards/margins": stats["rewards/chosen"] - stats["rewards/rejected"]}
+    means = all_reduce(torch.stack(list(sums.values()))) / n
+    return dict(zip(sums, means.tolist()))
 
 
-# === The algorithm ends here. What follows is needed by every program of this kind ====================================
+# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
 
 
 @torch.no_grad()
@@ -471,57 +478,55 @@ def evaluate_pairs(
     policy: nn.Module, reference: nn.Module | None, known: Tensor, pairs: list[Preference], args: Args
 ) -> dict[str, float]:
     """Loss, accuracy and margin on the test split."""
-    ref_logps = read_reference(list(range(len(pairs))), known, pairs, policy, reference, args)
-    stats = preference_gradient(policy, pairs, ref_logps, args)
-    return {f"eval/{name}": stats[name] for name in ("loss", "rewards/accuracies", "rewards/margins")}
-
-
-def respond(model: nn.Module, pairs: list[Preference], args: Args) -> Rollout:
-    """Responses to the prompts of pairs, drawn with the same random numbers for every model and at any time."""
-    tokenizer = model.tokenizer
-    prompts, mask = pad([p.prompt for p in pairs], tokenizer.pad_token_id, args, left=True)
-    n, T = len(pairs), min(args.response_length, context_length(model) - prompts.shape[1])  # the longest prompt tells
-    uniforms = torch.rand(n, T, generator=torch.Generator().manual_seed(args.seed)).to(args.torch_device)
-    inputs, own = (prompts, mask, uniforms), shard_rows(n).to(args.torch_device)
-    settings = args.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id
-    with autocast(args), gathered(model, args):
-        return Rollout(prompts, mask, *(all_gather(x)[:n] for x in sample(model, *(x[own] for x in inputs), *settings)))
+    rows = list(range(len(pairs)))
+    ref_logps = read_reference(rows, known, pairs, policy, reference, args)
+    stats = mini_batch_gradient(policy, pairs, ref_logps, args)
+    names = ("loss", "rewards/accuracies", "rewards/margins")
+    return {f"eval/{name}": stats[name] for name in names}
 
 
 @torch.no_grad()
 def evaluate_responses(
-    policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args,
-    gold_reward: Callable[[list[str]], list[float]] | None = None,
+    policy: nn.Module, reference: nn.Module | None, pairs: list[Preference],
+    gold_reward: Callable[[Rollout], Tensor] | None, args: Args,
 ) -> dict[str, float]:  # fmt: skip
     """Answers to some of the prompts: their KL to the reference, as ppo.py measures it, and their gold score."""
-    r = respond(policy, pairs[: args.num_eval_prompts], args)
-    stats = {"val/eos_share": r.ended.float().mean().item(), "val/response_length": r.mask.sum(1).float().mean().item()}
+    pairs = pairs[: args.num_eval_prompts]
+    n = len(pairs)
+    r = respond(policy, (pairs * WORLD_SIZE)[: n + -n % WORLD_SIZE], args)  # equally many for each process
+    stats = {
+        "val/eos_share": r.ended[:n].float().mean().item(),
+        "val/response_length": r.mask[:n].sum(1).float().mean().item(),
+    }
     if reference is not None:
-        parts = [Rollout(*part) for part in zip(*(x.split(2 * args.micro_batch_size) for x in vars(r).values()))]
+        parts = []
         with autocast(args), adapter_off(policy, reference):
-            logits = lambda part: response_forward(reference, part, args.temperature)[0]  # noqa: E731 - (b, T, V)
-            ref_logprobs = torch.cat([token_logprobs(logits(part), part.responses) for part in parts])
-        stats["objective/kl"] = (r.old_logprobs - ref_logprobs).masked_fill(~r.mask, 0.0).sum(1).mean().item()
+            for index in torch.arange(len(r.mask)).split(2 * args.micro_batch_size):
+                part = r.select(index)
+                logits, _ = response_forward(reference, part, args.temperature)  # (b, T, V)
+                kl = part.old_logprobs - token_logprobs(logits, part.responses)  # (b, T)
+                parts.append(kl.masked_fill(~part.mask, 0.0).sum(1))
+        stats["objective/kl"] = torch.cat(parts)[:n].mean().item()
     if gold_reward:
-        texts = decode(r, policy.tokenizer)
-        padded = (texts * WORLD_SIZE)[: len(texts) + -len(texts) % WORLD_SIZE]  # as many for each process
-        scores = call_reward_function(gold_reward, padded, args)
-        stats["objective/gold_scores"] = scores[: len(texts)].mean().item()
+        stats["objective/gold_scores"] = gold_reward(r)[:n].nanmean().item()
     return stats
 
 
-def show_responses(
-    run: "Run", step: int, policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args
-) -> None:
-    """A table of three prompts with the responses of reference and policy, drawn with the same random numbers."""
-    tokenizer = policy.tokenizer
-    columns = {"prompt": [tokenizer.decode(p.prompt) for p in pairs[:3]]}
-    for name, model in (("reference", reference), ("policy", policy)):
-        if model is not None:
-            with adapter_off(policy, reference if name == "reference" else None):
-                r = respond(model, pairs[:3], args)
-            columns[name] = [tokenizer.decode(row[real]) for row, real in zip(r.responses, r.mask)]
-    run.table(f"step {step} of {run.bar.total}", list(columns), [list(row) for row in zip(*columns.values())])
+def respond(model: nn.Module, pairs: list[Preference], args: Args) -> Rollout:
+    """Responses to the prompts of pairs, drawn with the same random numbers for every model and at any time."""
+    n = len(pairs)
+    rows = [pair.prompt for pair in pairs]
+    prompts, prompt_mask = pad(rows, model.tokenizer.pad_token_id, args, left=True)  # (n, P)
+    P = prompts.shape[1]
+    T = min(args.response_length, context_length(model) - P)
+    generator = torch.Generator().manual_seed(args.seed)
+    uniforms = torch.rand(n, T, generator=generator).to(args.torch_device)
+    share = shard_rows(n) % n
+    with autocast(args), gathered(model, args):
+        drawn = sample(model, prompts[share], prompt_mask[share], uniforms[share], args.temperature)
+    responses, mask, ended, logprobs = (all_gather(x)[:n] for x in drawn)
+    examples = [pair.example for pair in pairs]
+    return Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
 
 
 def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
@@ -530,8 +535,11 @@ def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor,
     Made from positions, so that it is right even if the padding token is the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
-    is_stop = torch.zeros_like(responses) if stop_token_id is None else (responses == stop_token_id).long()
-    return is_stop.cumsum(1) - is_stop == 0, is_stop.any(1)
+    is_stop = torch.zeros_like(responses)
+    if stop_token_id is not None:
+        is_stop = (responses == stop_token_id).long()
+    stops_before = is_stop.cumsum(1) - is_stop
+    return stops_before == 0, is_stop.any(1)
 
 
 def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -559,132 +567,154 @@ class OneTypeCache(StaticCache):
 
 @torch.no_grad()
 def sample(
-    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float,
-    stop_token_id: int | None, pad_token_id: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
     Nothing else shapes the distribution: no generation config is read. All randomness is in `uniforms` (B, T).
     Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens drawn, 0 on padding.
     """
-    (B, T), device = uniforms.shape, prompts.device
-    responses, logprobs = prompts.new_full((B, T), pad_token_id), torch.zeros(B, T, device=device)  # (B, T)
-    rows = torch.arange(B, device=device)  # rows still in the forward pass; the next four tensors have one row for each
-    tokens, positions = prompts, (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (rows, P), after the first pass (rows, 1)
+    B, T = uniforms.shape
+    P = prompts.shape[1]
+    responses = prompts.new_zeros(B, T)
+    logprobs = torch.zeros_like(uniforms)  # (B, T)
+    cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once: it never grows
+    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass; the rest have one row for each
+    tokens = prompts  # (rows, P), after the first pass (rows, 1)
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # likewise
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
-    going = torch.ones(B, dtype=torch.bool, device=device)  # (rows,) those without a stop token so far
-    cache = OneTypeCache(config=policy.config, max_cache_len=attention_mask.shape[1])  # allocated once: it never grows
+    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     for t in range(T):
         output = policy(
             input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
             past_key_values=cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-        token, logprob = sample_categorical(output.logits[:, -1].float() / temperature, uniforms[rows, t])  # (rows,)
-        responses[rows, t], logprobs[rows, t] = token, logprob
-        if stop_token_id is not None:
-            going &= token != stop_token_id
+        logits = output.logits[:, -1].float() / temperature  # (rows, V)
+        token, logprob = sample_categorical(logits, uniforms[rows, t])  # (rows,)
+        responses[rows, t] = token
+        logprobs[rows, t] = logprob
+        if policy.stop_token_id is not None:
+            going &= token != policy.stop_token_id
         if not all_reduce(going.any().int()):  # all processes stop together, since sharded weights need all of them
             break
+        tokens = token[:, None]
+        positions = positions[:, -1:] + 1
         if 0 < going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
-            rows, token, positions, attention_mask = (x[going] for x in (rows, token, positions, attention_mask))
             cache.reorder_cache(going.nonzero().squeeze(1))
+            rows, tokens, positions, attention_mask = (x[going] for x in (rows, tokens, positions, attention_mask))
             going = going[going]
-        tokens, positions = token[:, None], positions[:, -1:] + 1
-    mask, ended = response_mask(responses, stop_token_id)  # what an ended row drew while it waited is erased here
-    return responses.masked_fill(~mask, pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
+    mask, ended = response_mask(responses, policy.stop_token_id)  # erases what an ended row drew while it waited
+    return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
-# --- Models and gold scores -------------------------------------------------------------------------------------------
+def show_samples(
+    run: "Run", policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args
+) -> None:
+    """A table of three prompts with the responses of reference and policy, drawn with the same random numbers."""
+    pairs = pairs[:3]
+    tokenizer = policy.tokenizer
+    columns = {"prompt": [tokenizer.decode(pair.prompt) for pair in pairs]}
+    if reference is not None:
+        with adapter_off(policy, reference):
+            columns["reference"] = decode(respond(reference, pairs, args), tokenizer)
+    columns["policy"] = decode(respond(policy, pairs, args), tokenizer)
+    rows = [list(row) for row in zip(*columns.values())]
+    run.table(f"step {run.step} of {run.num_steps}", list(columns), rows)
 
 
-def load_trained_policy(args: Args) -> nn.Module:
-    """The policy in float32; fills in the settings that depend on it. Dropout stays off (TRL)."""
+def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
+    """The text of each response."""
+    return [tokenizer.decode(row[real]) for row, real in zip(rollout.responses, rollout.mask)]
+
+
+# --- Models, gold scores and data -------------------------------------------------------------------------------------
+
+
+def load_policy(args: Args) -> nn.Module:
+    """The policy in float32, with its stop token. Dropout stays off, as in the reference (TRL)."""
     policy = load_model(AutoModelForCausalLM, args.model, args)
-    has_eos = policy.tokenizer.eos_token_id is not None
+    policy.stop_token_id = policy.tokenizer.eos_token_id
+    has_eos = policy.stop_token_id is not None
     require(has_eos, f"the tokenizer of {args.model} has no EOS token to end completions with")
-    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 5e-7 (DPO's Pythia 2.8B: 1e-6)
-    default = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6) * (10 if args.lora_r else 1)
-    args.learning_rate, args.max_length = args.learning_rate or default, min(args.max_length, context_length(policy))
-    fits = args.max_prompt_length < args.max_length
-    require(fits, f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion in {args.max_length} "
-            "tokens")  # fmt: skip
+    turn_off_dropout(policy)
+    if args.lora_r:
+        add_adapter(policy, args, task_type="CAUSAL_LM")
+    if args.gradient_checkpointing:
+        policy.activation_checkpointing_enable({"use_reentrant": False})
     return policy.eval()
 
 
-def make_reference(policy: nn.Module, args: Args) -> nn.Module:
-    """A frozen copy of the policy; with LoRA the policy itself, which is then given its adapter."""
-    if not args.lora_r:
-        return deepcopy(policy).requires_grad_(False)
-    add_adapter(policy, args, task_type="CAUSAL_LM")
-    return policy
+def make_reference(args: Args, policy: nn.Module) -> nn.Module:
+    """A frozen copy of the policy; with LoRA the policy itself, whose adapter is off while it serves as that."""
+    return policy if args.lora_r else deepcopy(policy).requires_grad_(False)
 
 
 @contextmanager
 def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
     """With LoRA, the policy without its adapter serves as the reference within this context."""
-    is_adapter, shards = reference is policy, [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    if is_adapter:  # the switch changes requires_grad, which must be that of the shards
-        for shard in shards:
-            shard.reshard()
-        policy.disable_adapters()
+    if reference is not policy:
+        yield
+        return
+    shards = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for shard in shards:  # the switch changes requires_grad, which must be that of the shards
+        shard.reshard()
+    policy.disable_adapters()
     yield
-    if is_adapter:
-        for shard in shards:
-            shard.reshard()
-        policy.enable_adapters()
+    for shard in shards:
+        shard.reshard()
+    policy.enable_adapters()
 
 
-@torch.no_grad()
-def check_policy(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads a text differently beside padding, or with a cache, than alone; two short rows tell.
+def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
+    """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
-    If it does not heed positions, attention mask or cache, log-probabilities are off by a tenth of the logits' standard
-    deviation or more; by rounding, by a millionth of it (on a GPU, with TF32 or flash attention, by up to a hundredth).
+    It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
+    value per row. If the prompts are messages, so are the completions. It may change what it is given.
     """
-    prompts, mask = pad([list(range(5, 8)), list(range(5, 12))], 0, args, left=True)
-    uniforms, needs_bf16 = torch.linspace(0.1, 0.9, 8).view(2, 4), "flash" in (args.attn_implementation or "")
-    with explain(f"{args.model} ({type(policy).__name__}) cannot be sampled from with a key-value cache, as GPT-2 can"):
-        with torch.autocast(prompts.device.type, torch.bfloat16, enabled=needs_bf16), gathered(policy, args):
-            r = Rollout(prompts, mask, *sample(policy, prompts, mask, uniforms.to(prompts.device), 1.0, None, 0))
-            beside = token_logprobs(response_forward(policy, r, 1.0)[0], r.responses)
-            text = r.inputs()["input_ids"][:1, 4:]  # the first row, whose prompt has 3 tokens, without its padding
-            logits = policy(input_ids=text, use_cache=False).logits[:, -5:-1].float()  # (1, 4, V)
-            alone = token_logprobs(logits, r.responses[:1])[0]
-    errors = torch.stack([r.old_logprobs[0], beside[0]]) - alone
-    error, bound = (errors.abs().mean() / logits.std()).item(), 1e-3 if prompts.device.type == "cpu" else 0.05
-    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text differently beside padding or "
-            f"with a cache than alone, by {error:.2g} of its logits' deviation: it cannot be used here")  # fmt: skip
+    function = load_function(spec)
+
+    def ask(examples: list[dict], completion_ids: list[list[int]]) -> list[float]:
+        """What the function says of some rows; NaN for None."""
+        rows = [deepcopy(row) for row in examples]
+        given = {name: [row[name] for row in rows] for name in rows[0]}
+        given["prompts"] = given[args.prompt_column]
+        given["completions"] = policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        given["completion_ids"] = completion_ids
+        if isinstance(given["prompts"][0], list):
+            given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
+        try:
+            inspect.signature(function).bind(**given)
+        except TypeError as error:
+            raise UserError(f"{spec} is to be a function f(prompts, completions, **columns), but: {error}") from error
+        with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
+            said = function(**given)
+            require(not isinstance(said, dict), f"{spec} gave a dict: it is to give a list, of one number per row")
+            rewards = [math.nan if x is None else float(x) for x in said]
+        require(len(rewards) == len(rows), f"{spec} gave {len(rewards)} rewards for {len(rows)} completions")
+        return rewards
+
+    def reward(rollout: Rollout) -> Tensor:
+        """(B,) rewards of a rollout, of which each process asks for its share."""
+        r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
+        completion_ids = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+        return all_gather(torch.tensor(ask(r.examples, completion_ids), device=args.torch_device))
+
+    ask(examples[:2], policy.tokenizer(["A text."] * len(examples[:2]))["input_ids"])  # a wrong function fails now
+    return reward
 
 
-def load_gold_reward(args: Args) -> Callable[[list[str]], list[float]] | None:
-    """The function that --gold-reward-fn names, called once: one that is wrong fails now, not later."""
-    if args.gold_reward_fn is None:
-        return None
-    function = load_function(args.gold_reward_fn)
-    call_reward_function(function, ["A first text.", "A second."] * WORLD_SIZE, args)
-    return function
-
-
-def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
-    """Prompt and response of each row as one text, without padding and special tokens."""
-    rows = zip(rollout.inputs()["input_ids"], rollout.inputs()["attention_mask"].bool())
-    return [tokenizer.decode(row[real], skip_special_tokens=True) for row, real in rows]
-
-
-def call_reward_function(function: Callable[[list[str]], list[float]], texts: list[str], args: Args) -> Tensor:
-    """(B,) rewards of texts, of which each process asks for its share."""
-    own = texts[RANK::WORLD_SIZE]
-    with explain("the reward function failed"):
-        rewards = torch.tensor([float(x) for x in function(own)], device=args.torch_device)
-    require(len(rewards) == len(own), f"the reward function gave {len(rewards)} rewards for {len(own)} texts")
-    return all_gather(check_rewards(rewards, own))
-
-
-def check_rewards(rewards: Tensor, texts: list[str]) -> Tensor:
-    """The rewards (B,) themselves; raises UserError with the text for one that is NaN or infinite."""
-    bad = int(rewards.isfinite().long().argmin())
-    require(rewards.isfinite().all(), f"the reward is {rewards[bad].item()} for the text {texts[bad]!r}")
-    return rewards
+def encode_pairs(data, tokenizer: AutoTokenizer, args: Args, limit: int) -> list[Preference]:
+    """All pairs of a split, cut to `limit` tokens, each with its row, in which there is a prompt in any case."""
+    fits = args.max_prompt_length < limit
+    require(fits, f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion in {limit} tokens")
+    pairs = []
+    for example, row in zip(data.to_list(), read_pairs(data, args)):
+        pair = encode_preference(*row, tokenizer)
+        example.setdefault(args.prompt_column, tokenizer.decode(pair.prompt, skip_special_tokens=True))
+        pair.example = example
+        pairs.append(pair)
+    cut = [cut_to_fit(pair, limit, args) for pair in pairs]
+    return keep_different(pairs, cut, limit, args)
 
 
 # --- Settings and checks ----------------------------------------------------------------------------------------------
@@ -697,7 +727,7 @@ CURVES = [["loss", "eval/loss"], ["rewards/chosen", "rewards/rejected"],
           ["rewards/accuracies", "eval/rewards/accuracies"], ["objective/kl"], ["objective/gold_scores"]]  # fmt: skip
 
 
-def check_preferences(args: Args) -> None:
+def check_args(args: Args) -> None:
     """Raises UserError for settings that make no sense together."""
     is_plain = args.loss_type == "sigmoid" or not args.label_smoothing
     require(is_plain, f"--label-smoothing {args.label_smoothing} is for the sigmoid loss; --loss-type {args.loss_type} "
@@ -706,55 +736,192 @@ def check_preferences(args: Args) -> None:
     require(not is_free, "--loss-type kto_pair needs the reference: its rewards are measured against a KL")
 
 
-def plan_steps(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> tuple[int, int]:
-    """Fills in the batch sizes and prints them; returns the number of steps in the run, and in one pass over the rows.
+def default_rate(args: Args, policy: nn.Module) -> float:
+    """The learning rate, if none is given: 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 5e-7
+    (DPO's Pythia 2.8B: 1e-6); ten times as high with LoRA."""
+    rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)
+    if args.lora_r:
+        rate *= 10
+    return rate
+
+
+# --- The same text in sft.py, reward_model.py and dpo.py --------------------------------------------------------------
+
+
+def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
+    """Token ids of a conversation through the tokenizer's chat template."""
+    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    with explain(f"the tokenizer's chat template refuses {messages!r}"):
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+
+
+def as_turns(text: str | list[dict], role: str) -> list[dict]:
+    """Messages as they are; a text becomes one message of this role."""
+    if isinstance(text, list):
+        return text
+    return [{"role": role, "content": text}]
+
+
+def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
+    """The tokens, and EOS behind them unless they end with it, or there is none."""
+    eos = tokenizer.eos_token_id
+    if eos is None or ids[-1:] == [eos]:
+        return ids
+    return ids + [eos]
+
+
+def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a conversation: the prompt's turns if it has any, then those of the text, or the text as a turn."""
+    turns = as_turns(prompt, "user") if prompt else []
+    answer = as_turns(text, "assistant")
+    if answer[: len(turns)] != turns:  # some hold the prompt, too
+        answer = turns + answer
+    ids = apply_template(answer, tokenizer)
+    if ids[-2:-1] == [tokenizer.eos_token_id]:  # ChatML writes a newline behind EOS
+        return ids[:-1]
+    return ids
+
+
+def load_pairs(args: Args, model: nn.Module) -> tuple[list, list]:
+    """The pairs to train on, and those to evaluate on."""
+    train, test = load_data(args)
+    limit = min(args.max_length, context_length(model))
+    pairs = encode_pairs(train, model.tokenizer, args, limit)
+    if test is None:
+        return pairs, []
+    return pairs, encode_pairs(test, model.tokenizer, args, limit)
+
+
+def read_pairs(data, args: Args) -> Iterator[tuple]:
+    """Prompt, or "" without that column, chosen and rejected text of each row of a split."""
+    name = args.dataset
+    kind = (str, list)
+    chosen = read_column(data, args.chosen_column, name, "--chosen-column", kind)
+    rejected = read_column(data, args.rejected_column, name, "--rejected-column", kind)
+    prompts = [""] * len(chosen)
+    if args.prompt_column in data.column_names:
+        prompts = read_column(data, args.prompt_column, name, "--prompt-column", kind)
+    rows = list(zip(prompts, chosen, rejected))
+    return tqdm(rows, desc="encoding pairs", leave=False)
+
+
+def keep_different(pairs: list, cut: list, limit: int, args: Args) -> list:
+    """Of the pairs, after they were cut, those whose texts differ; the others teach nothing, and are counted."""
+    num_cut = sum(pair != after for pair, after in zip(pairs, cut))
+    if num_cut:
+        print(f"cut {num_cut} of {len(pairs)} pairs to --max-length {limit} tokens")
+    kept = [pair for pair in cut if pair.chosen != pair.rejected]
+    num_dropped = len(pairs) - len(kept)
+    num_same = sum(pair.chosen == pair.rejected for pair in pairs)
+    dropped = (f"{num_dropped} of {len(pairs)} pairs: both texts are the same ({num_same}), or become so when cut to "
+               f"--max-length {limit} ({num_dropped - num_same})")  # fmt: skip
+    require(kept, f"--dataset {args.dataset}: dropped {dropped}")
+    if num_dropped:
+        print(f"dropped {dropped}")
+    return kept
+
+
+def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
+    """The rows of batch `number` (0, 1, ...) of endless passes over all rows. Those of a batch are of similar length.
+
+    In each pass the rows are shuffled and cut into groups of 50 batches; a group is sorted by length, so that there is
+    little padding; and the batches come in an order of their own, so that it is random enough.
+    """
+    num_batches = math.ceil(len(lengths) / size)  # of a pass; one of them holds what is left
+    pass_number, place = divmod(number, num_batches)
+    rows = shuffled(len(lengths), seed, 2 * pass_number)
+    batches = shuffled(num_batches, seed, 2 * pass_number + 1)
+    group, index = divmod(batches[place], 50)
+    group_size = 50 * size
+    start = group * group_size
+    by_length = sorted(rows[start : start + group_size], key=lengths.__getitem__)
+    start = index * size
+    return by_length[start : start + size]
+
+
+def choose_sizes(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> Args:
+    """The settings with learning rate, batch sizes and number of steps filled in; prints them in words.
 
     `fits_cpu` rows at a time go through the model on a CPU, unless the settings say otherwise.
     """
-    per_device, on_cpu = args.per_device_train_batch_size, args.torch_device == "cpu"
+    args = copy(args)
+    per_device = args.per_device_train_batch_size
     require(per_device or args.gradient_accumulation_steps == 1, "--gradient-accumulation-steps goes with "
             "--per-device-train-batch-size; or give --batch-size and --micro-batch-size")  # fmt: skip
-    args.batch_size = args.batch_size or (per_device or 0) * args.gradient_accumulation_steps * WORLD_SIZE or 64
-    share = -(-args.batch_size // WORLD_SIZE)  # rows of a batch that each process computes
-    args.micro_batch_size = args.micro_batch_size or per_device or (max(1, min(share, fits_cpu)) if on_cpu else share)
-    steps_per_epoch = math.ceil(num_rows / args.batch_size)
-    num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+    if args.learning_rate is None:
+        args.learning_rate = default_rate(args, model)
+    if args.batch_size is None and per_device:
+        args.batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
+    elif args.batch_size is None:
+        args.batch_size = 64
+    if args.micro_batch_size is None:
+        share = math.ceil(args.batch_size / WORLD_SIZE)  # rows of a batch that each process computes
+        if args.torch_device == "cpu":
+            share = max(1, min(share, fits_cpu))
+        args.micro_batch_size = per_device or share
+    args.steps_per_epoch = math.ceil(num_rows / args.batch_size)
+    args.num_steps = math.ceil(args.num_train_epochs * args.steps_per_epoch)
     print(f"model: {model.name_or_path}, {model.num_parameters() / 1e6:.2f}M parameters on {args.torch_device}, "
           f"learning rate {args.learning_rate:.2g}")  # fmt: skip
-    print(f"batch: {args.batch_size} of {num_rows} rows per step, {args.micro_batch_size} at a time; {num_steps} steps")
-    return num_steps, steps_per_epoch
+    print(f"batch: {args.batch_size} of {num_rows} rows per step, {args.micro_batch_size} at a time; "
+          f"{args.num_steps} steps")  # fmt: skip
+    return args
 
 
-# Many processes: what they must agree on is drawn by the first
+def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW for what is trained of a model."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        trained, lr=args.learning_rate, weight_decay=args.weight_decay,
+        fused=True,  # ten times as fast on a CPU
+    )  # fmt: skip
 
 
-def broadcast(x: Tensor) -> Tensor:
-    """x of the first process."""
-    if WORLD_SIZE > 1:
-        dist.broadcast(x, 0)
-    return x
+@torch.no_grad()
+def check_padding(model: nn.Module, args: Args) -> None:
+    """Refuses a model that reads the start of a row otherwise if the row goes on, or is padded, than alone.
+
+    A row of any tokens tells. If a trained model looks ahead or does not heed the attention mask, its output is off by
+    a tenth of its standard deviation or more, an untrained one's by a hundredth; by rounding, by a millionth (on a GPU
+    and in bfloat16 by up to a hundredth).
+    """
+    body = model.base_model if hasattr(model, "score") else model
+    ids = torch.arange(5, 14, device=args.torch_device).repeat(2, 1)  # (2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    with autocast(args):
+        alone = body(input_ids=ids[:, :5])[0].float()  # (2, 5, V or D)
+        beside = body(input_ids=ids, attention_mask=mask)[0][:, :5].float()  # likewise
+    error = ((beside - alone).abs().mean() / alone.std()).item()
+    bound = 0.05
+    if args.torch_device == "cpu" and not args.bf16:
+        bound = 1e-3
+    require(not error > bound, f"{model.name_or_path} ({type(model).__name__}) reads a text beside padding or further "
+            f"tokens not as alone, by {error:.2g} of the outputs' deviation: it cannot be used here")  # fmt: skip
 
 
 def shard_rows(n: int) -> Tensor:
     """(m,) numbers of those of n rows that this process computes: every WORLD_SIZE-th.
 
     m is the same everywhere, since passes over sharded weights must be equally many. If n does not divide, the last
-    process or processes begin again with row 0, ... for want of another.
+    numbers are n or more: they stand for rows 0, 1, ... again, for want of others, and do not count.
     """
-    return torch.arange(RANK, -(-n // WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE) % n
+    return torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)
 
 
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """This process's share of the rows, `micro_batch_size` at a time, and (b,) which of them are not there twice."""
-    own = [rows[i] for i in shard_rows(len(rows))]
-    counts = torch.arange(len(own), device=args.torch_device) < len(range(RANK, len(rows), WORLD_SIZE))
-    for i in range(0, len(own), args.micro_batch_size):
-        yield own[i : i + args.micro_batch_size], counts[i : i + args.micro_batch_size]
+    """This process's share of the rows, `micro_batch_size` at a time, and (b,) whether they count."""
+    n = len(rows)
+    for numbers in shard_rows(n).split(args.micro_batch_size):
+        counts = numbers < n
+        some = [rows[i] for i in numbers % n]
+        yield some, counts.to(args.torch_device)
 
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets them
+RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -774,66 +941,113 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
         known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
-        user = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(known)]
+        frames = traceback.extract_tb(error.__traceback__)
+        user = [frame for frame in frames if not frame.filename.startswith(known)]
         where = f" ({user[-1].filename}, line {user[-1].lineno})" if user else ""
         raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
+
+
+@contextmanager
+def setting_up() -> Iterator[None]:
+    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    fork's, and keeps its traceback."""
+    try:
+        yield
+    except Exception as error:
+        if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
+            raise
+        with explain("the run could not start"):
+            raise
 
 
 @cache
 def hub_answers() -> bool:
     """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
     with suppress(Exception):
-        get_session().head(constants.ENDPOINT, timeout=5)
-        return True
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        if not get_session().head(constants.ENDPOINT, timeout=5).is_error:
+            return True
+    constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
     return False
 
 
 def locate(name: str) -> str:
     """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
-    here = next((path for path in (Path(name), Path(__file__).resolve().parent / name) if path.exists()), None)
+    for folder in (Path(), Path(__file__).resolve().parent):
+        if name and (folder / name).exists():
+            return str(folder / name)
     is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith(tuple(DATA_FILES)) or "\\" in name
-    is_path = is_path or name.count("/") > 1
-    require(here or (name and not is_path), f"{name!r}: there is no such file or folder")
-    if here is None and not hub_answers():
+    require(name and not is_path and name.count("/") < 2, f"{name!r}: there is no such file or folder")
+    if not hub_answers():
         is_cached = any(Path(constants.HF_HUB_CACHE).glob(f"*--{name.replace('/', '--')}"))
         require(is_cached, f"{name!r} is neither a folder here nor in the cache, and the hub cannot be reached; python "
                 f"{Path(__file__).name} without flags runs offline")  # fmt: skip
-    return str(here or name)
+    return name
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, except for those of a new head.
+    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
     """
-    options |= {"attn_implementation": args.attn_implementation, "output_loading_info": True}
-    options |= {"dtype": torch.float32, "use_safetensors": True}
+    path = locate(name)
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
+        with torch.device("meta"):
+            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
+        model.auto_class = auto_class
+        model.tokenizer = load_tokenizer(name, args, model)
+        return model
+    is_adapter = Path(path, "adapter_config.json").exists()
+    require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
+    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
+    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        model, info = auto_class.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code, **options)
-    missing = [x for x in info["missing_keys"] if not new_head or x.startswith(f"{model.base_model_prefix}.")]
-    require(not missing, f"{name!r} has no weights {sorted(missing)[:3]}: it was not saved as a {type(model).__name__}")
-    model.auto_class, model.tokenizer = auto_class, load_tokenizer(name, args, model)
+        model, info = auto_class.from_pretrained(path, **options)
+    wrong = info["missing_keys"] | info["unexpected_keys"]
+    if new_head:
+        wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
+    model.auto_class = auto_class
+    model.tokenizer = load_tokenizer(name, args, model)
     return model
 
 
 def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     """The tokenizer of a model; if it has no pad token, EOS stands in, since padding is known by position only."""
-    with explain(f"the tokenizer of {name!r} could not be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
     require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     require(tokenizer.pad_token is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
-    template, rows = tokenizer(f"{tokenizer.chat_template}")["input_ids"], model.get_input_embeddings().num_embeddings
+    template = tokenizer(f"{tokenizer.chat_template}")["input_ids"]
     last = max(tokenizer.vocab_size - 1, tokenizer.pad_token_id, tokenizer.eos_token_id or 0, *template)
+    rows = model.get_input_embeddings().num_embeddings
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
     return tokenizer
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """In training mode, too, which gradient checkpointing asks for: all passes must see one distribution."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if is_rate and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def use_bfloat16(model: nn.Module) -> None:
+    """Casts once what autocast would cast at each use: the weights of matrix products, but for those of embeddings."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        is_product = isinstance(module, (nn.Linear, Conv1D))
+        if is_product and id(module.weight) not in embeddings:
+            module.to(torch.bfloat16)
 
 
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
@@ -848,10 +1062,9 @@ def add_adapter(model: nn.Module, args: Args, **options) -> None:
 
 
 def context_length(model: nn.Module) -> int:
-    """Most tokens that the model can read at once. RoBERTa's positions begin behind that of its padding."""
-    tables = [module for name, module in model.named_modules() if name.endswith(".position_embeddings")]
-    first = max(((getattr(module, "padding_idx", None) or -1) + 1 for module in tables), default=0)
-    return (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - first
+    """Most tokens that the model can read at once, as far as it and its tokenizer tell."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(positions, model.tokenizer.model_max_length)
 
 
 def load_function(spec: str) -> Callable:
@@ -867,12 +1080,15 @@ def load_function(spec: str) -> Callable:
 
 def load_split(name: str, config: str | None, split: str):
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
-    path, data = locate(name), []
-    kind = DATA_FILES.get(Path(path).suffix)
-    require(kind or not Path(path).is_file(), f"the dataset {name}: a file must be jsonl, json, csv or parquet")
-    source = {"path": kind, "data_files": path} if Path(path).is_file() else {"path": path, "name": config}
+    path = locate(name)
+    source = {"path": path, "name": config}
+    if Path(path).is_file():
+        kind = DATA_FILES.get(Path(path).suffix)
+        require(kind, f"the dataset {name}: a file must be jsonl, json, csv or parquet")
+        source = {"path": kind, "data_files": path}
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    data = []
     with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
         data = datasets.load_dataset(**source, split=split)
     require(len(data), f"the dataset {name}, split {split!r}, is empty")
@@ -881,33 +1097,47 @@ def load_split(name: str, config: str | None, split: str):
 
 def load_data(args: Args) -> tuple:
     """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
-    train, test = load_split(args.dataset, args.dataset_config, args.dataset_train_split), args.dataset_test_split
-    test = test or ("validation" if "validation" in train.info.splits else "none")
-    return train, None if test == "none" else load_split(args.dataset, args.dataset_config, test)
+    train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
+    test = args.dataset_test_split
+    if test is None:
+        test = "validation" if "validation" in train.info.splits else "none"
+    if test == "none":
+        return train, None
+    return train, load_split(args.dataset, args.dataset_config, test)
 
 
 def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
     """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
     there = ", ".join(data.column_names)
     require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    with explain(f"the dataset {name}, column {column!r}, could not be read"):
-        rows = list(data[column])
+    rows = list(data[column])
     for i, row in enumerate(rows):
         require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
     return rows
 
 
-def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
-    """Token ids of a conversation through the tokenizer's chat template."""
-    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
-    with explain(f"the tokenizer's chat template refuses {messages!r}"):
-        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+@lru_cache(maxsize=2)
+def shuffled(n: int, seed: int, number: int) -> list[int]:
+    """The numbers below n in a random order, which follows from the seed and the number of the pass."""
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    return torch.randperm(n, generator=generator).tolist()
+
+
+def make_seed(*numbers: int) -> int:
+    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass, so
+    that any step can be run again alone."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    ids, ones = [torch.tensor(row, dtype=torch.long) for row in rows], [torch.ones(len(row)).bool() for row in rows]
-    ids, mask = (pad_sequence(x, True, y, "left" if left else "right") for x, y in ((ids, value), (ones, False)))
+    S = max(len(row) for row in rows)
+    ids = torch.full((len(rows), S), value)
+    mask = torch.zeros(len(rows), S, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        first = S - len(row) if left else 0
+        ids[i, first : first + len(row)] = torch.tensor(row, dtype=torch.long)
+        mask[i, first : first + len(row)] = True
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -916,42 +1146,19 @@ def autocast(args: Args) -> torch.autocast:
     return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
 
 
-def use_fast_kernels(args: Args, models: list[nn.Module], rows: int, length: int) -> None:
-    """The same functions, equal to rounding, in fewer or faster kernels, for passes over `rows` x `length` tokens."""
-    modules = [module for model in models for module in model.modules()]
-    for module in modules:
-        for name, child in module.named_children():
-            if isinstance(child, NewGELUActivation):  # GPT-2's: six kernels, a third of its update on a CPU
-                setattr(module, name, nn.GELU(approximate="tanh"))
-    if args.torch_device != "cpu":
-        return torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: freed memory is kept, since
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # getting it back page by page takes a tenth of the time, or half of it
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    shape = models[0].config.get_text_config()
-    heads = getattr(shape, "num_attention_heads", 1) * shape.num_hidden_layers
-    if args.attn_implementation or rows * length**2 * heads > 2**24:
-        return  # eager attention, below, would keep all attention weights in memory until the backward pass
-    for name, size in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "192"), ("LRU_CACHE_CAPACITY", "96")):
-        os.environ.setdefault(name, size)  # oneDNN keeps a megabyte for each shape that it has seen, and 1,024 of them
-    torch.set_float32_matmul_precision("medium")  # products go through oneDNN: twice as fast on AMD processors
-    a = torch.linspace(-1, 1, 64**2).view(64, 64).sin()
-    if ((a @ a).double() - a.double() @ a.double()).abs().max() > 1e-4:  # in bfloat16, as on Intel's AMX: undone
-        torch.set_float32_matmul_precision("highest")
-        return
-    for module in modules:  # the backward pass of flash attention would take five times as long for texts so short
-        if isinstance(module, PreTrainedModel):
-            module.set_attn_implementation("eager")
-
-
-def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int):
+def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
     """The course of the learning rate, by the name that transformers gives it."""
-    with explain(f"--lr-scheduler-type {args.lr_scheduler_type}"):
-        schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    warmup_steps = int(args.warmup_ratio * num_steps)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps, num_steps)
+    is_plain = isinstance(schedule, LambdaLR)
     require(is_plain, f"--lr-scheduler-type {args.lr_scheduler_type}: take one that depends on the step alone")
     return schedule
+
+
+def set_learning_rates(schedule: LambdaLR, step: int) -> None:
+    """The learning rates of step 1, 2, ...: nothing but the number of the step is remembered of a schedule."""
+    for group, peak, share in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
+        group["lr"] = peak * share(step - 1)
 
 
 # Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
@@ -972,38 +1179,59 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(args: Args, *models: nn.Module | None) -> list[nn.Module]:
-    """Moves the models to the device, and returns those that exist, without duplicates.
+def shard(model: nn.Module | None, args: Args) -> None:
+    """Moves a model to the device; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
 
-    With --zero-stage they are sharded by torch's FSDP2, a layer at a time; with stage 2 only those in training, and
-    gathered weights are kept until the backward pass. The gradient of a shard becomes the mean over processes.
+    Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
+    the mean over processes.
     """
-    models, size = list(dict.fromkeys(model for model in models if model is not None)), args.shard_size or WORLD_SIZE
+    if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
+    is_trained = any(p.requires_grad for p in model.parameters())
+    if args.bf16 and not is_trained:
+        use_bfloat16(model)
+    if args.zero_stage == 0:
+        model.to(args.torch_device)
+        return
+    weights = model.state_dict()
+    buffers = dict(model.named_buffers())
+    model.to("meta")  # process 0, too, which alone holds the weights
+    tie(model)
+    if is_trained or args.zero_stage == 3:
+        split(model, args)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
+    dcp.set_model_state_dict(model, {} if RANK else weights, options=options)
+    for name, buffer in buffers.items():  # those that no state dict holds, such as rotary frequencies
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if owner._buffers[name.rpartition(".")[2]].is_meta:
+            received = torch.empty_like(buffer, device=args.torch_device) if RANK else buffer.to(args.torch_device)
+            dist.broadcast(received, 0)
+            owner._buffers[name.rpartition(".")[2]] = received
+    tie(model)
+
+
+def tie(model: nn.Module) -> None:
+    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()
+
+
+def split(model: nn.Module, args: Args) -> None:
+    """Shards a model by torch's FSDP2, a layer at a time."""
     device_type = torch.device(args.torch_device).type
-    for model in models:
-        is_trained = any(p.requires_grad for p in model.parameters())
-        modules = list(model.modules())
-        embeddings = [module.weight for module in modules if isinstance(module, nn.Embedding)]
-        if args.gradient_checkpointing and is_trained:  # in training mode only, which must not bring dropout back
-            for module in modules:
-                dropouts = [x for x in vars(module) if "drop" in x or (x == "p" and isinstance(module, nn.Dropout))]
-                off = [x for x in dropouts if not module.training and isinstance(getattr(module, x), float)]
-                vars(module).update(dict.fromkeys(off, 0.0))
-                getattr(module, "activation_checkpointing_enable", lambda _: None)({"use_reentrant": False})
-        for module in modules if args.bf16 and not is_trained else []:  # what autocast would cast at each use
-            if isinstance(module, (nn.Linear, Conv1D)) and not any(module.weight is x for x in embeddings):
-                module.to(torch.bfloat16)
-        if args.zero_stage == 0 or (args.zero_stage == 2 and not is_trained):
-            model.to(args.torch_device)
-            continue
-        mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
-        options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
-        options |= {"offload_policy": CPUOffloadPolicy(device_type == "cuda")} if args.offload else {}
-        layers = {name for module in modules for name in getattr(module, "_no_split_modules", None) or []}
-        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
-        for module in [module for module in modules if type(module).__name__ in layers] + roots:
+    size = args.shard_size or WORLD_SIZE
+    mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
+    options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
+    if args.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
+    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or []}
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
             fully_shard(module, **options)
-    return models
+    roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
+    for root in roots:
+        fully_shard(root, **options)
 
 
 @contextmanager
@@ -1033,95 +1261,154 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def start_run(args: Args) -> None:
-    """Checks the settings, joins the processes, seeds everything, fills in args.output_dir and args.torch_device."""
+def start_run(args: Args) -> Args:
+    """Checks the settings and joins the processes; returns the settings with output_dir and torch_device filled in."""
+    args = copy(args)
     logging.set_verbosity_error()  # of transformers, to which a fresh head is news
     logging.disable_progress_bar()
-    for name, hint in get_type_hints(Args, include_extras=True).items():
-        value = getattr(args, name)
-        for kind in (hint, *get_args(hint)):
-            if hasattr(kind, "__metadata__") and value is not None:
-                allowed, holds = kind.__metadata__
-                fits = all(map(holds, value if isinstance(value, tuple) else [value]))
-                require(fits, f"--{name.replace('_', '-')} {value} must be {allowed}")
+    check_values(args)
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = "RANK" in os.environ and args.zero_stage and WORLD_SIZE % (args.shard_size or 1) == 0
     require(can_shard or not is_sharded, "--zero-stage, --shard-size and --offload are for runs under torchrun "
             "--nproc-per-node N; with stage 2 or 3, and a shard size that divides N")  # fmt: skip
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group()
-        print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
-    random.seed(args.seed)
-    torch.manual_seed(args.seed)
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
-    is_used = any(file.exists() and file.stat().st_size for file in files)
-    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
-            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+    check_unused(args)
     with explain(f"--device {args.device} cannot be used on this machine"):
         device = torch.empty(0, device=args.device or torch.accelerator.current_accelerator(True) or "cpu").device
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
             torch.cuda.set_device(device)
     args.torch_device = str(device)
+    if device.type != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group()
+        print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
+    set_seed(args.seed % 2**32)  # of adapters and heads; each step has its own
+    return args
+
+
+def check_unused(args: Args) -> None:
+    """Raises UserError if the output folder holds something, and this is not the run that goes on with it."""
+    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
+    is_used = any(file.exists() and file.stat().st_size for file in files)
+    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
+            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
+
+
+def check_values(args: Args) -> None:
+    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
+    for name, value in values.items():
+        require(value != "", f"--{name.replace('_', '-')} is an empty text")
+    try:
+        TypeAdapter(Args).validate_python(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]  # for instance "Input should be greater than 0"
+        raise UserError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
 
 
 class Run:
     """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
 
     A number is logged by putting it into the stats, under any name. A checkpoint is one dict: weights and optimiser,
-    whole, however they are sharded; `state`, the lists and dicts that change during the run; the random state; and the
-    length of metrics.jsonl, to which the file is cut when the run goes on. On a CPU a resumed run is, bit for bit, the
-    one that was never interrupted.
+    whole, however they are sharded; `state`, the dict of what else changes during the run; and the length of
+    metrics.jsonl, to which the file is cut when the run goes on. On a CPU a resumed run is, bit for bit, the one that
+    was never interrupted. `with run:` saves what was trained, also after an error or Ctrl-C.
     """
 
-    def __init__(self, args: Args, models: dict, optimizer: torch.optim.Optimizer, schedule, state: dict):
-        self.args, self.optimizer, self.schedule, self.state = args, optimizer, schedule, state
+    def __init__(
+        self, args: Args, num_steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **others
+    ):
+        self.args = args
+        self.num_steps = num_steps
+        models = {"model": model, **others}  # others: a critic, a moving average
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
-        self.output, self.metrics, self.seconds, self.warned = Path(args.output_dir), {}, {}, set()
-        self.step, self.signal, self.broken, self.start = 0, None, 0, time.perf_counter()
-        self.wandb, self.wandb_id, self.file = None, None, open(os.devnull, "w")
+        self.optimizer = optimizer
+        self.state = state
+        self.output = Path(args.output_dir)
+        self.step = 0  # the one that is being made
+        self.written = 0  # steps that are done
+        self.start = time.perf_counter()
+        self.seconds = {}  # of each phase of this step
+        self.broken = 0  # steps in a row without a finite gradient
+        self.warned = set()
+        self.signal = None
+        self.must_stop = False
+        self.wandb = None
+        self.wandb_id = None
+        self.file = open(os.devnull, "w")
         if not RANK:
-            with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
-                (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-                self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
-                self.file = open(self.output / "metrics.jsonl", "a")
-                (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            self.open_folder()
         if args.resume:
             self.restore(Path(args.resume))
         if args.track and not RANK:
-            with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
-                import wandb
-
-                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.output.name}
-                names |= {"dir": self.output, "id": self.wandb_id, "resume": "allow"}
-                self.wandb = wandb.init(**names, config=asdict(args))
+            self.start_wandb()
         print(f"output: {self.output}")
-
-    def steps(self, num_steps: int) -> Iterator[int]:
-        """The numbers of the steps that are left. Ctrl-C, SIGTERM or SIGHUP end the run after the step it is in."""
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True)
-        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        before = {number: signal.signal(number, self.stop) for number in heeded}
-        try:
-            for step in range(self.step + 1, num_steps + 1):
-                yield step
-                is_asked = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
-                if step % self.args.save_steps == 0 or step == num_steps or is_asked:
-                    self.save(step)
-                if is_asked and step < num_steps:
-                    raise KeyboardInterrupt(f"stopped by a signal after step {step} of {num_steps}")
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
-    def stop(self, number: int, frame) -> None:
+    def open_folder(self) -> None:
+        """Makes the folder, with its lock, metrics.jsonl and args.json."""
+        with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
+            (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+            check_unused(self.args)  # another run may have ended here while this one was loading
+            self.file = open(self.output / "metrics.jsonl", "a")
+            (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
+
+    def start_wandb(self) -> None:
+        """Opens the W&B run; one that is resumed is continued."""
+        names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
+        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+            import wandb
+
+            config = asdict(self.args)
+            self.wandb = wandb.init(**names, config=config, dir=self.output, id=self.wandb_id, resume="allow")
+            self.wandb_id = self.wandb.id
+
+    def __enter__(self) -> "Run":
+        """Ctrl-C, SIGTERM and SIGHUP end the run after the step it is in, unless they are ignored, as by nohup."""
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        self.handlers = {number: signal.signal(number, self.heed) for number in heeded}
+        return self
+
+    def heed(self, number: int, frame) -> None:
         """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
         if self.signal and WORLD_SIZE == 1:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         print(f"\n{self.signal.name}: stopping after this step; send it again to stop at once", file=sys.stderr)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace) -> None:
+        """Saves what was trained, if a step was made. An error in saving does not hide the one from before.
+
+        Nothing is saved if another process has failed: the model cannot be put together without it.
+        """
+        if kind is KeyboardInterrupt:
+            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.bar.close()
+        with suppress(OSError):  # what a full disk did not take was reported where it was written
+            self.file.close()
+        try:
+            if self.written and (WORLD_SIZE == 1 or kind in (None, KeyboardInterrupt)):
+                self.finish()
+        except UserError as second:
+            if error is None:
+                raise
+            error.add_note(f"then: {second}")
+        if self.wandb:
+            self.wandb.finish()
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that are left, each begun with its own seed."""
+        for step in range(self.step + 1, self.num_steps + 1):
+            self.step = step
+            set_seed(make_seed(self.args.seed, step))
+            yield step
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -1132,26 +1419,38 @@ class Run:
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
-    def write(self, step: int, stats: dict[str, float], *shown: str) -> None:
+    def write(self, stats: dict[str, float], *shown: str) -> None:
         """Ends a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
-        self.metrics |= stats
+        line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
         with explain(f"{self.output}/metrics.jsonl could not be written"):
-            print(json.dumps(stats), file=self.file, flush=True)
+            print(json.dumps(line), file=self.file, flush=True)
         if self.wandb:
-            self.wandb.log(stats, step=step)
-        beside = [f"{name.split('/')[-1]} {self.metrics[name]:.2f}" for name in shown if name in self.metrics]
+            self.wandb.log(stats, step=self.step)
+        beside = [f"{name.split('/')[-1]} {stats[name]:.2f}" for name in shown if name in stats]
         self.bar.set_postfix_str(", ".join(beside), refresh=False)
         self.bar.update()
+        self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
-                "learning rate is too high); the weights from before are saved")  # fmt: skip
+                "learning rate is too high); no such step was made")  # fmt: skip
 
-    def is_turn(self, step: int, times: int) -> bool:
-        """True at `times` evenly spread steps, the last one included."""
-        return step * times // self.bar.total > (step - 1) * times // self.bar.total
+    def keep_samples(self, samples: list[dict]) -> None:
+        """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""
+        with suppress(OSError):  # a disk that is full, a folder that is gone: the run itself goes on
+            if not RANK:
+                with open(self.output / "samples.jsonl", "a", encoding="utf-8") as file:
+                    file.writelines(json.dumps({"update": self.step, **sample}) + "\n" for sample in samples)
+
+    def is_due(self, every: int) -> bool:
+        """True after every so many steps, and after the last one."""
+        return self.step % every == 0 or self.step == self.num_steps
+
+    def is_turn(self, times: int) -> bool:
+        """True after `times` evenly spread steps, the last one included."""
+        return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
     def warn(self, sentence: str) -> None:
         """Prints a warning, once per run."""
@@ -1161,90 +1460,107 @@ class Run:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Shows a table. Markup and control characters in its cells are shown, not obeyed."""
-        table = Table(*(Column(name, overflow="fold") for name in columns), title=title, show_lines=True)
+        table = Table(title=title, show_lines=True)
+        for name in columns:
+            table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         with self.bar.external_write_mode():
             Console(quiet=RANK > 0).print(table)
 
-    def save(self, step: int) -> None:
-        """Writes a checkpoint beside the others and renames it into place, so that none is ever half written."""
+    def save(self) -> None:
+        """Writes a checkpoint, if it is time or a signal came; it is renamed into place when it is whole."""
+        self.must_stop = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
+        if not self.must_stop and not self.is_due(self.args.save_steps):
+            return
         models, optimizer = dcp.get_state_dict(self.models, self.optimizer, options=WHOLE)
+        if RANK:
+            return
         state = {
-            "script": Path(__file__).name, "step": step, "models": models, "optimizer": optimizer, "state": self.state,
-            "torch_random": torch.get_rng_state(), "python_random": random.getstate(), "bytes": self.file.tell(),
-            "seconds": time.perf_counter() - self.start, "wandb_id": self.wandb and self.wandb.id,
+            "script": Path(__file__).name, "step": self.step, "models": models, "optimizer": optimizer,
+            "state": self.state, "bytes": self.file.tell(), "seconds": time.perf_counter() - self.start,
+            "machine": machine(), "wandb_id": self.wandb_id,
         }  # fmt: skip
         folder = self.output / "checkpoints"
         try:
-            if not RANK:
-                os.fsync(self.file.fileno())
-                with open(folder / "unfinished", "wb") as file:
-                    torch.save(state, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                (folder / "unfinished").replace(folder / f"step-{step:08d}.pt")
-                for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
-                    old.unlink()
+            os.fsync(self.file.fileno())
+            with open(folder / "unfinished", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            (folder / "unfinished").replace(folder / f"step-{self.step:08d}.pt")
+            for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
+                old.unlink()
         except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
             (folder / "unfinished").unlink(missing_ok=True)
-            print(f"warning: no checkpoint after step {step} (is the disk full?): {error}", file=sys.stderr)
+            print(f"warning: no checkpoint after step {self.step} (is the disk full?): {error}", file=sys.stderr)
+
+    def stop(self) -> None:
+        """Ends the run if a signal has asked for it."""
+        if self.must_stop and self.step < self.num_steps:
+            raise KeyboardInterrupt(f"stopped by a signal after step {self.step} of {self.num_steps}")
 
     def restore(self, path: Path) -> None:
         """Brings everything back to a checkpoint and removes what came after it; without any, the run starts over."""
         files = [path] if path.is_file() else sorted((self.output / "checkpoints").glob("step-*.pt"), reverse=True)
-        metrics, script = self.output / "metrics.jsonl", Path(__file__).name
-        for file in files:
-            with suppress(Exception):  # whatever a damaged file makes of it
-                if zipfile.ZipFile(file).testzip() is None:  # its checksums
-                    state = torch.load(file, map_location="cpu", weights_only=True)
-                    break
-            print(f"warning: {file} is damaged and cannot be read", file=sys.stderr)
-        else:
-            require(not files, f"--resume {path}: there is no checkpoint that can be read; start a new run")
-            return None if RANK else self.file.truncate(0)
+        file, state = read_checkpoint(files)
+        if not files:
+            if not RANK:
+                self.file.truncate(0)
+            return
+        require(state, f"--resume {path}: there is no checkpoint that can be read; start a new run")
+        script = Path(__file__).name
         require(state["script"] == script, f"--resume {path}: that is a checkpoint of {state['script']}, not {script}")
+        metrics = self.output / "metrics.jsonl"
         is_whole = metrics.stat().st_size >= state["bytes"]
         require(is_whole, f"{metrics} is shorter than when {file.name} was written; start a new run")
         with explain(f"--resume {path}: this checkpoint does not fit the model"):
             # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
             dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
             dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
+        same = state["state"].get("data") == self.state.get("data")
+        require(same, f"--resume {path}: the dataset is not the one that the run began with; start a new run")
+        if state["machine"] != machine():
+            print(f"continues on {machine()}, after {state['machine']}: the numbers will differ in their last bits")
         self.state.update(state["state"])
-        random.setstate(state["python_random"])
-        torch.set_rng_state(state["torch_random"])
-        self.step, self.start, self.wandb_id = state["step"], self.start - state["seconds"], state["wandb_id"]
-        self.schedule.last_epoch = self.step - 1
-        self.schedule.step()  # the rate of the next step, which is another one if the run is now longer
+        self.step = self.written = state["step"]
+        self.start -= state["seconds"]
+        self.wandb_id = state["wandb_id"]
         if not RANK:
             self.file.truncate(state["bytes"])
             for later in (self.output / "checkpoints").glob("step-*.pt"):
                 if later.name > file.name:
                     later.unlink()
-        for line in metrics.read_bytes()[: state["bytes"]].splitlines():
-            self.metrics |= json.loads(line)
         print(f"continues after step {self.step}, from {file}")
 
-    def finish(self, model: nn.Module, panels: list[list[str]], **others) -> None:
-        """Closes the files; unless no step was made, saves the model, its card and curves, and others in subfolders.
+    def finish(self) -> None:
+        """Saves the model, and its moving average in ema/; beside it the card and the curves."""
+        with explain(f"the model could not be saved in {self.output}"):
+            save_model(self.models["model"], self.output, self.args)
+            if "ema" in self.models:
+                save_model(self.models["ema"], self.output / "ema", self.args)
+        if not RANK:
+            with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
+                lines = [json.loads(line) for line in open(self.output / "metrics.jsonl")]
+                write_card(self.output, self.args, lines)
+                draw_curves(self.output, lines)
+            print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
 
-        Not if another process has failed: the model cannot be put together without it.
-        """
-        self.bar.close()
-        with suppress(OSError):  # what a full disk did not take was reported where it was written
-            self.file.close()
-        if self.metrics and (WORLD_SIZE == 1 or sys.exc_info()[0] in (None, KeyboardInterrupt)):
-            with explain(f"the model could not be saved in {self.output}"):
-                for name, part in {"": model, **others}.items():
-                    if part is not None:
-                        save_model(part, self.output / name, self.args)
-            if not RANK:
-                with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
-                    write_card(self.output, self.args, self.metrics)
-                    draw_curves(self.output, panels)
-                print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
-        if self.wandb:
-            self.wandb.finish()
+
+def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
+    """The first of the files that is whole and a checkpoint, and what it holds."""
+    for file in files:
+        with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+                return file, state
+        print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
+    return None, None
+
+
+def machine() -> str:
+    """What the last bits of a sum depend on."""
+    return f"{WORLD_SIZE} process(es) of {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def printable(text: str) -> str:
@@ -1258,15 +1574,18 @@ def peak_memory_mb() -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
-    weights, tied = dcp.get_model_state_dict(model, options=WHOLE), model.all_tied_weights_keys
+    weights = dcp.get_model_state_dict(model, options=WHOLE)
     if RANK:
         return
+    tied = model.all_tied_weights_keys
     model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
+    require(any(folder.glob("*.safetensors")), f"{folder} holds no weights")  # the library only logs that it is a file
     model.tokenizer.save_pretrained(folder)
     if getattr(model, "peft_config", None):
         from peft import PeftModel
@@ -1277,26 +1596,32 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def write_card(output: Path, args: Args, metrics: dict[str, float], library: str = "transformers") -> None:
+def write_card(output: Path, args: Args, lines: list[dict[str, float]], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
-    names = {"base_model": args.model, "datasets": args.dataset}
-    hub = {key: name for key, name in names.items() if name and not Path(locate(name)).exists()}
-    data = ModelCardData(library_name=library, tags=[Path(__file__).stem], **hub)
-    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in metrics.items())
+    data = ModelCardData(library_name=library, tags=[Path(__file__).stem])
+    if args.model and not Path(locate(args.model)).exists():  # a name on the hub, to which the card then links
+        data.base_model = args.model
+    if args.dataset and not Path(locate(args.dataset)).exists():
+        data.datasets = args.dataset
+    last = {}
+    for line in lines:
+        last |= {name: value for name, value in line.items() if value is not None}
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in last.items())
     text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
     settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}{settings}").save(output / "README.md")
 
 
-def draw_curves(output: Path, panels: list[list[str]]) -> None:
-    """curves.png: one panel for each list of metric names, from metrics.jsonl."""
+def draw_curves(output: Path, lines: list[dict[str, float]]) -> None:
+    """curves.png: one panel for each list of metrics in CURVES."""
     from matplotlib.figure import Figure
 
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    x, figure = "episode" if "episode" in lines[0] else "step", Figure((5 * len(panels), 3.2), layout="constrained")
-    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        for name in panel:
-            points = [(line[x], line[name]) for line in lines if name in line]
+    x = "episode" if "episode" in lines[0] else "step"
+    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(CURVES), squeeze=False)[0]
+    for axis, names in zip(axes, CURVES):
+        for name in names:
+            points = [(line[x], line[name]) for line in lines if line.get(name) is not None]
             if points:
                 axis.plot(*zip(*points), label=name)
         axis.set_xlabel(x)
@@ -1311,16 +1636,20 @@ def read_command_line() -> Args:
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
-    if (args := read()).resume is None:
+    args = read()
+    if args.resume is None:
         return args
-    path, names = Path(args.resume), [f.name for f in fields(Args) if f.init]
+    path = Path(args.resume)
     folder = path.parent.parent if path.is_file() else path
+    names = [f.name for f in fields(Args) if f.init]
     with explain(f"--resume {args.resume}: its args.json cannot be read (is it a run of {Path(__file__).name}?)"):
         saved = json.loads((folder / "args.json").read_text())
-        before = Args(**{name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name] for name in names})
+        before = TypeAdapter(Args).validate_python({name: saved[name] for name in names})
     args = read(default=before)
     for name in names[: names.index("resume")]:
-        old, new, flag = getattr(before, name), getattr(args, name), f"--{name.replace('_', '-')}"
+        old = getattr(before, name)
+        new = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
         require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
     same = args.output_dir in (before.output_dir, str(folder))
     require(same, f"--output-dir {args.output_dir}: a run that is resumed stays in its folder, {folder}")
@@ -1331,29 +1660,27 @@ def read_command_line() -> Args:
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    args, terminal, script = None, sys.stderr, Path(__file__).name
+    terminal = sys.stderr
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
-        train(args := read_command_line())
+        train(read_command_line())
         if dist.is_initialized():
             dist.destroy_process_group()
     except KeyboardInterrupt as stop:
-        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-        command = f"; to resume: {launcher} {script} --resume {shlex.quote(args.output_dir or '')}" if args else ""
-        has_run = args and args.output_dir and Path(args.output_dir, "args.json").exists()
-        print(f"{str(stop) or 'interrupted'}{command if has_run else ''}", file=sys.stderr)
+        print("; ".join([str(stop) or "interrupted", *getattr(stop, "__notes__", [])]), file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         sys.stderr = terminal
         if "by peer" in str(error):
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
-        is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        if not (is_full or isinstance(error, UserError)):
+        sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
+            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+        elif not isinstance(error, UserError):
             raise
         time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
-        full = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
-        print(printable(f"{script}: error: {full if is_full else error}"), file=terminal)
+        print(printable(f"{Path(__file__).name}: error: {sentence}"), file=terminal)
         sys.exit(2)
 
 

@@ -31,6 +31,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -78,7 +79,7 @@ def run(tree: Path, script: str, seed: int, output: Path, args: argparse.Namespa
 
 
 def distance(a: object, b: object) -> float:
-    """|a - b| of two values of a metric: 0 if both are the same, NaN included, infinite if they cannot be compared."""
+    """|a - b| of two values of a metric: 0 if both are the same, infinite if they cannot be compared."""
     if str(a) == str(b):
         return 0.0
     numbers = all(isinstance(x, (int, float)) and math.isfinite(x) for x in (a, b))
@@ -87,7 +88,8 @@ def distance(a: object, b: object) -> float:
 
 def compare_metrics(old: Path, new: Path) -> tuple[dict[str, float], set[str], set[str]]:
     """Of two runs: the relative difference of each metric that both have, then the names that only one side has."""
-    old, new = ([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (old, new))
+    read = partial(json.loads, parse_constant=lambda _: None)  # NaN, which older revisions wrote as it is
+    old, new = ([read(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (old, new))
     names_old, names_new = (
         {name for line in lines for name in line if not name.startswith(NOT_COMPARED)} for lines in (old, new)
     )

@@ -5,7 +5,7 @@
 
 Both start from toy/sort/sft and see the same prompts, in their own order; groups of 8, batches of 64, 500 updates, one
 step each, loss dapo, no KL, learning rate 7e-4 falling to 0, AdamW, gradients clipped to norm 1, temperature 1. The
-reward is toy/verifiers.py:exact_match on both sides. At the end our `evaluate_answers` reads both policies, in one process: the
+reward is toy/verifiers.py:exact_match on both sides. At the end our `evaluate` reads both policies, in one process: the
 prompts of the validation split, 8 answers each at temperature 1, one at 0.01.
 
 TRL passes no positions when it scores, so that a GPT-2 counts the padding on the left of a prompt; --equal-lengths
@@ -96,8 +96,9 @@ def judge(results: list[dict], data: Path) -> None:
         args = grpo.Args(model=result.pop("model"), dataset=str(data), response_length=LENGTH)
         policy = grpo.load_policy(args)
         _, prompts = grpo.load_prompts(args, policy, None)
+        reward = grpo.make_reward(args, policy, None, prompts)
         torch.manual_seed(0)
-        result |= grpo.evaluate_answers(policy, grpo.make_reward(args, policy, None, prompts), prompts, args)
+        result |= grpo.evaluate(policy, reward, prompts, args)
 
 
 def main() -> None:

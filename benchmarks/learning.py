@@ -61,12 +61,12 @@ STYLES = {"ppo": "-", "rloo": "--", "dpo": ":"}
 # Inside TRL's virtual environment
 
 
-def load_gold_score():
-    """gold_score of toy/make.py, from texts to floats."""
+def load_gold_text_score():
+    """gold_text_score of toy/make.py, from a text to a float."""
     spec = importlib.util.spec_from_file_location("make", ROOT / "toy/make.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.gold_score
+    return module.gold_text_score
 
 
 def run_trl(spec: dict) -> None:
@@ -75,7 +75,7 @@ def run_trl(spec: dict) -> None:
 
     trainer, module = trl_versions.trainer_016(spec, spec["arguments"] | {"stop_token": "eos"})
     tokenizer, reward_model = trainer.processing_class, trainer.reward_model
-    gold_score, get_reward, seen = load_gold_score(), module.get_reward, {}
+    gold_text_score, get_reward, seen = load_gold_text_score(), module.get_reward, {}
 
     def get_reward_and_gold(model, ids, pad_token_id, context_length):
         """TRL's; where the reward model is asked, the texts are judged by the truth too."""
@@ -83,7 +83,7 @@ def run_trl(spec: dict) -> None:
         if model is reward_model:
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             ended = (ids[:, context_length:] == tokenizer.eos_token_id).any(1)
-            seen.update(score=result[1].mean().item(), gold=statistics.fmean(gold_score(texts)),
+            seen.update(score=result[1].mean().item(), gold=statistics.fmean(map(gold_text_score, texts)),
                         eos_share=ended.float().mean().item(), rows=len(ids))  # fmt: skip
         return result
 

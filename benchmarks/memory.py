@@ -31,7 +31,6 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 1e9
@@ -233,7 +232,6 @@ def train(script: str, flags: list[str]) -> None:
 
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(script)
-    module.ctypes = SimpleNamespace(CDLL=lambda _: None)  # freed memory is not to be kept, as the scripts have glibc do
     if "RANK" in os.environ:
         torch.distributed.init_process_group()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

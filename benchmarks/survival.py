@@ -33,28 +33,28 @@ TINY = {  # flags of a run of 12 steps
 TIMED = ("time/", "perf/", "eps")  # metrics that no two runs share
 WRONG = {  # a file that the faults use -> its text
     "raises.py": """calls = 0
-def score(texts):
+def score(prompts, completions, **columns):
     global calls
     calls += 1
     if calls > 3:
         raise ValueError("out of order")
-    return [float(len(text)) for text in texts]
+    return [float(len(text)) for text in completions]
 """,
     "second.py": """import os
 calls = []
-def score(texts):
+def score(prompts, completions, **columns):
     calls.append(1)
-    return [float("nan") if len(calls) > 2 and os.environ["RANK"] == "1" else 0.0 for _ in texts]
+    return [float("nan") if len(calls) > 2 and os.environ["RANK"] == "1" else 0.0 for _ in completions]
 """,
     "removes.py": """import pathlib, shutil
 calls = []
-def score(texts):
+def score(prompts, completions, **columns):
     calls.append(1)
     if len(calls) == 3:
         shutil.rmtree(pathlib.Path(__file__).parent / "run")
-    return [float(len(text)) for text in texts]
+    return [float(len(text)) for text in completions]
 """,
-    "exits.py": "import sys\ndef score(texts):\n    sys.exit(0)\n",
+    "exits.py": "import sys\ndef score(prompts, completions, **columns):\n    sys.exit(0)\n",
     "escapes.jsonl": '{"prompt": "The film\\u001b]0;owned\\u0007 [red]x[/red]"}\n' * 8,
     "cut.jsonl": '{"prompt": "The film"}\n{"prompt": "The bo',
 }

@@ -26,8 +26,7 @@ What is not equal, because it is what the libraries differ in:
   - TRL 0.16.1 accepts max_grad_norm and never clips; ours and TRL 1.16 clip. Each library chooses its own optimiser.
   - Ours removes rows that have ended from the rollout. TRL does not, and TRL 0.16.1's RLOO samples all responses to
     full length.
-  - Ours may split a micro-batch further, and chooses attention and matrix kernels to suit the machine; the numbers are
-    the same up to the rounding of float32. TRL leaves that to transformers and torch.
+  - Ours may split a micro-batch further, which changes no number but for the rounding of float32.
   - Under --bf16 ours and TRL 1.16 run all models under autocast. TRL 0.16.1 leaves the reference and the reward model
     in float32, and in PPO also generation and the scoring critic; TRL 0.7.11 generation and the reward model.
   - TRL 0.7.11 has a value head on the policy, so ours runs with `--critic shared`. Both use temperature 1, because TRL
