@@ -145,9 +145,9 @@ class Watch:
     def __init__(self, monkeypatch, script, trl, policy, value):
         self.script, self.trl, self.start, self.value = script, trl, policy, value
         self.losses, self.gradients, self.policy, self.rollout = [0.0], [], None, None
-        self.orders = [torch.arange(len(trl.queries) // trl.settings.get("rloo_k", 1)), *trl.orders]
-        self.uniforms = [uniforms_for(policy, trl)]
+        self.orders, self.uniforms = list(trl.orders), [uniforms_for(policy, trl)]
         self.backward, self.sample, self.rollout_stats = torch.Tensor.backward, script.sample, script.rollout_stats
+        monkeypatch.setattr(script, "shuffled", lambda n, *_: list(range(n)))  # the order of the prompts
         monkeypatch.setattr(torch, "randperm", lambda *_, **__: self.orders.pop(0))
         monkeypatch.setattr(torch, "rand", lambda *_, **__: self.uniforms.pop(0))
         monkeypatch.setattr(torch.Tensor, "backward", lambda loss, **kwargs: self.note_loss(loss, **kwargs))
@@ -170,10 +170,10 @@ class Watch:
         for prefix, model in list(parts.items())[: 3 if self.script is ppo else 1]:
             yield from ((f"{prefix}.{name}", p) for name, p in model.named_parameters())
 
-    def note_rollout(self, rollout, scores, *rest):
+    def note_rollout(self, rollout):
         """Called with all that was found out about the batch."""
-        self.rollout, self.scores = rollout, scores
-        return self.rollout_stats(rollout, scores, *rest)
+        self.rollout = rollout
+        return self.rollout_stats(rollout)
 
     def note_rewards(self, function):
         """PPO's rewards by token, and RLOO's by response."""
@@ -181,7 +181,7 @@ class Watch:
         def watched(*args, **kwargs):
             result = function(*args, **kwargs)
             self.used_scores = args[0]
-            self.rewards = args[0] + args[1].sum(1) if self.script is rloo else result[0]
+            self.rewards = args[0] + args[1].sum(1) if self.script is rloo else result
             return result
 
         return watched
