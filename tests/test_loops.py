@@ -4,8 +4,8 @@ A formula may be right and yet be given the wrong numbers. So `train` runs as it
 pure functions were called with and what the optimiser did, and the tests compute each of these numbers again: from the
 texts alone, with plain forward passes over single rows without padding, and from the lines of metrics.jsonl.
 
-Policy and reward model have dropout in their configs here (the toy models have none), the reward model is shifted by a
-bias, the stop token is a word, and the prompts do not divide into batches.
+Policy and reward model have dropout in their configs here (the toy models have none), which gradient checkpointing would
+turn on; the reward model is shifted by a bias, the stop token is a word, and the prompts do not divide into batches.
 """
 
 import functools
@@ -31,7 +31,11 @@ import rloo
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"ppo": ppo, "rloo": rloo}
 BIAS = 0.7  # of the reward model
-GOLD = "def count_letters(texts):\n    return [len(text) / 100 for text in texts]\n"
+GOLD = """
+def count_letters(prompts, completions, input_ids, **columns):
+    [ids.clear() for ids in input_ids]  # a function may change what it is given
+    return [len(prompt + completion) / 100 for prompt, completion in zip(prompts, completions)]
+"""
 
 BOTH = dict(
     device="cpu", num_sample_generations=0, batch_size=8, total_episodes=24, response_length=8, micro_batch_size=3,
@@ -44,6 +48,7 @@ RUNS = {  # each with about half of what can be asked for
     "ppo": BOTH | EXTRAS | dict(
         gamma=0.9, lam=0.8, whiten_rewards=True, use_score_scaling=True, use_score_norm=True, score_clip=0.8,
         critic_learning_rate=5e-4, critic_warmup_updates=1, cliprange=0.15, cliprange_value=0.1, vf_coef=0.4,
+        gradient_checkpointing=True,
     ),
     "ppo_plain": BOTH | dict(
         critic="shared", kl_estimator="full", whiten_advantages=False, adaptive_kl=False, num_mini_batches=1,
@@ -52,7 +57,7 @@ RUNS = {  # each with about half of what can be asked for
     "rloo": BOTH | EXTRAS | dict(rloo_k=2, cliprange=0.15),
     "rloo_tokens": BOTH | dict(
         rloo_k=4, token_level_kl=True, normalize_reward=True, reward_clip_range=1.2, normalize_advantage=True,
-        kl_estimator="full", adaptive_kl=False, warmup_ratio=0.7,
+        kl_estimator="full", adaptive_kl=False, warmup_ratio=0.7, gradient_checkpointing=True,
     ),
 }  # fmt: skip
 
@@ -66,12 +71,11 @@ class Watch:
     def __init__(self, patch, script):
         self.script, self.patch, self.evaluating = script, patch, False
         self.calls, self.rollouts, self.steps, self.losses, self.texts = {}, [], [], [], []
-        for name in "sample shape_rewards gae policy_loss value_loss evaluate".split():
+        for name in "sample shape_rewards gae rloo_advantages policy_loss value_loss evaluate".split():
             if hasattr(script, name):
                 self.spy(script, name)
         self.spy(script, "adapt_kl_coef")
         self.spy(script, "rollout_stats", self.note_rollout)
-        patch.setattr(script, "check_policy", lambda *_: None)  # which samples, too
         backward, forward = torch.Tensor.backward, GPT2LMHeadModel.forward
         noted = lambda x, *a, **k: (self.losses.append(x.item()), backward(x, *a, **k))[1]  # noqa: E731
         patch.setattr(torch.Tensor, "backward", noted)
@@ -167,11 +171,12 @@ def world(tmp_path_factory):
     (folder / "texts/train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "gold.py").write_text(GOLD)
     models = {name: auto.from_pretrained(folder / name).eval() for name, auto in classes.items()}
+    stop = tokenizer.convert_tokens_to_ids(BOTH["stop_token"])
     prompts = {
         split: [json.loads(row)["prompt"] for row in (folder / f"prompts/{split}.jsonl").read_text().splitlines()]
         for split in ("train", "validation")
     }
-    return SimpleNamespace(folder=folder, tokenizer=tokenizer, models=models, prompts=prompts, pretrain=texts)
+    return SimpleNamespace(folder=folder, tokenizer=tokenizer, models=models, prompts=prompts, pretrain=texts, stop=stop)
 
 
 def settings_of(world, settings):
@@ -353,6 +358,28 @@ def test_schedule(run):
 # --- rollout and scores
 
 
+def test_each_step_has_its_own_numbers():
+    """They follow from the seed and the number of the step alone, whatever was drawn before."""
+
+    def drawn(seed, step, num_steps=5):
+        run = SimpleNamespace(args=ppo.Args(seed=seed), step=step, num_steps=num_steps)
+        return [tuple(torch.rand(4).tolist()) for _ in ppo.Run.steps(run)]
+
+    numbers = [drawn(seed, 0) for seed in range(5)]
+    assert drawn(3, 2) == numbers[3][2:] and len(set(sum(numbers, []))) == 25
+
+
+def test_batches_are_pieces_of_passes():
+    """Of one endless sequence, in whichever order and of whatever size they are asked for; each seed has its own."""
+    rows = list("abcdefg")
+    sequence, other = ([ppo.batch(rows, n, 1, seed)[0] for n in range(42)] for seed in (5, 6))
+    passes = [tuple(x[i : i + 7]) for x in (sequence, other) for i in range(0, 42, 7)]
+    assert all(sorted(order) == rows for order in passes) and len(set(passes)) == 12
+    for size in (2, 5, 7, 16):
+        for n in reversed(range(42 // size)):
+            assert ppo.batch(rows, n, size, 5) == sequence[n * size : (n + 1) * size]
+
+
 def test_prompts_come_in_whole_passes(run, world):
     """Each pass has every prompt once, in a new order; what is left of a pass begins the next batch."""
     k = getattr(run.args, "rloo_k", 1)
@@ -378,24 +405,24 @@ def test_rollout_by_plain_forward_passes(run, world):
             close(on_tokens(r.old_logprobs, r.mask)[i], plain_logprobs(policy, *row, args.temperature))
             close(on_tokens(r.ref_logprobs, r.mask)[i], plain_logprobs(reference, *row, args.temperature))
             close(on_tokens(r.kl, r.mask)[i], plain_kl(policy, reference, row, args))
-            assert row[1].count(args.stop_token_id) == r.ended[i] == (row[1][-1] == args.stop_token_id)
+            assert row[1].count(world.stop) == r.ended[i] == (row[1][-1] == world.stop)
             assert r.ended[i] or len(row[1]) == args.response_length
     ended = torch.cat([r.ended for r in run.rollouts])
-    assert 0.1 < ended.float().mean() < 0.9 and args.stop_token_id == world.tokenizer.convert_tokens_to_ids(".")
+    assert 0.1 < ended.float().mean() < 0.9
 
 
 def test_scores_by_plain_forward_passes(run, world):
     """The reward model's, less the penalty; and what is not trained on is the gold function's."""
     a, gold, model = run.args, {}, world.models["reward_model"]
     exec(GOLD, gold)
-    for r, call, line in zip(run.rollouts, run.watch.of("rollout_stats"), run.lines):
+    for r, line in zip(run.rollouts, run.lines):
         rows = episodes(r)
-        scores = [plain_reward(model, row, a.missing_eos_penalty, a.stop_token_id) for row in rows]
-        close(call.args[1], scores)
+        scores = [plain_reward(model, row, a.missing_eos_penalty, world.stop) for row in rows]
+        close(r.scores, scores)
         close(line["objective/scores"], mean(scores))
         close(line["objective/scores_std"], torch.tensor(scores).std(correction=0))
-        texts = [world.tokenizer.decode(sum(row, []), skip_special_tokens=True) for row in rows]
-        close(line["objective/gold_scores"], mean(gold["count_letters"](texts)), atol=1e-6)
+        prompts, completions = (world.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in zip(*rows))
+        close(line["objective/gold_scores"], mean(gold["count_letters"](prompts, completions, [])), atol=1e-6)
 
 
 def test_metrics_of_the_rollout(run):
@@ -412,24 +439,18 @@ def test_metrics_of_the_rollout(run):
 # --- from scores to advantages
 
 
-def raw_scores(run):
-    """(B,) of each update, as test_scores_by_plain_forward_passes has found them right."""
-    return [call.args[1] for call in run.watch.of("rollout_stats")]
-
-
 def test_rewards_of_ppo(of_ppo):
     """shape_rewards gets the scores, scaled and clipped where asked, the KL, and the coefficient of the line."""
     run, seen = of_ppo, torch.zeros(0)
-    for update, (r, scores, line) in enumerate(zip(run.rollouts, raw_scores(run), run.lines)):
+    for update, (r, line) in enumerate(zip(run.rollouts, run.lines)):
         (shape,) = run.watch.of("shape_rewards", update)
-        seen = torch.cat([seen, scores])
-        used = (scores - seen.mean()) / seen.std() if run.args.use_score_scaling else scores
+        seen = torch.cat([seen, r.scores])
+        used = (r.scores - seen.mean()) / seen.std() if run.args.use_score_scaling else r.scores
         used = used if run.args.score_clip is None else used.clamp(-run.args.score_clip, run.args.score_clip)
         close(shape.args[0], used)
         for given, expected in zip(on_tokens(shape.args[1], r.mask), on_tokens(r.kl, r.mask)):
             close(given, expected)
         assert shape.args[3] == line["objective/kl_coef"]
-        close(run.watch.of("rollout_stats", update)[0].args[2], shape.result[1])
 
 
 def test_advantages_of_ppo(of_ppo):
@@ -437,7 +458,7 @@ def test_advantages_of_ppo(of_ppo):
     run = of_ppo
     for update, r in enumerate(run.rollouts):
         (shape,), (gae,) = run.watch.of("shape_rewards", update), run.watch.of("gae", update)
-        shaped, given = shape.result[0][r.mask].double(), gae.args[0][r.mask].double()
+        shaped, given = shape.result[r.mask].double(), gae.args[0][r.mask].double()
         if run.args.whiten_rewards:
             close(given.var(), 1.0, 1e-3)
             shaped = (shaped - shaped.mean()) / shaped.std() + shaped.mean()
@@ -470,12 +491,13 @@ def test_explained_variance(of_ppo):
 def test_advantages_of_rloo(of_rloo):
     """Leave-one-out over the scores less the KL; or by token, each with the KL from itself on."""
     run, a = of_rloo, of_rloo.args
-    for update, (r, scores, line) in enumerate(zip(run.rollouts, raw_scores(run), run.lines)):
+    for update, (r, line) in enumerate(zip(run.rollouts, run.lines)):
+        scores = r.scores
         if a.normalize_reward:
             limit = a.reward_clip_range
             scores = ((scores - scores.mean()) / scores.std()).clamp(-limit, limit)
         penalties = [-line["objective/kl_coef"] * kl for kl in on_tokens(r.kl, r.mask)]
-        given = run.watch.of("rollout_stats", update)[0].args[2]
+        given = run.watch.of("rloo_advantages", update)[0].args[1]
         close(given.masked_fill(~r.mask, 0.0).sum(1), [x.sum() for x in penalties])
         rewards = scores if a.token_level_kl else scores + torch.stack([x.sum() for x in penalties])
         groups = [rewards[i - i % a.rloo_k :][: a.rloo_k] for i in range(8)]
@@ -492,8 +514,8 @@ def test_advantages_of_rloo(of_rloo):
 
 def test_equal_groups(of_rloo):
     """Share of the groups whose scores are all equal."""
-    for scores, line in zip(raw_scores(of_rloo), of_rloo.lines):
-        groups = scores.view(-1, of_rloo.args.rloo_k).tolist()
+    for r, line in zip(of_rloo.rollouts, of_rloo.lines):
+        groups = r.scores.view(-1, of_rloo.args.rloo_k).tolist()
         assert line["objective/equal_groups"] == mean([len(set(group)) == 1 for group in groups])
 
 
@@ -654,14 +676,13 @@ def test_metrics_of_the_update(run):
             close(line["loss/ptx"], mean([ptx_loss(b.step) for b in here]))
 
 
-def test_pretraining_texts_come_in_whole_passes(full, world):
-    """As many as a mini-batch has rows, each with its EOS."""
+def test_pretraining_texts_are_drawn_for_each_step(full, world):
+    """As many as a mini-batch has rows, each with its EOS; in the end all have been drawn."""
     tokenizer = world.tokenizer
-    every = Counter(tuple(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]) for text in world.pretrain)
-    drawn = [tuple(ids) for step in full.watch.steps for ids in step.texts]
-    assert all(len(step.texts) == 4 for step in full.watch.steps) and len(drawn) == 48
-    for start in range(0, 48, 9):
-        assert not Counter(drawn[start : start + 9]) - every
+    every = {tuple(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]) for text in world.pretrain}
+    drawn = [tuple(map(tuple, step.texts)) for step in full.watch.steps]
+    assert all(len(texts) == 4 for texts in drawn) and set(sum(drawn, ())) == every
+    assert len(set(drawn)) == len(drawn) == 12
 
 
 def test_the_critic_warms_up_alone(runs):
@@ -692,9 +713,9 @@ def test_evaluation_by_hand(run, world):
         assert temperature == a.eval_temperature
         rows = episodes(run.script.Rollout(prompts, prompt_mask, *call.result))
         assert [p for p, _ in rows] == [world.tokenizer(text)["input_ids"] for text in world.prompts["validation"][:5]]
-        close(line["eval/scores"], mean([plain_reward(model, x, a.missing_eos_penalty, a.stop_token_id) for x in rows]))
+        close(line["eval/scores"], mean([plain_reward(model, x, a.missing_eos_penalty, world.stop) for x in rows]))
         close(line["eval/kl"], mean([plain_kl(policy.eval(), reference, row, a).sum() for row in rows]), 1e-3)
-        close(line["eval/eos_share"], mean([row[1][-1] == a.stop_token_id for row in rows]))
+        close(line["eval/eos_share"], mean([row[1][-1] == world.stop for row in rows]))
         close(line["eval/response_length"], mean([len(row[1]) for row in rows]))
     assert next(samples, None) is None and abs(run.lines[-1]["eval/kl"]) > 0.1
 
@@ -720,7 +741,7 @@ def test_evaluation_counts_each_prompt_once(monkeypatch):
     monkeypatch.setattr(ppo, "compute_logprobs", lambda *_: torch.zeros(4, 24))
     monkeypatch.setattr(ppo, "score_reference", compare)
     policy = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
-    reward = lambda r: 2.0 * r.prompts.flatten()  # noqa: E731
+    reward = lambda r: {"double": 2.0 * r.prompts.flatten()}  # noqa: E731
     examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
     stats = ppo.evaluate(policy, None, reward, examples, args)
     expected = {"eval/scores": 12.0, "eval/kl": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}

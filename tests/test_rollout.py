@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,7 +66,8 @@ def uniforms(B=6, T=12):
 def rollout(policy, stop=STOP, pad=PAD):
     """Responses to six prompts at temperature 0.9."""
     prompts, mask = left_padded_prompts()
-    return ppo.Rollout(prompts, mask, *ppo.sample(policy, prompts, mask, uniforms(), 0.9, stop, pad))
+    policy.stop_token_id, policy.tokenizer = stop, SimpleNamespace(pad_token_id=pad)
+    return ppo.Rollout(prompts, mask, *ppo.sample(policy, prompts, mask, uniforms(), 0.9))
 
 
 def logits_of(policy, r):
@@ -155,13 +157,19 @@ def test_generation_config_does_not_leak(policy):
     assert torch.equal(before, rollout(policy).responses)
 
 
-def test_selected_rows_give_the_same_numbers(policy):
+def test_selected_rows_give_the_same_numbers(policy, monkeypatch):
     """Padding that none of them needs is cut off, to multiples of 8; what stands on real tokens stays, and in place."""
     r, index = rollout(policy), torch.tensor([4, 1])
+    monkeypatch.setitem(ppo.Rollout.__annotations__, "states", torch.Tensor)  # a fork's field, (B, D), is not cut
+    r.states, r.scores, r.examples = torch.rand(6, 40), torch.rand(6), list("abcdef")
+    r.rewards_by_name = {"length": torch.rand(6)}
     r.prompts, r.prompt_mask = F.pad(r.prompts, (9, 0), value=PAD), F.pad(r.prompt_mask, (9, 0), value=False)
     r.advantages = torch.arange(6)[:, None]  # (B, 1), as RLOO has them
     part = r.select(index)
     assert part.prompts.shape[1] == 8 < r.prompts.shape[1] == 16
+    assert torch.equal(part.states, r.states[index]) and torch.equal(part.scores, r.scores[index])
+    assert torch.equal(part.rewards_by_name["length"], r.rewards_by_name["length"][index])
+    assert part.examples == ["e", "b"] and r.examples == list("abcdef")
     T = 8 if r.mask[index].sum(1).max() <= 8 else 12
     assert part.mask.shape[1] == part.old_logprobs.shape[1] == T and part.advantages.tolist() == [[4], [1]]
     assert torch.equal(part.old_logprobs, r.old_logprobs[index, :T]) and torch.equal(part.ended, r.ended[index])
