@@ -101,7 +101,7 @@ def test_leave_one_out_against_a_loop(k, n, seed):
 def test_with_two_samples_one_wins_what_the_other_loses():
     rewards = torch.tensor([1.0, 4.0, 2.0, 2.0])
     assert rloo.leave_one_out(rewards, 2).tolist() == [-3.0, 3.0, 0.0, 0.0]
-    assert rloo.equal_groups(rewards, 2) == 0.5
+    assert rloo.equal_groups(rewards, 2).tolist() == [False, True]
 
 
 def test_token_level_advantages_start_with_the_whole_kl_and_end_with_the_last():
@@ -183,7 +183,7 @@ def test_first_update_has_ratio_1_and_the_dashboards_name(lines):
 
 
 def test_a_constant_reward_gives_no_gradient_but_that_of_kl(tmp_path, tiny):
-    (tmp_path / "r.py").write_text("def one(texts):\n    return [1.0] * len(texts)\n")
+    (tmp_path / "r.py").write_text("def one(prompts, **columns):\n    return [1.0] * len(prompts)\n")
     for line in run(rloo, tmp_path / "out", reward_fn=(f"{tmp_path}/r.py:one",), kl_coef=0.0, **tiny["rloo"]):
         assert line["objective/equal_groups"] == 1 and line["policy/grad_norm"] == 0
 
