@@ -63,7 +63,7 @@ def golden_args(settings):
 
 
 def golden_rollout(args, policy):
-    """The episodes, with the scores that two reward functions give them."""
+    """The episodes, with the rewards that two functions give them, and their scores."""
     prompts = [policy.tokenizer(text)["input_ids"] for text in TRL["prompts"] for _ in range(args.num_generations)]
     prompts, prompt_mask = grpo.pad(prompts, 1, args, left=True)
     responses, mask = grpo.pad(TRL["completions"], 1, args)
@@ -72,8 +72,8 @@ def golden_rollout(args, policy):
     rollout = grpo.Rollout(prompts, prompt_mask, responses, mask, ended, ARRAYS["old_logprobs"], examples)
     first, second = (torch.tensor([math.nan if x is None else x for x in row]) for row in TRL["rewards"])
     rollout.rewards_by_name = {"first": first} | ({"second": second} if args.reward_weights else {})
-    rewards = torch.stack(list(rollout.rewards_by_name.values()))
-    return rollout, grpo.weighted_sum(rewards, args.reward_weights or (1.0,))
+    rollout.scores = grpo.weighted_sum(rollout.rewards_by_name, args.reward_weights)
+    return rollout
 
 
 @pytest.mark.parametrize("case", TRL["cases"])
@@ -81,10 +81,10 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     """Advantages, and the loss, gradient, metrics and weights of two steps on one batch."""
     expected, policy = TRL["cases"][case], golden_model("policy")
     args = golden_args(expected["settings"])
-    rollout, scores = golden_rollout(args, policy)
+    rollout = golden_rollout(args, policy)
     old = grpo.compute_logprobs(policy, rollout, args)
     torch.testing.assert_close(old.masked_fill(~rollout.mask, 0.0), ARRAYS["old_logprobs"] * rollout.mask)
-    rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
+    rollout.advantages = grpo.group_advantages(rollout.scores, args.num_generations, args.scale_rewards)[:, None]
     close(rollout.advantages.squeeze(1), ARRAYS[f"{case}/advantages"])
     rollout.loss_mask = rollout.mask & (rollout.ended[:, None] if args.mask_truncated_completions else True)
     if args.beta:
@@ -92,27 +92,26 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     optimizer, gradients, losses = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0), [], []
     collect = lambda: torch.cat([p.grad.flatten() for p in policy.parameters()])  # noqa: E731
     optimizer.register_step_pre_hook(lambda *_: gradients.append(collect()))
-    gradient = grpo.grpo_gradient
-    keep = lambda *a: (losses.append(s := gradient(*a)), dict(s))[1]  # noqa: E731
-    monkeypatch.setattr(grpo, "grpo_gradient", keep)
-    stats = grpo.update_policy(policy, optimizer, rollout, args)
+    gradient = grpo.mini_batch_gradient
+    monkeypatch.setattr(grpo, "mini_batch_gradient", lambda *a: (losses.append(s := gradient(*a)), s)[1])
+    stats = grpo.optimize(policy, optimizer, rollout, args)
     parts = len(expected["losses"]) // 2  # micro-batches of a step
     for step in (0, 1):
         close(gradients[step], ARRAYS[f"{case}/gradient_{step}"])
         theirs = expected["losses"][step * parts : (step + 1) * parts]
-        ours, metrics = losses[step], expected["metrics"][step]
-        assert float(ours["loss"]) == pytest.approx(sum(theirs), rel=1e-5, abs=2e-6)
+        (ours, whole), metrics = losses[step], expected["metrics"][step]
+        assert whole["loss"] == pytest.approx(sum(theirs), rel=1e-5, abs=2e-6)
         for name in ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
             if name in metrics and parts == 1 and args.importance_sampling_level == "token":
-                assert float(ours[name] / ours["tokens"]) == pytest.approx(metrics[name], abs=1e-5), name
+                assert ours[name] / ours["tokens"] == pytest.approx(metrics[name], abs=1e-5), name
         for name in ("clip_ratio/low_min", "clip_ratio/high_max"):
             if name in metrics and parts == 1:
-                assert float(ours[name]) == pytest.approx(metrics[name], abs=1e-6), name
+                assert whole[name] == pytest.approx(metrics[name], abs=1e-6), name
         if "cispo_clip_ratio" in metrics:
             share = ours["clip_ratio/high_mean"] / ours["tokens"]
-            assert float(share) == pytest.approx(metrics["cispo_clip_ratio"], abs=1e-6)
+            assert share == pytest.approx(metrics["cispo_clip_ratio"], abs=1e-6)
     close(torch.cat([p.detach().flatten() for p in policy.parameters()]), ARRAYS[f"{case}/weights"])
-    theirs, ours = expected["metrics"][0], grpo.completion_stats(rollout, scores, args)
+    theirs, ours = expected["metrics"][0], grpo.rollout_stats(rollout, args)
     named = [name for name in ours if name in theirs]
     for name in named:
         assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
@@ -124,18 +123,18 @@ def test_a_whole_update_is_trls(case, monkeypatch):
 
 
 def an_update(policy, scores, settings, rows=None, in_loss=True):
-    """The gradient of one mini-batch of the golden episodes with other scores, and its metrics."""
+    """The gradient of one mini-batch of the golden episodes with other scores, and what is logged of it."""
     args = golden_args(TRL["cases"]["dapo"]["settings"])
     vars(args).update(num_ppo_epochs=1, epsilon=0.05, epsilon_high=0.1)
     vars(args).update(settings)
-    rollout, _ = golden_rollout(args, policy)
+    rollout = golden_rollout(args, policy)
     rollout.old_logprobs = rollout.old_logprobs + torch.linspace(-0.2, 0.2, 72).view(12, 6).sin()
     rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
     rollout.loss_mask, rollout.ref_logprobs = rollout.mask & in_loss, rollout.old_logprobs - 0.3
     policy.zero_grad()
     order = torch.arange(12) if rows is None else rows
-    stats = grpo.grpo_gradient(policy, rollout, order.split(args.micro_batch_size), args)
-    return torch.cat([p.grad.flatten() for p in policy.parameters()]), stats
+    sums, whole = grpo.mini_batch_gradient(policy, rollout, order.split(args.micro_batch_size), args)
+    return torch.cat([p.grad.flatten() for p in policy.parameters()]), sums | whole
 
 
 SCORES = torch.tensor([1.0, 0, 0, 2, 0, 0, 0, 1, 3, 1, 1, 0])
@@ -155,8 +154,7 @@ def test_what_changes_nothing(loss_type, level):
         assert (cut - plain).norm() > 1e-3 * plain.norm()
     else:
         close(cut, plain)
-        a, b = ({name: float(x) for name, x in of.items()} for of in (stats, cut_stats))
-        assert a == pytest.approx(b)
+        assert stats == pytest.approx(cut_stats)
 
 
 def test_advantages():
@@ -314,34 +312,43 @@ def test_a_loss_of_no_tokens_is_zero(loss_type):
 
 
 def test_dynamic_sampling(monkeypatch):
-    """Groups whose scores differ are kept, in whole; the last draw fills up, and draws are counted."""
+    """Groups whose scores differ are kept, in whole; equal ones fill up; and draws are counted."""
     args = grpo.Args(batch_size=8, num_generations=2, dynamic_sampling=3)
-    draws = iter([[0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])  # does the group differ?
+    prompts = [{"n": n} for n in range(64)]
+    monkeypatch.setattr(grpo, "shuffled", lambda n, *_: list(range(n)))
+
+    def sample_groups(draws, first_draw=0):
+        """Does the group differ? Of four groups in each draw."""
+        coming = iter(draws)
+
+        def score(rollout, *_):
+            differ = torch.tensor(next(coming)).repeat_interleave(2).bool()
+            rollout.scores = torch.where(differ, torch.tensor([0.0, 1.0] * 4), 0.0)
+            rollout.rewards_by_name = {"f": rollout.scores}
+
+        monkeypatch.setattr(grpo, "score_responses", score)
+        rollout, count = grpo.sample_groups(None, prompts, None, first_draw, args)
+        assert not list(coming)
+        assert rollout.scores.tolist() == rollout.rewards_by_name["f"].tolist()
+        assert [x["n"] for x in rollout.examples] == rollout.prompts.flatten().tolist()
+        return rollout, count
 
     def answer(policy, examples, _):
         ids = torch.tensor([x["n"] for x in examples])[:, None]
         width = torch.ones(8, 1 + int(ids[0] % 3))
         return grpo.Rollout(ids, ids > -1, width.long(), width > 0, width[:, 0] > 0, width, examples)
 
-    def score(rollout, *_):
-        differ = torch.tensor(next(draws)).repeat_interleave(2).bool()
-        rollout.rewards_by_name = {"f": torch.where(differ, torch.tensor([0.0, 1.0] * 4), 0.0)}
-        return rollout.rewards_by_name["f"]
-
     monkeypatch.setattr(grpo, "sample_batch", answer)
-    monkeypatch.setattr(grpo, "score_responses", score)
-    prompts = ([{"n": 4 * i + j} for j in range(4)] for i in range(9))
-    rollout, scores, count = grpo.sample_groups(None, prompts, None, args)
+    rollout, count = sample_groups([[0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
     assert rollout.prompts.flatten().tolist() == [3, 3, 8, 8, 9, 9, 12, 12] and count == 4
-    assert scores.tolist() == rollout.rewards_by_name["f"].tolist() == [0, 1] * 4
-    assert [x["n"] for x in rollout.examples] == rollout.prompts.flatten().tolist()
-    assert rollout.mask.sum(1).tolist() == [1, 1, 3, 3, 3, 3, 1, 1] and rollout.responses.shape == (8, 3)
-    draws, prompts = iter([[1, 0, 0, 0], [0, 0, 1, 0]]), ([{"n": 4 * i + j} for j in range(4)] for i in range(9))
+    assert rollout.scores.tolist() == [0, 1] * 4
+    assert rollout.mask.sum(1).tolist() == [1, 1, 3, 3, 3, 3, 1, 1]
     args.dynamic_sampling = 1  # too few: the rest is filled up with what differs not
-    rollout, _, count = grpo.sample_groups(None, prompts, None, args)
-    assert rollout.prompts.flatten().tolist() == [0, 0, 6, 6, 4, 4, 5, 5] and count == 2
-    args.dynamic_sampling, draws = 0, iter([[0, 0, 0, 0]])
-    assert grpo.sample_groups(None, prompts, None, args)[2] == 1
+    rollout, count = sample_groups([[1, 0, 0, 0], [0, 0, 1, 0]], first_draw=5)
+    assert rollout.prompts.flatten().tolist() == [20, 20, 26, 26, 21, 21, 22, 22] and count == 2
+    args.dynamic_sampling = 0
+    rollout, count = sample_groups([[0, 0, 1, 0]])
+    assert rollout.prompts.flatten().tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and count == 1  # in the order of sampling
 
 
 def test_dynamic_sampling_in_a_run(tmp_path, tiny):
@@ -366,11 +373,10 @@ def test_evaluation(monkeypatch, processes):
     monkeypatch.setattr(grpo, "sample_batch", answer)
 
     def reward(r):
-        r.rewards_by_name = {"right": r.old_logprobs[:, 0], "other": r.prompts[:, 0].float()}
-        return sum(r.rewards_by_name.values())
+        return {"right": r.old_logprobs[:, 0], "other": r.prompts[:, 0].float()}
 
     prompts = [{"prompt": "", "n": n} for n in range(4)]
-    stats = grpo.evaluate_answers(None, reward, prompts, args)
+    stats = grpo.evaluate(None, reward, prompts, args)
     expected = {"eval/accuracy": 0.5, "eval/scores": 0.5 + 1.5, "eval/pass@1": 0.5, "eval/pass@2": 0.75}
     assert stats == pytest.approx(expected)
 
@@ -378,10 +384,10 @@ def test_evaluation(monkeypatch, processes):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (dict(num_generations=1), "--num-generations 1 must be 2 or more"),
-        (dict(num_generations=3), "a batch of 8 responses does not divide into groups of 3"),
-        (dict(reward_fn=("toy/verifiers.py:countdown",)), "asks for nums, target, and the data have answer"),
-        (dict(epsilon=-1.0), "--epsilon -1.0 must be above 0"),
+        (dict(num_generations=1), "--num-generations 1: Input should be greater than or equal to 2"),
+        (dict(num_generations=3), "a batch of 8 responses does not divide into groups of --num-generations 3"),
+        (dict(reward_fn=("toy/verifiers.py:countdown",)), "missing a required argument: 'target'"),
+        (dict(epsilon=-1.0), "--epsilon -1.0: Input should be greater than 0"),
     ],
 )
 def test_wrong_settings(tmp_path, tiny, settings, sentence):
