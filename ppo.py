@@ -1004,7 +1004,9 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
         ids = [int(text)]
     else:
         ids = tokenizer.encode(text, add_special_tokens=False)
-    is_one = len(ids) == 1 and ids[0] not in (None, tokenizer.unk_token_id) and ids[0] < len(tokenizer)
+        if tokenizer.unk_token_id in ids and text != tokenizer.unk_token:
+            ids = []  # the tokenizer has no token for this text
+    is_one = len(ids) == 1 and ids[0] is not None and ids[0] < len(tokenizer)
     require(is_one, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
     return ids[0]
 
@@ -1559,9 +1561,9 @@ def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tu
     ids = torch.full((len(rows), S), value)
     mask = torch.zeros(len(rows), S, dtype=torch.bool)
     for i, row in enumerate(rows):
-        first = S - len(row) if left else 0
-        ids[i, first : first + len(row)] = torch.tensor(row, dtype=torch.long)
-        mask[i, first : first + len(row)] = True
+        where = slice(S - len(row), S) if left else slice(len(row))
+        ids[i, where] = torch.tensor(row, dtype=torch.long)
+        mask[i, where] = True
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 

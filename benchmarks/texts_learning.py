@@ -82,14 +82,16 @@ def judge(algorithm: str, settings: dict, checkpoint: Path) -> dict[str, float]:
     model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     _, test = script.load_data(args)
     if algorithm == "sft":
-        return script.evaluate_policy(model, script.encode_texts(test, model.tokenizer, args, args.max_length), args)
+        return script.evaluate(model, script.encode_texts(test, model.tokenizer, args, args.max_length), args)
+    pairs = script.encode_pairs(test, model.tokenizer, args, args.max_length)
     if algorithm == "reward_model":
-        return script.evaluate_rewards(model, script.encode_pairs(test, model.tokenizer, args), args)[0]
-    pairs = script.encode_preferences(test, model.tokenizer, args)
-    reference = script.make_reference(script.load_trained_policy(args), args).eval()
+        return script.evaluate(model, pairs, args)[0]
+    model.stop_token_id = model.tokenizer.eos_token_id
+    reference = script.load_policy(args)
     known = torch.full((len(pairs), 2), torch.nan)
     stats = script.evaluate_pairs(model, reference, known, pairs, args)
-    return stats | script.evaluate_responses(model, reference, pairs, args, script.load_gold_reward(args))
+    gold_reward = script.function_reward(args.gold_reward_fn, [pair.example for pair in pairs], model, args)
+    return stats | script.evaluate_responses(model, reference, pairs, gold_reward, args)
 
 
 def run(job: tuple) -> dict:
@@ -97,7 +99,6 @@ def run(job: tuple) -> dict:
     side, algorithm, seed, python, folder = job
     output = folder / f"{algorithm}-{side}-{seed}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "4294967296")  # as in ours
     command = [
         sys.executable, ROOT / f"{algorithm}.py", "--seed", seed, "--output-dir", output, "--eval-steps",
         EVERY[algorithm], "--num-sample-generations", 0, "--save-steps", 1000,
@@ -129,7 +130,7 @@ def save_start(folder: Path, seed: int) -> None:
     import sft
 
     torch.manual_seed(seed)
-    model = sft.load_language_model(sft.Args())
+    model = sft.load_policy(sft.Args())
     model.save_pretrained(folder / f"start-{seed}")
     model.tokenizer.save_pretrained(folder / f"start-{seed}")
 

@@ -32,15 +32,7 @@ reward for which it is the best policy that stays near the reference. Put this i
 difference of two outputs becomes a difference of two log-ratios. What it costs is a reference that reads every pair
 once, and that nobody ever judges what the policy itself would write.""",
 }  # fmt: skip
-SAME_ROLE = {  # functions under another name
-    ("ppo", "rloo"): {"mini_batch_gradient": "response_gradient", "optimize": "optimize_policy"},
-    ("rloo", "grpo"): {"response_gradient": "grpo_gradient", "optimize_policy": "update_policy"},
-    ("sft", "reward_model"): {"text_gradient": "pair_gradient"},
-    ("reward_model", "dpo"): {
-        "Pair": "Preference", "encode_pairs": "encode_preferences", "preference_loss": "dpo_loss",
-        "pair_gradient": "preference_gradient",
-    },
-}  # fmt: skip
+SAME_ROLE = {"Preference": "Pair", "encode_preference": "encode_pair", "dpo_loss": "preference_loss"}  # new -> old name
 
 
 def functions(script: str) -> dict[str, list[str]]:
@@ -65,7 +57,8 @@ def named(names: list[str]) -> str:
 def page(before: str, after: str) -> str:
     """The Markdown page of a step."""
     a, b = functions(before), functions(after)
-    partners = {new: old for old, new in SAME_ROLE[before, after].items()} | {name: name for name in b if name in a}
+    partners = {name: name for name in b if name in a}
+    partners |= {new: old for new, old in SAME_ROLE.items() if new in b and old in a}
     changed = [name for name in b if name in partners and a[partners[name]] != b[name]]
     titles = {name: name if name == old else f"{old} → {name}" for name, old in partners.items()}
     new = [name for name in b if name not in partners]
