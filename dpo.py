@@ -326,12 +326,25 @@ class Rollout:
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """The rows with these numbers."""
+        """The episodes with these row numbers, without columns in which none of them has a token: the same numbers.
+
+        Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
+        """
+        P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
+        T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
         part = copy(self)
-        part.examples = [self.examples[i] for i in index]
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                setattr(part, name, x[index])
+        part.examples = [self.examples[i] for i in index.tolist()] if self.examples else []
+        part.rewards_by_name = {name: x[index] for name, x in self.rewards_by_name.items()}
+        for name, kind in get_type_hints(Rollout, include_extras=True).items():
+            x = getattr(self, name)
+            if not isinstance(x, Tensor):
+                continue
+            x = x[index]
+            if kind is Prompts:
+                x = x[:, -P:]
+            if kind is Tokens:
+                x = x[:, :T]
+            setattr(part, name, x)
         return part
 
 
@@ -976,12 +989,19 @@ def hub_answers() -> bool:
     return False
 
 
-def locate(name: str) -> str:
-    """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
+def on_disk(name: str) -> Path | None:
+    """The file or folder of that name, here or beside this script."""
     for folder in (Path(), Path(__file__).resolve().parent):
         if name and (folder / name).exists():
-            return str(folder / name)
-    is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith(tuple(DATA_FILES)) or "\\" in name
+            return folder / name
+    return None
+
+
+def locate(name: str) -> str:
+    """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
+    if on_disk(name):
+        return str(on_disk(name))
+    is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith((".py", *DATA_FILES)) or "\\" in name
     require(name and not is_path and name.count("/") < 2, f"{name!r}: there is no such file or folder")
     if not hub_answers():
         is_cached = any(Path(constants.HF_HUB_CACHE).glob(f"*--{name.replace('/', '--')}"))
@@ -1135,9 +1155,9 @@ def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tu
     ids = torch.full((len(rows), S), value)
     mask = torch.zeros(len(rows), S, dtype=torch.bool)
     for i, row in enumerate(rows):
-        first = S - len(row) if left else 0
-        ids[i, first : first + len(row)] = torch.tensor(row, dtype=torch.long)
-        mask[i, first : first + len(row)] = True
+        where = slice(S - len(row), S) if left else slice(len(row))
+        ids[i, where] = torch.tensor(row, dtype=torch.long)
+        mask[i, where] = True
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -1599,9 +1619,9 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
 def write_card(output: Path, args: Args, lines: list[dict[str, float]], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
     data = ModelCardData(library_name=library, tags=[Path(__file__).stem])
-    if args.model and not Path(locate(args.model)).exists():  # a name on the hub, to which the card then links
+    if args.model and not on_disk(args.model):  # a name on the hub, to which the card then links
         data.base_model = args.model
-    if args.dataset and not Path(locate(args.dataset)).exists():
+    if args.dataset and not on_disk(args.dataset):
         data.datasets = args.dataset
     last = {}
     for line in lines:
