@@ -326,25 +326,12 @@ class Rollout:
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """The episodes with these row numbers, without columns in which none of them has a token: the same numbers.
-
-        Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
-        """
-        P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
-        T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
+        """The rows with these numbers."""
         part = copy(self)
-        part.examples = [self.examples[i] for i in index.tolist()] if self.examples else []
-        part.rewards_by_name = {name: x[index] for name, x in self.rewards_by_name.items()}
-        for name, kind in get_type_hints(Rollout, include_extras=True).items():
-            x = getattr(self, name)
-            if not isinstance(x, Tensor):
-                continue
-            x = x[index]
-            if kind is Prompts:
-                x = x[:, -P:]
-            if kind is Tokens:
-                x = x[:, :T]
-            setattr(part, name, x)
+        part.examples = [self.examples[i] for i in index]
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                setattr(part, name, x[index])
         return part
 
 
