@@ -655,12 +655,19 @@ def hub_answers() -> bool:
     return False
 
 
-def locate(name: str) -> str:
-    """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
+def on_disk(name: str) -> Path | None:
+    """The file or folder of that name, here or beside this script."""
     for folder in (Path(), Path(__file__).resolve().parent):
         if name and (folder / name).exists():
-            return str(folder / name)
-    is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith(tuple(DATA_FILES)) or "\\" in name
+            return folder / name
+    return None
+
+
+def locate(name: str) -> str:
+    """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
+    if on_disk(name):
+        return str(on_disk(name))
+    is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith((".py", *DATA_FILES)) or "\\" in name
     require(name and not is_path and name.count("/") < 2, f"{name!r}: there is no such file or folder")
     if not hub_answers():
         is_cached = any(Path(constants.HF_HUB_CACHE).glob(f"*--{name.replace('/', '--')}"))
@@ -794,9 +801,9 @@ def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tu
     ids = torch.full((len(rows), S), value)
     mask = torch.zeros(len(rows), S, dtype=torch.bool)
     for i, row in enumerate(rows):
-        first = S - len(row) if left else 0
-        ids[i, first : first + len(row)] = torch.tensor(row, dtype=torch.long)
-        mask[i, first : first + len(row)] = True
+        where = slice(S - len(row), S) if left else slice(len(row))
+        ids[i, where] = torch.tensor(row, dtype=torch.long)
+        mask[i, where] = True
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -1250,9 +1257,9 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
 def write_card(output: Path, args: Args, lines: list[dict[str, float]], library: str = "transformers") -> None:
     """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
     data = ModelCardData(library_name=library, tags=[Path(__file__).stem])
-    if args.model and not Path(locate(args.model)).exists():  # a name on the hub, to which the card then links
+    if args.model and not on_disk(args.model):  # a name on the hub, to which the card then links
         data.base_model = args.model
-    if args.dataset and not Path(locate(args.dataset)).exists():
+    if args.dataset and not on_disk(args.dataset):
         data.datasets = args.dataset
     last = {}
     for line in lines:
