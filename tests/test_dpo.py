@@ -142,10 +142,9 @@ def test_messages(tokenizer):
 @pytest.mark.parametrize("mode, prompt", [("keep_end", [3, 4]), ("keep_start", [1, 2])])
 def test_cut_to_fit(mode, prompt):
     pair = dpo.Preference([1, 2, 3, 4], [5, 6, 7], [5, 6, 8])
-    args = SimpleNamespace(max_length=4, max_prompt_length=2, truncation_mode=mode)
-    assert dpo.cut_to_fit(pair, args) == dpo.Preference(prompt, [5, 6], [5, 6])
-    args.max_length = 7
-    assert dpo.cut_to_fit(pair, args) == pair
+    args = SimpleNamespace(max_prompt_length=2, truncation_mode=mode)
+    assert dpo.cut_to_fit(pair, 4, args) == dpo.Preference(prompt, [5, 6], [5, 6])
+    assert dpo.cut_to_fit(pair, 7, args) == pair
 
 
 def test_pairs_that_a_cut_makes_equal_are_dropped(tmp_path, capsys):
@@ -154,9 +153,9 @@ def test_pairs_that_a_cut_makes_equal_are_dropped(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     run(dpo, tmp_path / "out", dataset=str(tmp_path / "pairs.jsonl"), max_length=6, max_prompt_length=2)
     said = capsys.readouterr().out
-    assert "dropped 1 of 2 pairs: both completions are the same (0), or become so when cut" in said
+    assert "dropped 1 of 2 pairs: both texts are the same (0), or become so when cut to --max-length 6 (1)" in said
     assert "cut 1 of 2 pairs" in said
-    with pytest.raises(dpo.UserError, match="dropped 2 of 2 pairs: both completions are the same"):
+    with pytest.raises(dpo.UserError, match="dropped 2 of 2 pairs: both texts are the same"):
         run(dpo, tmp_path / "none", dataset=str(tmp_path / "pairs.jsonl"), max_length=3, max_prompt_length=2)
 
 
@@ -204,7 +203,7 @@ def test_cutting_a_batch_changes_nothing(policy, pairs):
 
     def statistics_and_gradient(micro_batch):
         policy.zero_grad()
-        stats = dpo.preference_gradient(policy, pairs, ref, dpo.Args(micro_batch_size=micro_batch))
+        stats = dpo.mini_batch_gradient(policy, pairs, ref, dpo.Args(micro_batch_size=micro_batch))
         return stats, torch.cat([p.grad.flatten() for p in policy.parameters()])
 
     stats, gradient = statistics_and_gradient(9)
@@ -228,7 +227,7 @@ def test_the_reference_is_read_once(policy, pairs, monkeypatch):
 
 def policy_copy(policy):
     """A frozen copy."""
-    return dpo.make_reference(policy, dpo.Args())
+    return dpo.make_reference(dpo.Args(), policy)
 
 
 # --- runs
@@ -273,9 +272,10 @@ def clear_pairs(tmp_path_factory):
     for split, size in (("train", 256), ("validation", 100)):
         lines = (ROOT / f"toy/data/preferences/{split}.jsonl").read_text("utf-8").splitlines()[:1400]
         rows = [json.loads(line) for line in lines]
-        scores = gold_score([row["prompt"] + row[side] for row in rows for side in ("chosen", "rejected")])
+        prompts = [row["prompt"] for row in rows]
+        good, bad = (gold_score(prompts, [row[side] for row in rows]) for side in ("chosen", "rejected"))
         pairs = []
-        for row, a, b in zip(rows, scores[::2], scores[1::2]):
+        for row, a, b in zip(rows, good, bad):
             chosen, rejected = (row["chosen"], row["rejected"])[:: 1 if a > b else -1]
             pairs += [dict(prompt=row["prompt"], chosen=chosen, rejected=rejected)] if abs(a - b) >= 4 else []
         assert len(pairs) >= size
@@ -315,9 +315,9 @@ def test_dpo_unlearns_with_the_sign_turned(tmp_path, clear_pairs, monkeypatch):
 @pytest.mark.parametrize(
     "wrong, sentence",
     [
-        (dict(beta=0.0), "--beta 0.0 must be above 0"),
-        (dict(label_smoothing=0.5), "--label-smoothing 0.5 must be at least 0 and below 0.5"),
-        (dict(beta=math.nan), "--beta nan must be above 0"),
+        (dict(beta=0.0), "--beta 0.0: Input should be greater than 0"),
+        (dict(label_smoothing=0.5), "--label-smoothing 0.5: Input should be less than 0.5"),
+        (dict(beta=math.nan), "--beta nan: Input should be a finite number"),
         (dict(label_smoothing=0.1, loss_type="ipo"), "--loss-type ipo has none"),
         (dict(reference_free=True, loss_type="kto_pair"), "needs the reference"),
         (dict(max_length=100, max_prompt_length=100), "leaves no room for a completion in 100 tokens"),
@@ -333,41 +333,42 @@ def test_one_sentence(wrong, sentence, tmp_path, tiny):
 
 
 GOLD = {
-    "raises": ("raise KeyError('x')", "the reward function failed: KeyError: 'x'"),
-    "none": ("return None", "the reward function failed"),
-    "nan": ("return [float('nan') for _ in texts]", "the reward is nan for the text"),
-    "few": ("return [1.0] * (len(texts) - 1)", "gave 1 rewards for 2 texts"),
-    "missing": ("return [1.0 for _ in texts]", "defines no function 'missing'"),
+    "raises": ("raise KeyError('x')", "raises failed: KeyError: 'x'"),
+    "none": ("return None", "none failed: TypeError"),
+    "word": ("return ['good' for _ in prompts]", "word failed: ValueError"),
+    "few": ("return [1.0] * (len(prompts) - 1)", "gave 1 rewards for 2 completions"),
+    "missing": ("return [1.0 for _ in prompts]", "defines no function 'missing'"),
 }
 
 
 @pytest.mark.parametrize("name", GOLD)
 def test_a_wrong_gold_function_fails_before_training(name, tmp_path, tiny):
     body, sentence = GOLD[name]
-    (tmp_path / "gold.py").write_text(f"def {'other' if name == 'missing' else name}(texts):\n    {body}\n")
+    (tmp_path / "gold.py").write_text(f"def {'other' if name == 'missing' else name}(prompts, **_):\n    {body}\n")
     with pytest.raises(dpo.UserError, match=sentence):
         run(dpo, tmp_path / "out", gold_reward_fn=f"{tmp_path}/gold.py:{name}", **tiny["dpo"])
     assert not (tmp_path / "out").exists()
 
 
-def test_one_file_has_no_test_split(tmp_path, capsys):
-    """KL and gold score are then those of answers to training prompts, and this is said; with `none`, nothing is."""
+def test_one_file_has_no_test_split(tmp_path):
+    """KL and gold score are then those of answers to training prompts; with `none`, there are none."""
     rows = [dict(chosen="The film is good.", rejected="The film is bad."), dict(chosen="Fun.", rejected="Not.")]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = dict(dataset=str(tmp_path / "pairs.jsonl"), gold_reward_fn="toy/make.py:gold_score")
     lines = run(dpo, tmp_path / "a", **settings)
     assert {"objective/kl", "objective/gold_scores", "val/eos_share"} <= lines[-1].keys()
     assert not [name for name in lines[-1] if name.startswith("eval/")]
-    assert "answers to prompts of the training data are evaluated" in capsys.readouterr().out
     lines = run(dpo, tmp_path / "b", dataset_test_split="none", **settings)
     assert not [name for name in lines[-1] if name.startswith(("eval/", "objective/", "val/"))]
-    assert "nothing is evaluated" in capsys.readouterr().out
 
 
 def test_batch_sizes():
     """TRL's two settings say both sizes; on a CPU many tokens go through the model a few at a time."""
-    policy = SimpleNamespace(device=torch.device("cpu"), name_or_path="", num_parameters=lambda: 1)
-    trl = dpo.Args(learning_rate=1.0, per_device_train_batch_size=3, gradient_accumulation_steps=4)
-    assert dpo.plan_steps(trl, policy, 30, 99) == (3, 3) and (trl.batch_size, trl.micro_batch_size) == (12, 3)
-    ours = dpo.Args(learning_rate=1.0, num_train_epochs=1.5)
-    assert dpo.plan_steps(ours, policy, 100, 5) == (3, 2) and (ours.batch_size, ours.micro_batch_size) == (64, 5)
+    policy = SimpleNamespace(name_or_path="", num_parameters=lambda: 1)
+
+    def sizes(num_pairs, fits_cpu, **settings):
+        args = dpo.choose_sizes(dpo.Args(learning_rate=1.0, **settings), policy, num_pairs, fits_cpu)
+        return args.steps_per_epoch, args.num_steps, args.batch_size, args.micro_batch_size
+
+    assert sizes(30, 99, per_device_train_batch_size=3, gradient_accumulation_steps=4) == (3, 3, 12, 3)
+    assert sizes(100, 5, num_train_epochs=1.5) == (2, 3, 64, 5)
