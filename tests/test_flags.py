@@ -116,7 +116,8 @@ CHANGES["dpo"] = {
     "num_train_epochs": 2.0, **TEXT_BATCHES, "learning_rate": 1e-4,
     "lr_scheduler_type": "constant", "warmup_ratio": 0.9, "weight_decay": 1.0, "max_grad_norm": 1e-3, "lora_r": 2,
     "lora_alpha": (1.0, {"lora_r": 2}), "lora_target_modules": (".*c_proj", {"lora_r": 2}),
-    "eval_steps": (1, EVALUATED), "num_eval_prompts": (2, EVALUATED), "response_length": (3, EVALUATED), "temperature": (1.5, EVALUATED),
+    "eval_steps": (1, EVALUATED), "num_eval_prompts": (2, EVALUATED), "response_length": (3, EVALUATED),
+    "temperature": (1.5, EVALUATED),
     "gold_reward_fn": ("toy/make.py:gold_score", EVALUATED),
 }  # fmt: skip
 CHANGES["rloo"] = {  # all but the critic's flags, and its own
@@ -309,7 +310,7 @@ def flags_to_try():
             yield pytest.param(script, flag, marks=[pytest.mark.slow] * is_known)
 
 
-@pytest.mark.parametrize("script, flag", flags_to_try())
+@pytest.mark.parametrize("script, flag", list(flags_to_try()))
 def test_flag_changes_the_numbers(script, flag, metrics_of, smallest):
     change = CHANGES[script][flag]
     value, both = change if isinstance(change, tuple) else (change, {})
