@@ -239,6 +239,7 @@ def train(args: Args) -> None:
         ema = deepcopy(policy) if args.ema_decay else None
         for model in (policy, critic, reference, reward_model, ema):
             shard(model, args)
+        check_padding(policy, args)
 
         prompts, eval_prompts = load_prompts(args, policy, reward_model)
         texts = load_pretrain_texts(args, policy)
@@ -1074,13 +1075,10 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
     if reference is not policy:
         yield
         return
-    shards = [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    for shard in shards:  # the switch changes requires_grad, which must be that of the shards
-        shard.reshard()
+    reshard(policy)  # the switch changes requires_grad, which must be that of the shards
     policy.disable_adapters()
     yield
-    for shard in shards:
-        shard.reshard()
+    reshard(policy)
     policy.enable_adapters()
 
 
@@ -1302,6 +1300,29 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
           f"mini-batches, {args.micro_batch_size} rows at a time; "
           f"{args.num_updates} updates = {args.num_updates * args.batch_size} episodes")  # fmt: skip
     return args
+
+
+@torch.no_grad()
+def check_padding(policy: nn.Module, args: Args) -> None:
+    """Refuses a model that reads a text behind padding not as it does alone.
+
+    Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
+    and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
+    millionth (on a GPU and in bfloat16 by up to a hundredth).
+    """
+    ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
+    mask = F.pad(torch.ones_like(ids), (16, 0))  # (1, 24)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with autocast(args):
+        alone = policy(input_ids=ids, use_cache=False).logits.float()  # (1, 8, V)
+        behind = policy(
+            input_ids=F.pad(ids, (16, 0)), attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits[:, 16:].float()  # fmt: skip
+    reshard(policy)
+    error = ((behind - alone).abs().mean() / alone.std()).item()
+    bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
+    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding not as alone, by "
+            f"{error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
 
 
 def check_first_ratio(error: float, args: Args) -> None:
@@ -1634,6 +1655,13 @@ def shard(model: nn.Module | None, args: Args) -> None:
             dist.broadcast(received, 0)
             owner._buffers[name.rpartition(".")[2]] = received
     tie(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives back the weights that a pass through a sharded model has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def tie(model: nn.Module) -> None:

@@ -565,6 +565,7 @@ def check_padding(model: nn.Module, args: Args) -> None:
     with autocast(args):
         alone = body(input_ids=ids[:, :5])[0].float()  # (2, 5, V or D)
         beside = body(input_ids=ids, attention_mask=mask)[0][:, :5].float()  # likewise
+    reshard(model)
     error = ((beside - alone).abs().mean() / alone.std()).item()
     bound = 0.05
     if args.torch_device == "cpu" and not args.bf16:
@@ -866,6 +867,13 @@ def shard(model: nn.Module | None, args: Args) -> None:
             dist.broadcast(received, 0)
             owner._buffers[name.rpartition(".")[2]] = received
     tie(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives back the weights that a pass through a sharded model has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def tie(model: nn.Module) -> None:

@@ -58,7 +58,8 @@ CHANGES = {
         "learning_rate": 1e-4, "critic_learning_rate": 1e-4, "adam_epsilon": 1e-3,
         "max_grad_norm": 1e-3, "num_ppo_epochs": 1, "cliprange": 0.001, "cliprange_value": 0.001, "vf_coef": 0.5,
         "gamma": 0.5, "lam": 0.5, "whiten_rewards": True, "whiten_advantages": False, "kl_coef": 1.0,
-        "kl_estimator": "k3", "adaptive_kl": True, "kl_target": (0.01, {"adaptive_kl": True, "total_episodes": 12, "kl_estimator": "k3"}),
+        "kl_estimator": "k3", "adaptive_kl": True,
+        "kl_target": (0.01, {"adaptive_kl": True, "total_episodes": 12, "kl_estimator": "k3"}),
         "kl_horizon": (10, {"adaptive_kl": True}),
         "dataset_test_split": "validation", "critic": "shared", "lora_r": 2,
         "lora_alpha": (1.0, {"lora_r": 2}), "lora_target_modules": (".*c_proj", {"lora_r": 2}),
@@ -110,11 +111,13 @@ CHANGES["dpo"] = {
     "prompt_column": ("other", {"dataset": "{tmp}/preferences.csv"}),
     "max_length": (12, {"max_prompt_length": 3}), "max_prompt_length": (3, {"max_length": 12, "max_prompt_length": 2}),
     "truncation_mode": ("keep_start", {"max_length": 12, "max_prompt_length": 3}),
-    "beta": 0.5, "loss_type": "hinge", "label_smoothing": 0.1, "reference_free": True, "precompute_ref": (True, EVALUATED),
+    "beta": 0.5, "loss_type": "hinge", "label_smoothing": 0.1, "reference_free": True,
+    "precompute_ref": (True, EVALUATED),
     "num_train_epochs": 2.0, **TEXT_BATCHES, "learning_rate": 1e-4,
     "lr_scheduler_type": "constant", "warmup_ratio": 0.9, "weight_decay": 1.0, "max_grad_norm": 1e-3, "lora_r": 2,
-    "lora_alpha": (1.0, {"lora_r": 2}), "lora_target_modules": (".*c_proj", {"lora_r": 2}), "eval_steps": (1, EVALUATED),
-    "num_eval_prompts": (2, EVALUATED), "response_length": (3, EVALUATED), "temperature": (1.5, EVALUATED),
+    "lora_alpha": (1.0, {"lora_r": 2}), "lora_target_modules": (".*c_proj", {"lora_r": 2}),
+    "eval_steps": (1, EVALUATED), "num_eval_prompts": (2, EVALUATED), "response_length": (3, EVALUATED),
+    "temperature": (1.5, EVALUATED),
     "gold_reward_fn": ("toy/make.py:gold_score", EVALUATED),
 }  # fmt: skip
 CHANGES["rloo"] = {  # all but the critic's flags, and its own
@@ -138,7 +141,8 @@ CHANGES["grpo"] = {
     "reward_fn": (("toy/make.py:gold_score",), {}), "reward_weights": ((0.5,), {}), "dataset": ("{tmp}/prompts.csv", ON_TEXTS),
     "prompt_column": ("other", {"dataset": "{tmp}/prompts.csv", "model": "toy/sft"} | ON_TEXTS),
     "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"} | ON_TEXTS),
-    "num_eval_prompts": (2, EVALUATED), "reward_model": ("{tmp}/reward", BY_MODEL), "temperature": 0.5, "missing_eos_penalty": (1.0, {"response_length": 4}),
+    "num_eval_prompts": (2, EVALUATED), "reward_model": ("{tmp}/reward", BY_MODEL), "temperature": 0.5,
+    "missing_eos_penalty": (1.0, {"response_length": 4}),
     "reward_label": ("NEGATIVE", {"reward_model": "{tmp}/classifier", "reward_label": "POSITIVE"} | BY_MODEL),
 }  # fmt: skip
 GUIDED, PER_PROMPT = {"sample_guidance_scale": 3.0}, {"per_prompt_stat_tracking": True, "sample_batch_size": 8}
@@ -245,7 +249,8 @@ def world(tmp_path_factory):
 def smallest(part_of, tmp_path_factory):
     """Settings of a run of two updates of two steps each, or of three steps, without evaluation, for each script."""
     prompts, pairs = part_of("prompts", 16), part_of("preferences", 12)
-    (folder := tmp_path_factory.mktemp("length")).joinpath("r.py").write_text("def f(texts):\n    return map(len, texts)\n")
+    folder = tmp_path_factory.mktemp("length")
+    (folder / "r.py").write_text("def f(texts):\n    return map(len, texts)\n")
     updates = dict(batch_size=4, total_episodes=8, num_ppo_epochs=2, response_length=4, dataset_test_split="none")
     steps = dict(batch_size=4, dataset_test_split="none")
     return {
@@ -305,7 +310,7 @@ def flags_to_try():
             yield pytest.param(script, flag, marks=[pytest.mark.slow] * is_known)
 
 
-@pytest.mark.parametrize("script, flag", flags_to_try())
+@pytest.mark.parametrize("script, flag", list(flags_to_try()))
 def test_flag_changes_the_numbers(script, flag, metrics_of, smallest):
     change = CHANGES[script][flag]
     value, both = change if isinstance(change, tuple) else (change, {})

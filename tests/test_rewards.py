@@ -45,7 +45,7 @@ def write(tmp_path):
 
 @pytest.mark.parametrize(
     "name, takes",
-    [("ppo", "prompts, completions, answer, n"), ("rloo", "completions, **columns"), ("grpo", "completions, **columns")],
+    [("ppo", "prompts, completions, answer, n")] + [(name, "completions, **columns") for name in ("rloo", "grpo")],
 )
 def test_columns_belong_to_their_rows(name, tmp_path, data, write, takes):
     """Through shuffling, dropped prompts, the k responses of a group, and the micro-batches."""
