@@ -269,7 +269,8 @@ def test_length_grouped_batches_hold_every_row_once_and_pad_less():
     grouped = sum(len(b) * max(lengths[i] for i in b) for b in batches)
     plain = sum(10 * max(lengths[i : i + 10]) for i in range(0, 1000, 10))
     assert grouped < 0.7 * plain
-    assert batches != sorted(batches, key=lambda b: max(lengths[i] for i in b))  # the order of batches is random
+    half = [max(lengths[i] for i in b) for b in batches[:50]]
+    assert half != sorted(half)  # the order of batches is random
 
 
 def test_random_batches_hold_every_row_once_sorted_by_length():

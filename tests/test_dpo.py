@@ -286,7 +286,7 @@ def clear_pairs(tmp_path_factory):
 def learned(output, seed, data, **settings):
     """After 32 steps: margin of unseen pairs, and gold score of responses to their prompts.
 
-    Over three seeds these were 0.31 to 0.34 and 0.68 to 0.85; with the loss's sign turned, -0.17 and -0.24 at best.
+    Over three seeds these were 0.23 to 0.32 and 0.50 to 1.05; with the loss's sign turned, -0.03 and -0.09 at best.
     """
     settings = dict(dataset=data, batch_size=8, learning_rate=5e-4, num_train_epochs=1) | settings
     last = run(dpo, output, seed=seed, gold_reward_fn="toy/make.py:gold_score", **settings)[-1]
@@ -297,7 +297,7 @@ def learned(output, seed, data, **settings):
 def test_dpo_learns(seed, tmp_path, clear_pairs):
     """Unseen pairs are told apart, and sampled responses become better."""
     margin, gold = learned(tmp_path, seed, clear_pairs)
-    assert margin > 0.1 and gold > 0.4, (margin, gold)
+    assert margin > 0.1 and gold > 0.3, (margin, gold)
 
 
 def test_dpo_unlearns_with_the_sign_turned(tmp_path, clear_pairs, monkeypatch):
