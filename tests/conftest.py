@@ -48,16 +48,18 @@ def nothing_is_left():
 
     And it ends in the folder, and with the signal handlers, that it began with.
     """
+    import numpy as np
     import torch
 
     def kept():
         return os.getcwd(), {number: signal.getsignal(number) for number in signal.valid_signals()}
 
-    before, environment, numbers = kept(), dict(os.environ), (random.getstate(), torch.get_rng_state())
+    before, environment = kept(), dict(os.environ)
+    numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    random.seed(0), torch.manual_seed(0)
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
     yield
-    random.setstate(numbers[0]), torch.set_rng_state(numbers[1])
+    random.setstate(numbers[0]), np.random.set_state(numbers[1]), torch.set_rng_state(numbers[2])
     torch.set_float32_matmul_precision(precision)  # a run on a CPU changes it for good
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)

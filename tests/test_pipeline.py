@@ -63,7 +63,7 @@ def test_the_pipeline_gives_commands_that_are_understood(pipeline, monkeypatch):
     for call in calls[:6]:
         monkeypatch.setattr(sys, "argv", call)
         args = importlib.import_module(Path(call[0]).stem).read_command_line()
-        started = {getattr(args, "model", ""), getattr(args, "reward_model", "")} - {"", "toy/reward_model"}
+        started = {getattr(args, "model", None), getattr(args, "reward_model", None)} - {None, "toy/reward_model"}
         assert started <= made, f"{shlex.join(call)} starts from what is not made yet"
         made.add(args.output_dir)
 

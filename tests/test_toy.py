@@ -24,6 +24,11 @@ def rows(name, split, part=1):
     return [json.loads(line) for line in lines(name, split)[::part]]
 
 
+def gold_scores(texts, prompts=None):
+    """The gold scores of completions, by default to empty prompts."""
+    return torch.tensor(make.gold_score(prompts=prompts or [""] * len(texts), completions=texts))
+
+
 def test_the_same_rows_each_time(tmp_path):
     """make.py writes the first twentieth of what is in the repository, on this machine too."""
     make.write_data(tmp_path, {name: (train // 20, 0) for name, (train, _) in make.SIZES.items()})
@@ -48,7 +53,7 @@ def test_texts_are_many_and_varied():
     texts = [row["prompt"] + row["completion"] for row in rows("sft", "train", 10)]
     words = {word for text in texts for word in text.lower().replace(".", " ").replace(",", " ").split()}
     sentences = torch.tensor([float(text.count(".") + text.count("!")) for text in texts])
-    gold = torch.tensor(make.gold_score(texts))
+    gold = gold_scores(texts)
     assert len(set(texts)) == len(texts) and len(words) > 1000
     assert sentences.min() <= 2 and sentences.max() >= 8
     for mood in (gold < -2, gold > 2, gold.abs() < 1):
@@ -65,8 +70,8 @@ def test_splits_share_no_row():
 def test_labels_are_a_bradley_terry_draw():
     """Among pairs with a gold gap near g, the better text is chosen with probability sigmoid(g). A tenth of them."""
     pairs = rows("preferences", "train", 10)
-    gold = {k: torch.tensor(make.gold_score([row["prompt"] + row[k] for row in pairs])) for k in ("chosen", "rejected")}
-    gap = gold["chosen"] - gold["rejected"]
+    chosen, rejected, prompts = ([row[name] for row in pairs] for name in ("chosen", "rejected", "prompt"))
+    gap = gold_scores(chosen, prompts) - gold_scores(rejected, prompts)
     for low, high in ((0.2, 0.6), (0.6, 1.2), (1.2, 2.0), (2.0, 4.0)):
         near = (gap.abs() > low) & (gap.abs() < high)
         share, expected = (gap[near] > 0).float().mean(), gap[near].abs().sigmoid().mean()
@@ -99,7 +104,7 @@ def test_gold_score_reads_english(better, worse):
 
 def test_gold_score_is_bounded_and_takes_anything():
     texts = ["", " ", "...", "42 %§", "good " * 500, "bad, " * 500, "\x00<|end|>", "日本語"]
-    assert all(-9 <= score <= 5 for score in make.gold_score(texts))
+    assert all(-9 <= score <= 5 for score in gold_scores(texts))
 
 
 def test_folders_are_small_and_safe():
@@ -129,9 +134,9 @@ def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_no
             return ppo.read_reward(model, ids, mask.long())[:, 0]
 
     texts = [row["prompt"] + row["completion"] for row in rows("sft", "validation")]
-    assert torch.corrcoef(torch.stack([learned(texts), torch.tensor(make.gold_score(texts))]))[0, 1] > 0.7
+    assert torch.corrcoef(torch.stack([learned(texts), gold_scores(texts)]))[0, 1] > 0.7
     heap = ["The film is wonderful superb delightful wonderful superb delightful wonderful superb delightful"]
-    assert learned(heap)[0] > 2 and make.gold_score(heap)[0] < 1
+    assert learned(heap)[0] > 2 and gold_scores(heap)[0] < 1
 
 
 def test_the_sorting_task_is_made_again_byte_for_byte(tmp_path):

@@ -90,14 +90,22 @@ def test_a_run_without_metrics_has_a_page_all_the_same(run):
     assert json.loads(Elements(page_of(run)).data)["curves"] == []
 
 
+def test_a_run_that_was_resumed(run):
+    """The last line of a sample counts; one that was cut off, even within a letter, is left out."""
+    parts = ([" a"], 0, 1.0), ([" b"], 1, 2.0), ([" c"], 0, 3.0)
+    first, second, third = (sample(tokens, row=row, advantages=[x]) for tokens, row, x in parts)
+    lines = [first, '{"update": 1', second, '{"update": 1, "prompt": "\udcff', third]
+    (run / "samples.jsonl").write_text("\n".join(lines) + "\n", "utf-8", "surrogateescape")
+    samples = json.loads(Elements(page_of(run)).data)["samples"]
+    assert [(x["tokens"], x["columns"]["advantages"]) for x in samples] == [([" c"], [3]), ([" b"], [2])]
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
         (None, "has no samples.jsonl"),
         ("", "no response with numbers"),
-        (sample([" a"], advantages=[1.0]) + '\n{"update": 1', "line 2: cannot be read"),
-        (sample([" a"]) + "\n\udcff\n", "line 2: cannot be read"),
-        ("[1, 2]\n", "line 1: cannot be read: not a JSON object"),
+        ("\udcff\n[1, 2]\n", "line 2: cannot be read: not a JSON object"),
         ('{"update": 1}\n', "line 1: there is no update, or there are no tokens"),
         (sample([" a"]) + "\n", "no response with numbers"),
     ],
