@@ -3,6 +3,7 @@
     python tests/plant_faults.py                          # all of tests/faults/*.toml; exit code 1 if one lived
     python tests/plant_faults.py --script ppo --jobs 2    # those of one script, two at once
     python tests/plant_faults.py --name gamma             # those with the word in their name
+    python tests/plant_faults.py --test test_options      # those that tests of that file are to see
     python tests/plant_faults.py --quick                  # what the tests see that are not marked as slow
 
 A file of faults is named after its script and holds entries such as
@@ -107,10 +108,12 @@ def main() -> int:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--script", help="ppo, rloo, grpo, dpo, ddpo, reward_model or sft; by default all")
     parser.add_argument("--name", default="", help="only faults with this in their name")
+    parser.add_argument("--test", default="", help="only faults with this in the names of their tests")
     parser.add_argument("--quick", action="store_true", help="without the tests that are marked as slow")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once")
     asked = parser.parse_args()
     faults = [f for f in read_faults() if asked.script in (None, f["script"]) and asked.name in f["name"]]
+    faults = [f for f in faults if asked.test in " ".join(f["tests"])]
     for fault in faults:
         plant((ROOT / f"{fault['script']}.py").read_text("utf-8"), fault)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
