@@ -225,9 +225,7 @@ def test_preference_loss_depends_on_differences_alone():
 
 def test_probabilities_of_both_outcomes_add_up():
     a, b, zero = randn(B), randn(B), torch.zeros(B, dtype=torch.float64)
-    total = (-reward_model.preference_loss(a, b, zero, 0.0)).exp() + (
-        -reward_model.preference_loss(b, a, zero, 0.0)
-    ).exp()
+    total = sum((-reward_model.preference_loss(*pair, zero, 0.0)).exp() for pair in ((a, b), (b, a)))
     torch.testing.assert_close(total, torch.ones_like(total))
 
 
@@ -259,10 +257,9 @@ def test_packing_keeps_every_token_in_order_but_the_remainder():
 
 def test_length_grouped_batches_hold_every_row_once_and_pad_less():
     lengths = torch.randint(1, 100, (1000,)).tolist()
-    batches, second, other = (  # 100 batches are a pass
-        [reward_model.length_grouped_batch(lengths, number, 10, seed) for number in range(first, first + 100)]
-        for first, seed in ((0, 1), (100, 1), (0, 2))
-    )
+    batch = lambda number, seed: reward_model.length_grouped_batch(lengths, number, 10, seed)  # noqa: E731
+    passes = ((0, 1), (100, 1), (0, 2))  # the number of a first batch, and a seed; 100 batches are a pass
+    batches, second, other = ([batch(first + i, seed) for i in range(100)] for first, seed in passes)
     assert len({frozenset(map(tuple, some)) for some in (batches, second, other)}) == 3  # whatever their order
     for some in (batches, second, other):
         assert sorted(i for batch in some for i in batch) == list(range(1000))
@@ -276,10 +273,8 @@ def test_length_grouped_batches_hold_every_row_once_and_pad_less():
 def test_random_batches_hold_every_row_once_sorted_by_length():
     """The last batch of a pass has what is left; texts of all lengths meet in a batch, in which they are sorted."""
     rows = [([i] * n, []) for i, n in enumerate(torch.randint(1, 100, (999,)).tolist())]
-    first, second, other = (
-        [sft.random_batch(rows, number, 10, seed) for number in range(start, start + 100)]
-        for start, seed in ((0, 1), (100, 1), (0, 2))
-    )
+    passes = ((0, 1), (100, 1), (0, 2))  # the number of a first batch, and a seed
+    first, second, other = ([sft.random_batch(rows, n + i, 10, seed) for i in range(100)] for n, seed in passes)
     for batches in (first, second, other):
         assert sorted(row[0][0] for batch in batches for row in batch) == list(range(999)) and len(batches[-1]) == 9
         assert all(batch == sorted(batch, key=lambda row: len(row[0])) for batch in batches)
@@ -293,8 +288,5 @@ def test_labels_are_scored_by_the_logits_before_them():
     logits = torch.nn.functional.one_hot(ids.roll(-1, 1), 5).double() * 1e3
     assert sft.label_losses(logits, ids).sum() == 0
     assert sft.label_losses(-logits, torch.full_like(ids, sft.IGNORE)).sum() == 0
-    assert sft.label_losses(-logits, torch.tensor([[sft.IGNORE, sft.IGNORE, 0, 1]]))[0].gt(1).tolist() == [
-        False,
-        True,
-        True,
-    ]
+    losses = sft.label_losses(-logits, torch.tensor([[sft.IGNORE, sft.IGNORE, 0, 1]]))[0]
+    assert losses.gt(1).tolist() == [False, True, True]

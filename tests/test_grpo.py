@@ -125,8 +125,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
 def an_update(policy, scores, settings, rows=None, in_loss=True):
     """The gradient of one mini-batch of the golden episodes with other scores, and what is logged of it."""
     args = golden_args(TRL["cases"]["dapo"]["settings"])
-    vars(args).update(num_ppo_epochs=1, epsilon=0.05, epsilon_high=0.1)
-    vars(args).update(settings)
+    vars(args).update(dict(num_ppo_epochs=1, epsilon=0.05, epsilon_high=0.1) | settings)
     rollout = golden_rollout(args, policy)
     rollout.old_logprobs = rollout.old_logprobs + torch.linspace(-0.2, 0.2, 72).view(12, 6).sin()
     rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
@@ -346,9 +345,9 @@ def test_dynamic_sampling(monkeypatch):
     args.dynamic_sampling = 1  # too few: the rest is filled up with what differs not
     rollout, count = sample_groups([[1, 0, 0, 0], [0, 0, 1, 0]], first_draw=5)
     assert rollout.prompts.flatten().tolist() == [20, 20, 26, 26, 21, 21, 22, 22] and count == 2
-    args.dynamic_sampling = 0
+    args.dynamic_sampling = 0  # in the order of sampling
     rollout, count = sample_groups([[0, 0, 1, 0]])
-    assert rollout.prompts.flatten().tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and count == 1  # in the order of sampling
+    assert rollout.prompts.flatten().tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and count == 1
 
 
 def test_dynamic_sampling_in_a_run(tmp_path, tiny, monkeypatch):
