@@ -762,11 +762,14 @@ def watched_dpo(folder, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dpo, "sample", noted)
         run = watched(dpo, folder, **settings)
-    run.sampled = sampled[1:]  # the first is of the check that a model can be sampled from
+    run.sampled = sampled
     return run
 
 
-GOLD_REWARD = "def score(texts):\n    return [float(len(text)) for text in texts]\n"
+GOLD_REWARD = """
+def score(prompts, completions, **columns):
+    return [float(len(prompt + completion)) for prompt, completion in zip(prompts, completions)]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -819,7 +822,8 @@ def test_dpo_responses_by_hand(name, models, choices, tokenizer, request):
     assert sum(gaps) / 7 > 0.05
     responses = run.sampled[-1][1]
     assert 0 < sum(len(response) < 8 for response in responses) < 7
-    texts = [tokenizer.decode(a + b, skip_special_tokens=True) for a, b in zip(*run.sampled[-1])]
+    completions = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    texts = [row["prompt"] + completion for row, completion in zip(choices.tests, completions)]  # of whole prompts
     agree(run.lines[-1], {
         "objective/kl": sum(gaps) / 7,
         "objective/gold_scores": sum(map(len, texts)) / 7,
