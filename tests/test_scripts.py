@@ -33,14 +33,14 @@ SHARED = {  # in which scripts a function or method has the same text; another's
         Run.__exit__ Run.steps Run.clock Run.write Run.is_due Run.save Run.stop Run.restore""",
     "ppo rloo grpo dpo sft reward_model": """
         load_model load_tokenizer use_bfloat16 add_adapter context_length load_data pad make_schedule
-        set_learning_rates shard tie split start_run check_unused save_model Run.keep_samples Run.is_turn Run.warn
+        set_learning_rates shard tie split reshard start_run check_unused save_model Run.keep_samples Run.is_turn Run.warn
         Run.table Run.finish""",
     "ppo rloo grpo dpo reward_model ddpo": "all_gather",
     "ppo rloo grpo dpo sft": "gathered",
     "ppo rloo grpo dpo ddpo": "make_reference load_function",
     "ppo rloo grpo dpo": """
         Rollout.inputs response_mask sample_categorical OneTypeCache sample response_forward token_logprobs
-        adapter_off function_reward turn_off_dropout""",
+        adapter_off function_reward check_padding turn_off_dropout""",
     "ppo rloo grpo reward_model": "read_reward",
     "ppo rloo grpo ddpo": "batch",
     "ppo rloo grpo": """
@@ -54,9 +54,9 @@ SHARED = {  # in which scripts a function or method has the same text; another's
         pretrain_gradient load_pretrain_texts follow""",
     "rloo grpo": "repeat equal_groups make_optimizer",
     "dpo sft reward_model": """
-        apply_template as_turns with_eos check_padding shard_rows micro_batches choose_sizes make_optimizer""",
+        apply_template as_turns with_eos shard_rows micro_batches choose_sizes make_optimizer""",
     "dpo reward_model": "encode_conversation load_pairs read_pairs keep_different length_grouped_batch",
-    "sft reward_model": "separate_dropout",
+    "sft reward_model": "check_padding separate_dropout",
 }
 
 
@@ -77,8 +77,8 @@ def test_shared_text():
             where[name, text].append(Path(script).stem)
     same = {(name, " ".join(scripts)) for (name, _), scripts in where.items() if len(scripts) > 1}
     listed = {(name, scripts) for scripts, names in SHARED.items() for name in names.split()}
-    assert not listed - same, "these have drifted apart, or are gone"
-    assert not same - listed, "these are the same, and not listed"
+    assert not listed - same, f"these have drifted apart, or are gone: {sorted(listed - same)}"
+    assert not same - listed, f"these are the same, and not listed: {sorted(same - listed)}"
 
 
 def test_the_end_of_all_scripts_is_the_same():
