@@ -212,23 +212,26 @@ def norms(monkeypatch):
 @pytest.fixture
 def rollouts(monkeypatch):
     """The rollouts of all epochs, as they come to the update, and with the images that they had before."""
-    kept, images, sample, update = [], [], ddpo.sample_images, ddpo.update_unet
+    kept, images, sample, update = [], [], ddpo.sample_batch, ddpo.optimize
 
-    def sample_and_keep(chain, rows, *rest):
-        part = sample(chain, rows, *rest)
-        if not rest:  # or it is for a picture
-            images.append(part.images)
-        return part
+    def sample_and_keep(*given):
+        parts = sample(*given)
+        images[:] = [part.images for part in parts]
+        return parts
 
-    def update_and_keep(chain, optimizer, rollout):
+    def update_and_keep(chain, optimizer, rollout, args):
         assert rollout.images is None  # once they are judged nothing needs them, and they are large
-        kept.append(ddpo.ImageBatch(**vars(rollout) | {"images": torch.cat(images)}))
-        images.clear()
-        return update(chain, optimizer, rollout)
+        kept.append(ddpo.Rollout(**vars(rollout) | {"images": torch.cat(images)}))
+        return update(chain, optimizer, rollout, args)
 
-    monkeypatch.setattr(ddpo, "sample_images", sample_and_keep)
-    monkeypatch.setattr(ddpo, "update_unet", update_and_keep)
+    monkeypatch.setattr(ddpo, "sample_batch", sample_and_keep)
+    monkeypatch.setattr(ddpo, "optimize", update_and_keep)
     return kept
+
+
+def prompts_of(rollout):
+    """The prompt of each image."""
+    return [row["prompt"] for row in rollout.examples]
 
 
 def cases(*quick):
@@ -244,11 +247,12 @@ def test_an_update_is_trls(case, monkeypatch, norms):
     scheduler.set_timesteps(args.sample_num_steps)
     assert torch.equal(scheduler.timesteps, figures["timesteps"])
     pipe = SimpleNamespace(scheduler=scheduler)
-    chain = ddpo.Chain(pipe, unet, None, figures["timesteps"], figures["negative_prompt_embeds"], args)
+    chain = ddpo.Chain(pipe, unet, None, figures["timesteps"], figures["negative_prompt_embeds"])
+    args = ddpo.choose_sizes(args, chain)
     advantages = figures["advantages"].clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
-    rollout = ddpo.ImageBatch(
-        TRL["prompts"], TRL["prompts"], figures["prompt_embeds"], figures["latents"], figures["old_logprobs"], None,
-        None, figures["images"], figures["rewards"], None, advantages,
+    rollout = ddpo.Rollout(
+        [{"prompt": prompt} for prompt in TRL["prompts"]], figures["prompt_embeds"], figures["latents"],
+        figures["old_logprobs"], None, None, None, figures["rewards"], None, advantages,
     )  # fmt: skip
     settings = dict(betas=(args.train_adam_beta1, args.train_adam_beta2), eps=args.train_adam_epsilon)
     settings["weight_decay"] = args.train_adam_weight_decay
@@ -256,13 +260,13 @@ def test_an_update_is_trls(case, monkeypatch, norms):
     logprobs, compute, orders = [], ddpo.gaussian_logprobs, orders_of(figures)
     monkeypatch.setattr(ddpo, "gaussian_logprobs", lambda *a: (logprobs.append(x := compute(*a)), x)[1])
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
-    stats = ddpo.update_unet(chain, optimizer, rollout)
+    stats = ddpo.optimize(chain, optimizer, rollout, args)
     tolerance = 1e-5
     close(torch.stack(logprobs), figures["new_logprobs"], atol=10 * tolerance)
     if "gradients" in figures:
         close(torch.stack(norms.gradients), figures["gradients"], rtol=1e-4, atol=tolerance)
     compare(case, figures, stats, norms, flat(unet.parameters()), tolerance)
-    assert stats["steps"] == len(norms) == len(TRL["cases"][case]["logged"]) - 1 and not list(orders)
+    assert len(norms) == len(TRL["cases"][case]["logged"]) - 1 and not list(orders)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +297,7 @@ def golden_world(tmp_path_factory):
 def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms, rollouts):
     """`train` itself, on TRL's models: what it samples from TRL's noise, scores, advantages, metrics, and weights.
 
-    The noise is what leads from each of TRL's latents to the next one; the first step's comes after x_N, in batches.
+    The noise is x_N and what leads from each of TRL's latents to the next one, in batches.
     """
     figures, settings = of_case(case), golden_settings(case)
     args = ddpo.Args(model=str(golden_world / "sd"), **settings)
@@ -301,12 +305,14 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms, roll
     close(chain.negative, figures["negative_prompt_embeds"]), close(chain.timesteps, figures["timesteps"])
     noise = []
     for latents, context in zip(batches, figures["prompt_embeds"].split(4)):
-        noise.append(latents[:, 0])
+        draws = [latents[:, 0]]
         for i, t in enumerate(chain.timesteps):
             with torch.no_grad():
-                mean, std = chain.step(latents[:, i], t.expand(4), context)
-            noise.append((latents[:, i + 1] - mean) / std)
-    orders, noise, randn = iter([torch.arange(8), *orders_of(figures)]), iter(noise), torch.randn
+                mean, std = chain.step(latents[:, i], t.expand(4), context, args)
+            draws.append((latents[:, i + 1] - mean) / std)
+        noise.append(torch.stack(draws, 1))
+    orders, noise, randn = orders_of(figures), iter(noise), torch.randn
+    monkeypatch.setattr(ddpo, "shuffled", lambda n, *_: list(range(n)))
     draw = lambda *a, generator=None: randn(*a, generator=generator) if generator else next(noise)  # noqa: E731
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
     monkeypatch.setattr(torch, "randn", draw)
@@ -316,7 +322,7 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms, roll
     )  # fmt: skip
     assert not list(noise) and not list(orders)
     rollout, limit = rollouts[0], args.train_adv_clip_max
-    assert rollout.prompts == TRL["prompts"] and [row["index"] for row in rollout.rows] == list(range(8))
+    assert prompts_of(rollout) == TRL["prompts"] and [row["index"] for row in rollout.examples] == list(range(8))
     close(rollout.context, figures["prompt_embeds"], atol=1e-5)
     close(rollout.latents, figures["latents"], atol=1e-5)
     close(rollout.old_logprobs, figures["old_logprobs"], atol=1e-4)
@@ -333,10 +339,11 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms, roll
 
 
 def toy_chain(model=TOY, moved=0.0, **settings):
-    """A chain from a pipeline, whose policy may have been moved away from the first model."""
+    """A chain from a pipeline, whose policy may have been moved away from the first model, and its settings as .args."""
     args = ddpo.Args(**dict(model=str(model), sample_num_steps=4, train_gradient_accumulation_steps=1) | settings)
     torch.manual_seed(1)
     chain = ddpo.load_chain(args)
+    chain.args = ddpo.choose_sizes(args, chain)
     with torch.no_grad():
         for p in chain.policy.parameters():
             if p.requires_grad:
@@ -347,27 +354,28 @@ def toy_chain(model=TOY, moved=0.0, **settings):
 def toy_rollout(chain, images=8):
     """Images with made-up advantages."""
     torch.manual_seed(2)
-    rollout = ddpo.sample_images(chain, [{"prompt": PROMPTS[i % 4]} for i in range(images)])
+    rows = [{"prompt": PROMPTS[i % 4]} for i in range(images)]
+    rollout = ddpo.sample_images(chain, rows, chain.draw_noise(images), chain.args)
     rollout.scores = torch.linspace(-1, 1, images)
     rollout.advantages = torch.linspace(-1.5, 1, images).sin()
     return rollout
 
 
 def updated(chain, rollout, rate=1e-2):
-    """What update_unet returns, and the weights after it: plain steps, which follow the gradient's size."""
+    """What optimize returns, and the weights after it: plain steps, which follow the gradient's size."""
     optimizer = torch.optim.SGD([p for p in chain.policy.parameters() if p.requires_grad], rate)
     torch.manual_seed(3)
-    return ddpo.update_unet(chain, optimizer, rollout), flat(chain.policy.parameters())
+    return ddpo.optimize(chain, optimizer, rollout, chain.args), flat(chain.policy.parameters())
 
 
 @pytest.mark.parametrize("guidance, lora_r", [(1.0, 0), (3.0, 2)])
-def test_the_ratio_is_1_before_the_first_step(guidance, lora_r):
+def test_the_ratio_is_1_before_the_first_step(guidance, lora_r, norms):
     """So the loss is minus the mean advantage, nothing is clipped, and the policy is the reference."""
     chain = toy_chain(sample_guidance_scale=guidance, lora_r=lora_r, train_batch_size=8)
     rollout = toy_rollout(chain)
     assert rollout.kl.shape == (8, 4) and not rollout.kl.any()
     stats, _ = updated(chain, rollout)
-    assert stats["steps"] == 1 and stats["approx_kl"] < 1e-9 and stats["clipfrac"] == 0
+    assert len(norms) == 1 and stats["approx_kl"] < 1e-9 and stats["clipfrac"] == 0
     close(stats["loss"], -rollout.advantages.mean(), atol=1e-4)
 
 
@@ -387,23 +395,23 @@ def test_the_kl_is_that_of_normal_distributions(lora_r):
     rollout, first = toy_rollout(chain), toy_chain(sample_guidance_scale=2.0)
     for i, t in enumerate(chain.timesteps):
         with torch.no_grad():
-            mean, std = chain.step(rollout.latents[:, i], t.expand(8), rollout.context)
-            ref_mean, _ = first.step(rollout.latents[:, i], t.expand(8), rollout.context)
+            mean, std = chain.step(rollout.latents[:, i], t.expand(8), rollout.context, chain.args)
+            ref_mean, _ = first.step(rollout.latents[:, i], t.expand(8), rollout.context, first.args)
         policy, reference = (Normal(x, std.expand_as(x)) for x in (mean, ref_mean))
         close(rollout.kl[:, i], kl_divergence(policy, reference).sum((1, 2, 3)), rtol=1e-3)
         close(rollout.old_logprobs[:, i], policy.log_prob(rollout.latents[:, i + 1]).mean((1, 2, 3)), atol=1e-4)
         close(rollout.ref_means[:, i], ref_mean, atol=1e-5)
     assert rollout.kl.min() > 0
-    stats = ddpo.image_stats(rollout)
+    stats = ddpo.rollout_stats(rollout)
     close(stats["objective/kl"], rollout.kl.sum() / 8)
 
 
 def test_drawing_from_the_reference():
     """For the pictures: the same noise leads to what the first model draws, not to the policy's."""
     chain, first = toy_chain(moved=0.05), toy_chain()
-    rows, seeded = [{"prompt": x} for x in PROMPTS], lambda: torch.Generator().manual_seed(4)
+    rows, noise = [{"prompt": x} for x in PROMPTS], chain.draw_noise(4)
     policy, reference, same = (
-        ddpo.sample_images(c, rows, of, seeded()).images
+        ddpo.sample_images(c, rows, noise, c.args, of).images
         for c, of in ((chain, "policy"), (chain, "reference"), (first, "policy"))
     )  # fmt: skip
     assert torch.equal(reference, same) and (policy - same).abs().max() > 0.05
@@ -419,12 +427,12 @@ def test_guidance_by_hand():
         for g in (1.0, 1.0 + 1e-12, 0.0, 0.5, 5.0):
             chain.args.sample_guidance_scale = g
             mean, std = ddpo.ddim_step(chain.pipe.scheduler, u + g * (c - u), t, x, 1.0)
-            for ours, expected in zip(chain.step(x, t, context), (mean, std)):
+            for ours, expected in zip(chain.step(x, t, context, chain.args), (mean, std)):
                 close(ours, expected, atol=1e-4)
     assert (c - u)[:3].abs().max() > 0.01
 
 
-def test_cutting_an_optimiser_step_changes_nothing():
+def test_cutting_an_optimiser_step_changes_nothing(norms):
     """However many images a forward pass has, the step and its numbers are the same, but for rounding."""
     both = dict(moved=0.02, kl_coef=0.5, train_num_inner_epochs=2, train_timestep_fraction=0.8, train_clip_range=0.1)
     results = []
@@ -432,16 +440,16 @@ def test_cutting_an_optimiser_step_changes_nothing():
         chain = toy_chain(train_batch_size=4 // n, train_gradient_accumulation_steps=n, **both)
         results.append(updated(chain, toy_rollout(chain)))
     (stats, weights), (others, same) = results
-    assert stats["steps"] == 4 and stats["approx_kl"] > 1e-7
+    assert len(norms) == 2 * 4 and stats["approx_kl"] > 1e-7
     close(list(stats.values()), list(others.values()), rtol=1e-3, atol=1e-5)
     close(weights, same, atol=1e-6)
 
 
 def loss_at(chain, rollout, rows, step):
-    """The sum of the losses of some images at a step, and the gradient of their mean."""
+    """The mean of the losses of some images, each at a step, and its gradient."""
     chain.policy.zero_grad()
-    loss = ddpo.step_gradient(chain, rollout, rows, step, len(rows))[0]
-    return loss.item(), torch.cat([p.grad.flatten() for p in chain.policy.parameters()])
+    stats = ddpo.mini_batch_gradient(chain, rollout, rows, step[:, None], chain.args)
+    return stats["loss"], torch.cat([p.grad.flatten() for p in chain.policy.parameters() if p.requires_grad])
 
 
 def test_the_kl_in_the_loss():
@@ -450,7 +458,7 @@ def test_the_kl_in_the_loss():
     rollout, rows, step = toy_rollout(chain), torch.arange(8), torch.arange(8) % 4
     rollout.advantages = torch.zeros(8)
     loss, gradient = loss_at(chain, rollout, rows, step)
-    close(loss, 0.3 * rollout.kl[rows, step].sum() / 64, rtol=1e-4)
+    close(loss, 0.3 * rollout.kl[rows, step].mean() / 64, rtol=1e-4)
     direction, losses = gradient / gradient.norm(), []
     for sign in (1, -1):
         start = 0
@@ -458,7 +466,7 @@ def test_the_kl_in_the_loss():
             p.data += sign * (1e-3 if sign > 0 else 2e-3) * direction[start : start + p.numel()].view_as(p)
             start += p.numel()
         losses.append(loss_at(chain, rollout, rows, step)[0])
-    close((losses[0] - losses[1]) / 8 / 2e-3, gradient.norm(), rtol=0.02)
+    close((losses[0] - losses[1]) / 2e-3, gradient.norm(), rtol=0.02)
 
 
 def test_the_gradient_is_that_of_the_probability():
@@ -469,7 +477,7 @@ def test_the_gradient_is_that_of_the_probability():
     chain.policy.zero_grad()
     for row in range(8):
         x, t = rollout.latents[row, step[row]][None], chain.timesteps[step[row]][None]
-        mean, std = chain.step(x, t, rollout.context[row : row + 1])
+        mean, std = chain.step(x, t, rollout.context[row : row + 1], chain.args)
         logprob = Normal(mean, std.expand_as(mean)).log_prob(rollout.latents[row, step[row] + 1]).mean()
         (-rollout.advantages[row] * logprob / 8).backward()
     close(gradient, torch.cat([p.grad.flatten() for p in chain.policy.parameters()]), rtol=1e-2, atol=1e-4)
@@ -486,8 +494,9 @@ def other_schedule(folder, **config):
 @pytest.mark.parametrize("spacing, kl_coef", [("leading", 0.1), ("trailing", 0.0)])
 def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monkeypatch, capsys):
     """It has no probability; all others are trained on, and no number is NaN."""
-    steps, gradient = [], ddpo.step_gradient
-    monkeypatch.setattr(ddpo, "step_gradient", lambda *a: (steps.extend(a[3].tolist()), gradient(*a))[1])
+    steps, gradient = [], ddpo.mini_batch_gradient
+    note = lambda *a: (steps.extend(a[3].flatten().tolist()), gradient(*a))[1]  # noqa: E731
+    monkeypatch.setattr(ddpo, "mini_batch_gradient", note)
     model = other_schedule(tmp_path / "sd", set_alpha_to_one=True, timestep_spacing=spacing)
     lines = run(ddpo, tmp_path / "out", model=str(model), **TINY | dict(kl_coef=kl_coef))
     assert sorted(steps) == sorted([0, 1] * 32) and "the last step has a deviation of 0" in capsys.readouterr().out
@@ -516,22 +525,22 @@ def test_advantages_belong_to_images():
 
 
 def test_parts_are_joined_in_order():
-    """Rows of lists and tensors go on belonging together; what there is not stays away."""
+    """Rows go on belonging together; what there is not stays away."""
     chain = toy_chain()
     parts = [toy_rollout(chain, 4), toy_rollout(chain, 8)]
-    whole = ddpo.join_batches(parts)
-    assert whole.prompts == parts[0].prompts + parts[1].prompts and whole.rows == parts[0].rows + parts[1].rows
+    whole = ddpo.join(parts, [{"prompt": "all"}] * 12)
+    assert prompts_of(whole) == ["all"] * 12 and prompts_of(parts[0]) == PROMPTS
     assert whole.ref_means is None and whole.gold_scores is None
     for name in ("context", "latents", "old_logprobs", "kl", "images", "scores"):
         assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts])), name
 
 
-def test_a_gradient_that_is_not_finite_makes_no_step(monkeypatch):
+def test_a_gradient_that_is_not_finite_makes_no_step(norms):
     chain = toy_chain(train_batch_size=4)
     rollout, before = toy_rollout(chain), flat(chain.policy.parameters())
     rollout.advantages[:] = torch.inf
     stats, weights = updated(chain, rollout)
-    assert torch.equal(weights, before) and not torch.tensor(stats["grad_norm"]).isfinite() and stats["steps"] == 2
+    assert torch.equal(weights, before) and not torch.tensor(stats["grad_norm"]).isfinite() and len(norms) == 2
 
 
 # --- What is loaded ---------------------------------------------------------------------------------------------------
@@ -580,7 +589,7 @@ def test_stable_diffusion_in_small(tmp_path):
     settings |= dict(train_batch_size=4, train_gradient_accumulation_steps=1, num_epochs=2, lora_r=2)
     args = ddpo.Args(model=str(tmp_path / "sd"), **settings)
     chain = ddpo.load_chain(args)
-    rollout = ddpo.sample_images(chain, [{"prompt": prompt} for prompt in PROMPTS])
+    rollout = ddpo.sample_images(chain, [{"prompt": prompt} for prompt in PROMPTS], chain.draw_noise(4), args)
     theirs = pipe.image_processor.postprocess(
         pipe.vae.decode(rollout.latents[:, -1] / 0.18215).sample, output_type="pt"
     )
@@ -606,11 +615,15 @@ def test_dropout_is_off(tmp_path):
 def test_only_the_unet_is_trained(lora_r):
     """And with an adapter only that; models that are not trained take no memory for gradients."""
     chain = toy_chain(lora_r=lora_r)
-    models = {"vae": chain.pipe.vae, "text_encoder": chain.pipe.text_encoder, "policy": chain.policy}
-    named = [(f"{of}.{name}", p) for of, model in models.items() for name, p in model.named_parameters()]
-    trained = {name for name, p in named if p.requires_grad}
-    assert trained and all(name.startswith("policy.") and ("lora" in name) == bool(lora_r) for name in trained)
+    (group,) = ddpo.make_optimizer(chain.args, chain.policy).param_groups
+    trained = {id(p) for p in group["params"]}
+    named = list(chain.policy.named_parameters())
+    assert trained == {id(p) for name, p in named if ("lora" in name) == bool(lora_r)}
     assert lora_r or not any(p.requires_grad for p in chain.reference.parameters())
+    rollout = toy_rollout(chain)
+    loss_at(chain, rollout, torch.arange(8), torch.arange(8) % 4)
+    others = [*chain.pipe.vae.parameters(), *chain.pipe.text_encoder.parameters(), *chain.reference.parameters()]
+    assert {id(p) for p in others if p.grad is not None} <= trained and not rollout.context.requires_grad
 
 
 # --- The loop ---------------------------------------------------------------------------------------------------------
@@ -621,8 +634,8 @@ TINY = dict(
 )  # fmt: skip
 
 
-def an_epoch_by_hand(args, state):
-    """The first epoch with diffusers' own step, torch's normal distribution and optimiser, and plain loops.
+def an_epoch_by_hand(args, state, prompts):
+    """An epoch with diffusers' own step, torch's normal distribution and optimiser, and plain loops.
 
     Returns images, scores, the means of losses and of the gradients' norms, and the weights.
     """
@@ -643,17 +656,15 @@ def an_epoch_by_hand(args, state):
         return Normal(mean, std.expand_as(mean))
 
     torch.set_rng_state(state)
-    queue, prompts, chains, old = [], [], [[] for _ in range(B)], torch.zeros(B, N)
+    chains, old = [[] for _ in range(B)], torch.zeros(B, N)
     for first in range(0, B, 4):
-        queue = torch.randperm(4).tolist() + queue
-        prompts += [PROMPTS[i] for i in queue[:4]]
-        queue, draws = queue[4:], [torch.randn(4, 1, 8, 8) for _ in range(1 + N)]
+        draws = torch.randn(4, 1 + N, 1, 1, 8, 8)
         for i in range(4):
-            chains[first + i].append(draws[0][i : i + 1])
+            chains[first + i].append(draws[i, 0])
             for n, t in enumerate(times):
                 with torch.no_grad():
                     normal = step(chains[first + i][-1], t, embed([prompts[first + i]]))
-                x = normal.mean + normal.stddev * draws[1 + n][i]
+                x = normal.mean + normal.stddev * draws[i, 1 + n]
                 chains[first + i].append(x)
                 old[first + i, n] = normal.log_prob(x).mean()
     images = torch.cat([chain[-1] for chain in chains]) / 2 + 0.5
@@ -692,10 +703,12 @@ def test_an_epoch_by_hand(tmp_path, monkeypatch, rollouts):
         train_adam_epsilon=1e-4, train_adam_weight_decay=0.1, train_max_grad_norm=0.5, sample_guidance_scale=2.0,
         negative_prompts="a cross",
     )  # fmt: skip
-    states, batches = [], ddpo.batches
-    monkeypatch.setattr(ddpo, "batches", lambda *a: (states.append(torch.get_rng_state()), batches(*a))[1])
+    states, sample = [], ddpo.sample_batch
+    monkeypatch.setattr(ddpo, "sample_batch", lambda *a: (states.append(torch.get_rng_state()), sample(*a))[1])
     (line,) = run(ddpo, tmp_path, **settings)
-    images, scores, loss, norm, weights = an_epoch_by_hand(ddpo.Args(**settings), states[0])
+    prompts = prompts_of(rollouts[0])
+    assert sorted(prompts[:4]) == sorted(prompts[4:]) == sorted(PROMPTS)
+    images, scores, loss, norm, weights = an_epoch_by_hand(ddpo.Args(**settings), states[0], prompts)
     close(rollouts[0].images, images.clamp(0, 1).expand(-1, 3, -1, -1), atol=1e-3)
     close(rollouts[0].scores, scores, atol=1e-3)
     close([line["reward_mean"], line["reward_std"]], [scores.mean(), scores.std(correction=0)], atol=1e-3)
@@ -708,25 +721,26 @@ def test_an_epoch_by_hand(tmp_path, monkeypatch, rollouts):
 
 
 def test_images_prompts_and_metadata_are_one_image_s(tmp_path, rollouts):
-    """For the reward function, and for the update, where a score, its prompt and its images belong together."""
+    """For the reward function, which may change its copies, and for the update, where they belong to a score."""
     rows = [{"prompt": PROMPTS[i % 4], "points": i} for i in range(12)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "r.py").write_text(
         "def reward(images, prompts, metadata):\n    assert prompts == [row['prompt'] for row in metadata]\n"
-        "    assert images.shape == (8, 3, 8, 8) and 0 <= images.min() <= images.max() <= 1\n"
-        "    return [image.mean() + row['points'] for image, row in zip(images, metadata)]\n\n\n"
+        "    assert images.shape[1:] == (3, 8, 8) and 0 <= images.min() <= images.max() <= 1\n"
+        "    scores = [image.mean().item() + row['points'] for image, row in zip(images, metadata)]\n"
+        "    images.zero_(), [row.clear() for row in metadata]\n    return scores\n\n\n"
         "def second(images, prompts, metadata):\n    return (images.amax((1, 2, 3)).numpy(), {'more': 1})\n"
     )
     lines = run(ddpo, tmp_path / "out", dataset=str(tmp_path / "d.jsonl"), reward_fn=f"{tmp_path}/r.py:reward",
                 gold_reward_fn=f"{tmp_path}/r.py:second", **TINY)  # fmt: skip
     seen = []
     for line, rollout in zip(lines, rollouts, strict=True):
-        points = [row["points"] for row in rollout.rows]
+        points = [row["points"] for row in rollout.examples]
         seen += points
-        assert rollout.prompts == [PROMPTS[i % 4] for i in points]
+        assert prompts_of(rollout) == [PROMPTS[i % 4] for i in points]
         close(rollout.scores, rollout.images.mean((1, 2, 3)) + torch.tensor(points))
         chain = toy_chain()
-        close(rollout.context, ddpo.encode(chain.pipe, rollout.prompts, chain.args), atol=1e-5)
+        close(rollout.context, ddpo.encode(chain.pipe, prompts_of(rollout), chain.args), atol=1e-5)
         close(rollout.images, (rollout.latents[:, -1] / 2 + 0.5).clamp(0, 1).expand(-1, 3, -1, -1), atol=1e-3)
         advantages = (rollout.scores - rollout.scores.mean()) / rollout.scores.std(correction=0)
         close(rollout.advantages, advantages, atol=1e-4)
@@ -750,7 +764,7 @@ def test_history_of_prompts(tmp_path, rollouts):
     history = {}
     for number, rollout in enumerate(rollouts, 1):
         for prompt in PROMPTS:
-            mine = [i for i in range(16) if rollout.prompts[i] == prompt]
+            mine = [i for i in range(16) if prompts_of(rollout)[i] == prompt]
             history[prompt] = (history.get(prompt, []) + rollout.scores[mine].tolist())[-6:]
             others = torch.tensor(history[prompt]) if number > 1 else rollout.scores  # 4 of each in an epoch
             expected = (rollout.scores[mine] - others.mean()) / others.std(correction=0)
@@ -765,30 +779,19 @@ def test_pictures(tmp_path):
     files = sorted(path.name for path in (tmp_path / "a/images").iterdir())
     assert files == ["epoch-0001.png", "epoch-0002.png"]
     pixels = [torch.tensor(list(Image.open(tmp_path / "a/images" / name).convert("L").tobytes())) for name in files]
-    rows = [x.view(2, 80, 8, 80)[:, 8:-8, :, 8:-8] for x in pixels]  # each image has a frame of a pixel's width
-    assert Image.open(tmp_path / "a/images" / files[0]).size == (8 * 80, 2 * 80)
+    rows = [x.view(2, 60, 8, 60)[:, 6:-6, :, 6:-6] for x in pixels]  # each image has a frame of a pixel's width
+    assert Image.open(tmp_path / "a/images" / files[0]).size == (8 * 60, 2 * 60)
     assert torch.equal(rows[0][0], rows[1][0])
     assert not torch.equal(rows[0][1], rows[0][0]) and not torch.equal(rows[0][1], rows[1][1])
     pipe = StableDiffusionPipeline.from_pretrained(tmp_path / "a", safety_checker=None)
     chain = toy_chain(sample_num_steps=3)
     chain.policy = pipe.unet.eval()
-    asked, rng = [{"prompt": x} for x in PROMPTS * 2], torch.Generator().manual_seed(1)
-    images = ddpo.sample_images(chain, asked, "policy", rng).images
-    close(rows[1][1][::8, :, ::8].permute(1, 0, 2) / 255, images[:, 0], atol=1 / 255)
+    asked, noise = [{"prompt": x} for x in PROMPTS * 2], chain.draw_noise(8, torch.Generator().manual_seed(1))
+    images = ddpo.sample_images(chain, asked, noise, chain.args).images
+    close(rows[1][1][::6, :, ::6].permute(1, 0, 2) / 255, images[:, 0], atol=1 / 255)
     again = run(ddpo, tmp_path / "b", image_steps=99, **TINY)
     assert untimed(again) == untimed(lines)  # the pictures draw no number of the run's
     assert [path.name for path in (tmp_path / "b/images").iterdir()] == ["epoch-0002.png"]
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_a_picture_shows_all_prompts(processes, tmp_path, monkeypatch):
-    """Its images are those of the first process, however many others there are."""
-    drawn, sample = [], ddpo.sample_images
-    monkeypatch.setattr(ddpo, "WORLD_SIZE", processes)
-    monkeypatch.setattr(ddpo, "sample_images", lambda *a: (drawn.append(r := sample(*a)), r)[1])
-    chain = toy_chain(sample_num_steps=1)
-    ddpo.draw_images(SimpleNamespace(args=chain.args, output=tmp_path), 1, chain, [{"prompt": x} for x in PROMPTS])
-    assert [rollout.prompts for rollout in drawn] == [PROMPTS * 2] * 2 and (tmp_path / "images/epoch-0001.png").exists()
 
 
 def test_the_folder_is_a_pipeline(tmp_path):
@@ -822,11 +825,11 @@ def test_an_adapter(tmp_path, monkeypatch):
     x, t = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 300, 600, 900])
     context, seen, draw = torch.randn(4, 24, 32, generator=torch.Generator().manual_seed(1)), {}, ddpo.draw_images
 
-    def look(run, epoch, chain, rows):
+    def look(run, chain, prompts, args):
         """What policy and reference predict, in mean and deviation."""
-        draw(run, epoch, chain, rows)
+        draw(run, chain, prompts, args)
         with torch.no_grad():
-            seen.update({of: chain.step(x, t, context, of)[0] for of in ("policy", "reference")})
+            seen.update({of: chain.step(x, t, context, args, of)[0] for of in ("policy", "reference")})
         seen["rates"] = {m.scaling["default"] for m in chain.policy.modules() if hasattr(m, "scaling")}
 
     monkeypatch.setattr(ddpo, "draw_images", look)
@@ -849,7 +852,7 @@ def test_an_adapter(tmp_path, monkeypatch):
         name for name in first if any(x in name for x in ("to_q.", "to_k.", "to_v.", "to_out."))
     }
     state = torch.load(next((tmp_path / "out/checkpoints").iterdir()))["models"]
-    base = {name.split("model.", 2)[2]: x for name, x in state.items() if "lora" not in name}
+    base = {name.removeprefix("model.base_model.model."): x for name, x in state.items() if "lora" not in name}
     assert all(torch.equal(x, first[name.replace(".base_layer", "")]) for name, x in base.items())
 
 
@@ -896,11 +899,11 @@ def test_peft_is_missing(refused, monkeypatch):
 @pytest.mark.parametrize(
     "flag, value, sentence",
     [
-        ("sample_eta", 0, "--sample-eta 0.0 must be above 0"),
-        ("sample_eta", "nan", "--sample-eta nan must be above 0"),
-        ("sample_num_steps", 0, "--sample-num-steps 0 must be 1 or more"),
-        ("kl_coef", -1, "--kl-coef -1.0 must be 0 or more"),
-        ("train_timestep_fraction", 1.5, "--train-timestep-fraction 1.5 must be between 0 and 1"),
+        ("sample_eta", 0, "--sample-eta 0.0: Input should be greater than 0"),
+        ("sample_eta", "nan", "--sample-eta nan: Input should be a finite number"),
+        ("sample_num_steps", 0, "--sample-num-steps 0: Input should be greater than or equal to 1"),
+        ("kl_coef", -1, "--kl-coef -1.0: Input should be greater than or equal to 0"),
+        ("train_timestep_fraction", 1.5, "--train-timestep-fraction 1.5: Input should be less than or equal to 1"),
         ("train_batch_size", 3, "= 16 images on each process, which is no multiple of the --train-batch-size"),
         ("train_gradient_accumulation_steps", 4, "--train-gradient-accumulation-steps = 32 of an optimiser step"),
         ("prompt_column", "nosuch", "has no column 'nosuch'; it has prompt (set --prompt-column)"),
@@ -919,20 +922,22 @@ def test_settings_that_cannot_be(refused, flag, value, sentence):
 @pytest.mark.parametrize(
     "body, sentence",
     [
-        ("[1.0]", "[1.0] for 8 images: it is to give one finite number for each"),
-        ("[float('nan')] * 8", "nan"),
-        ("[float('inf')] * 8", "inf"),
-        ("[[1.0]] * 8", "one finite number for each"),
-        ("['good'] * 8", "failed: "),
+        ("[1.0]", "[1.0] for 2 images: it is to give one number for each"),
+        ("[float('nan')] * n", "nan"),
+        ("[float('inf')] * n", "inf"),
+        ("[[1.0]] * n", "one number for each"),
+        ("['good'] * n", "failed: "),
         ("None", "failed: "),
         ("images[9]", "IndexError"),
     ],
 )
 def test_rewards_that_are_no_rewards(tmp_path, body, sentence):
-    (tmp_path / "r.py").write_text(f"def reward(images, prompts, metadata):\n    return {body}\n")
-    reward = ddpo.load_reward(f"{tmp_path}/r.py:reward", ddpo.Args())
+    (tmp_path / "r.py").write_text(f"def reward(images, prompts, metadata):\n    n = len(images)\n    return {body}\n")
+    policy, pipe = SimpleNamespace(config=SimpleNamespace(sample_size=8)), SimpleNamespace(vae_scale_factor=1)
+    chain, rows = SimpleNamespace(policy=policy, pipe=pipe), [{"prompt": ""}]
     with pytest.raises(ddpo.UserError, match=re.escape(sentence)) as error:
-        reward(SimpleNamespace(images=torch.zeros(8, 3, 8, 8), prompts=[""] * 8, rows=[{}] * 8))
+        reward = ddpo.function_reward(f"{tmp_path}/r.py:reward", rows, chain, ddpo.Args())
+        reward(SimpleNamespace(images=torch.zeros(8, 3, 8, 8), examples=rows * 8))
     assert f"the reward function {tmp_path}/r.py:reward" in str(error.value)
 
 
@@ -990,8 +995,8 @@ def test_it_learns(tmp_path, seed):
 
 def test_it_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     """The test above can fail: with the advantages negated the same run moves them to the right."""
-    update, negated = ddpo.update_unet, lambda r: ddpo.ImageBatch(**vars(r) | {"advantages": -r.advantages})
-    monkeypatch.setattr(ddpo, "update_unet", lambda chain, optimizer, r: update(chain, optimizer, negated(r)))
+    update, negated = ddpo.optimize, lambda r: ddpo.Rollout(**vars(r) | {"advantages": -r.advantages})
+    monkeypatch.setattr(ddpo, "optimize", lambda chain, optimizer, r, args: update(chain, optimizer, negated(r), args))
     score, _ = reward_gain(tmp_path, 1)
     assert score < -0.4, score
 

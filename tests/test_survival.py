@@ -6,13 +6,17 @@ import json
 import os
 import pickle
 import random
+import re
 import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from contextlib import suppress
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,7 +157,7 @@ def test_settings_come_from_the_run(whole, monkeypatch, tmp_path):
     before = json.loads((copy / "args.json").read_text())
     args = command_line(ppo, monkeypatch, "--resume", copy)
     assert args.output_dir == str(copy) and args.resume == str(copy)
-    others = set(before) - {"resume", "output_dir", "stop_token_id", "num_updates"}
+    others = {field.name for field in fields(ppo.Args) if field.init} - {"resume", "output_dir"}
     same = {name: getattr(args, name) for name in others}
     assert json.loads(json.dumps(same)) == {name: before[name] for name in others}
     more = command_line(ppo, monkeypatch, f"--resume={copy}/checkpoints/step-00000001.pt", "--total_episodes=64")
@@ -195,7 +199,7 @@ def test_killed_while_the_model_was_saved(script, whole, tiny, tmp_path):
     assert_same_run(copy, whole(script))
 
 
-@pytest.mark.parametrize("damage", ["cut off", "one bit"])
+@pytest.mark.parametrize("damage", ["cut off", "one bit", "somebody else's"])
 def test_a_damaged_checkpoint_is_passed_over(damage, whole, tiny, tmp_path, capsys):
     """The one before it is taken, and the damaged one is out of the way."""
     copy = cut(whole("rloo"), tmp_path, 2)
@@ -203,8 +207,10 @@ def test_a_damaged_checkpoint_is_passed_over(damage, whole, tiny, tmp_path, caps
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content[:5000] if damage == "cut off" else content)
+    if damage == "somebody else's":
+        torch.save({"model": {"weight": torch.ones(2)}, "step": 2}, newest)
     rloo.train(arguments("rloo", tiny, copy, resume=str(copy)))
-    assert "step-00000002.pt is damaged and cannot be read" in capsys.readouterr().err
+    assert "step-00000002.pt is damaged, or no checkpoint, and cannot be read" in capsys.readouterr().err
     assert_same_run(copy, whole("rloo"))
 
 
@@ -232,6 +238,49 @@ def test_a_checkpoint_of_another_script_is_refused(whole, tiny, tmp_path):
     with pytest.raises(rloo.UserError, match="a checkpoint of ppo.py, not rloo.py"):
         rloo.train(arguments("rloo", tiny, copy, resume=str(copy)))
     assert (copy / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("script", RLOO_FIRST)
+def test_other_data_are_refused(script, whole, tiny, tmp_path):
+    """The same rows in another order are others; and nothing of the run is changed."""
+    copy, data = cut(whole(script), tmp_path, 1), tmp_path / "data"
+    shutil.copytree(ROOT / json.loads((copy / "args.json").read_text())["dataset"], data)
+    rows = (data / "train.jsonl").read_text().splitlines(keepends=True)
+    (data / "train.jsonl").write_text("".join(rows[::-1]))
+    before = (copy / "metrics.jsonl").read_bytes()
+    with pytest.raises(SCRIPTS[script].UserError, match="the dataset is not the one that the run began with"):
+        SCRIPTS[script].train(arguments(script, tiny, copy, resume=str(copy), dataset=str(data)))
+    assert (copy / "metrics.jsonl").read_bytes() == before and checkpoints(copy) == [1]
+
+
+def test_a_run_that_another_one_has_overtaken(whole, tiny, tmp_path, monkeypatch):
+    """While it was loading: it finds the folder used, and leaves it alone."""
+    folder, make = tmp_path / "run", rloo.make_optimizer
+    monkeypatch.setattr(rloo, "make_optimizer", lambda *a: (shutil.copytree(whole("rloo"), folder), make(*a))[1])
+    with pytest.raises(rloo.UserError, match="already holds a run or a model"):
+        rloo.train(arguments("rloo", tiny, folder, exp_name="second"))
+    assert_same_run(folder, whole("rloo"))
+    assert (folder / "args.json").read_bytes() == (whole("rloo") / "args.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["UserError", "ZeroDivisionError"])
+def test_an_error_in_saving_does_not_hide_the_one_before(kind, tiny, tmp_path, monkeypatch, capsys):
+    """Both are told, the first one first: in one sentence if it is a user's mistake, else in its traceback."""
+    first = rloo.UserError("no more prompts") if kind == "UserError" else ZeroDivisionError("no more prompts")
+    second = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(error, *_):
+        raise error
+
+    sample = iter([rloo.sample_batch, partial(fail, first)])
+    monkeypatch.setattr(rloo, "sample_batch", lambda *rest: next(sample)(*rest))
+    monkeypatch.setattr(rloo, "save_model", partial(fail, second))
+    monkeypatch.setattr(rloo, "read_command_line", lambda: arguments("rloo", tiny, tmp_path / "run"))
+    with pytest.raises((SystemExit, ZeroDivisionError)) as end:
+        rloo.main()
+    said = capsys.readouterr().err if kind == "UserError" else "".join(traceback.format_exception(end.value))
+    assert re.search("no more prompts(; |\n)then: the model could not be saved in .*No space left", said)
+    assert kind == "UserError" or end.value is first and len(metrics(tmp_path / "run")) == 1
 
 
 def test_two_runs_in_one_folder_at_once(whole, tiny, tmp_path):
@@ -445,8 +494,8 @@ def test_a_folder_removed_midway(tmp_path, tiny, capsys):
     """The run goes on to its end, and saves its model."""
     out, file = tmp_path / "out", tmp_path / "r.py"
     file.write_text(
-        "import shutil\n\ncalls = []\n\n\ndef reward(texts):\n    calls.append(texts)\n"
-        f"    shutil.rmtree({str(out)!r}) if len(calls) == 3 else None\n    return [float(len(x)) for x in texts]\n"
+        "import shutil\n\ncalls = []\n\n\ndef reward(completions, **_):\n    calls.append(1)\n"
+        f"    shutil.rmtree({str(out)!r}) if len(calls) == 3 else None\n    return [float(len(x)) for x in completions]\n"
     )
     settings = tiny["rloo"] | dict(output_dir=str(out), reward_fn=(f"{file}:reward",), save_steps=1, dataset_test_split="none")
     with pytest.raises(rloo.UserError, match="the model is saved .*, but its card or curves could not be made"):
@@ -457,13 +506,14 @@ def test_a_folder_removed_midway(tmp_path, tiny, capsys):
 
 
 def test_files_that_cannot_grow(background, tmp_path, tiny):
-    """As on a full disk, writing fails: of metrics.jsonl in the fourth update, then of the model. One sentence, no more."""
+    """As on a full disk, writing fails: of metrics.jsonl in the fourth update, then of the model. One sentence tells both."""
     settings = tiny["rloo"] | dict(total_episodes=48, save_steps=1, output_dir=str(tmp_path / "out"))
     os.mkfifo(tmp_path / "said")
     background.start(words_of(rloo.Args(**settings)), tmp_path / "said", limit=4096)
     said = (tmp_path / "said").read_text()
     assert background.wait() == 2 and "Traceback" not in said and said.count("rloo.py: error: ") == 1
-    assert "error: the model could not be saved" in said and "(is the disk full?)" in said
+    assert re.search("error: .*metrics.jsonl could not be written: .*; then: the model could not be saved in ", said)
+    assert "(is the disk full?)" in said
 
 
 FULL = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 bytes")  # of a CPU's
@@ -525,7 +575,7 @@ def test_names_draw_nothing(tmp_path, monkeypatch, capsys):
     assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
     monkeypatch.setattr(rloo, "hub_answers", lambda: True)
     name = "a`<img src=x onerror=alert(1)>`\x1b[31m]: [b]"
-    rloo.write_card(tmp_path, rloo.Args(output_dir="<script>alert(1)</script>", model=name), {})
+    rloo.write_card(tmp_path, rloo.Args(output_dir="<script>alert(1)</script>", model=name), [])
     card = (tmp_path / "README.md").read_text()
     text, settings = card.split("```json")
     assert "<" not in text.split("---", 2)[2] and "\x1b" not in card
