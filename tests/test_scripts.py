@@ -33,8 +33,8 @@ SHARED = {  # in which scripts a function or method has the same text; another's
         Run.__exit__ Run.steps Run.clock Run.write Run.is_due Run.save Run.stop Run.restore""",
     "ppo rloo grpo dpo sft reward_model": """
         load_model load_tokenizer use_bfloat16 add_adapter context_length load_data pad make_schedule
-        set_learning_rates shard tie split reshard start_run check_unused save_model Run.keep_samples Run.is_turn Run.warn
-        Run.table Run.finish""",
+        set_learning_rates shard tie split reshard start_run check_unused save_model Run.keep_samples Run.is_turn
+        Run.warn Run.table Run.finish""",
     "ppo rloo grpo dpo reward_model ddpo": "all_gather",
     "ppo rloo grpo dpo sft": "gathered",
     "ppo rloo grpo dpo ddpo": "make_reference load_function",
@@ -136,6 +136,18 @@ def test_shared_arguments_have_the_same_help():
 def test_every_argument_is_read(script):
     read = {n.attr for n in nodes_of(script) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
     assert {f.name for f in dataclasses.fields(MODULES[script].Args)} <= read
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_settings_are_written_into_copies_alone(script):
+    """Whoever was given them before sees what the user asked for; on resuming, the command line is read a second time.
+    """
+    writers = set()
+    for function in (node for node in nodes_of(script) if isinstance(node, ast.FunctionDef)):
+        targets = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+        is_writer = any(ast.unparse(target.value) == "args" for target in targets)
+        writers |= {function.name} if is_writer and "args = copy(args)" not in ast.unparse(function) else set()
+    assert writers == {"read_command_line"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
