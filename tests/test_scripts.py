@@ -140,8 +140,7 @@ def test_every_argument_is_read(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_settings_are_written_into_copies_alone(script):
-    """Whoever was given them before sees what the user asked for; on resuming, the command line is read a second time.
-    """
+    """Whoever was given them before sees what the user asked for. (read_command_line is who makes them.)"""
     writers = set()
     for function in (node for node in nodes_of(script) if isinstance(node, ast.FunctionDef)):
         targets = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
