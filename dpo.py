@@ -197,6 +197,7 @@ def train(args: Args) -> None:
         for model in (policy, reference):
             shard(model, args)
         check_padding(policy, args)
+        check_causal(policy, args)
 
         pairs, eval_pairs = load_pairs(args, policy)  # 1
         lengths = [len(pair) for pair in pairs]
@@ -208,14 +209,14 @@ def train(args: Args) -> None:
 
         optimizer = make_optimizer(args, policy)
         schedule = make_schedule(args, optimizer, args.num_steps)
-        ref_logps = torch.full((len(pairs), 2), math.nan)  # of the reference, as far as it has read the pairs
-        eval_ref_logps = torch.full((len(eval_pairs), 2), math.nan)
+        known = torch.full((len(pairs), 2), math.nan)  # log pi_ref, as far as the reference has read the pairs
+        eval_known = torch.full((len(eval_pairs), 2), math.nan)
         data = Hasher.hash([sum(pair.chosen) - sum(pair.rejected) for pair in pairs])
-        state = {"data": data, "ref_logps": ref_logps}  # what a checkpoint holds besides
+        state = {"data": data, "known": known}  # what a checkpoint holds besides
         run = Run(args, args.num_steps, policy, optimizer, state)
         if args.precompute_ref:
-            read_all(state["ref_logps"], pairs, policy, reference, args)
-            read_all(eval_ref_logps, eval_pairs, policy, reference, args)
+            read_all(state["known"], pairs, policy, reference, args)
+            read_all(eval_known, eval_pairs, policy, reference, args)
             if not args.lora_r:
                 reference = None
     with run:
@@ -224,7 +225,7 @@ def train(args: Args) -> None:
             rows = length_grouped_batch(lengths, step - 1, args.batch_size, args.seed)
             mini_batch = [pairs[i] for i in rows]
             with run.clock("step"):
-                ref_logps = read_reference(rows, state["ref_logps"], pairs, policy, reference, args)  # 2, the reference
+                ref_logps = read_reference(rows, state["known"], pairs, policy, reference, args)  # 2, of the reference
                 stats = mini_batch_gradient(policy, mini_batch, ref_logps, args)  # 2 and 3
                 grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)  # 4
                 if grad_norm.isfinite():  # else the weights would be NaN for good
@@ -236,7 +237,7 @@ def train(args: Args) -> None:
             stats["grad_norm"] = grad_norm.item()
             if args.dataset_test_split != "none" and run.is_due(args.eval_steps):
                 if eval_pairs:
-                    stats |= evaluate_pairs(policy, reference, eval_ref_logps, eval_pairs, args)
+                    stats |= evaluate_pairs(policy, reference, eval_known, eval_pairs, args)
                 stats |= evaluate_responses(policy, reference, eval_pairs or pairs, gold_reward, args)
             run.write(stats, "loss", "rewards/accuracies", "objective/kl", "objective/gold_scores")
             if run.is_turn(args.num_sample_generations):
@@ -682,7 +683,8 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
         try:
             inspect.signature(function).bind(**given)
         except TypeError as error:
-            raise UserError(f"{spec} is to be a function f(prompts, completions, **columns), but: {error}") from error
+            raise UserError(f"{spec} is to be f(prompts, completions, **columns), but: {error}; the data have "
+                            f"{', '.join(examples[0])}") from error  # fmt: skip
         with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
             said = function(**given)
             require(not isinstance(said, dict), f"{spec} gave a dict: it is to give a list, of one number per row")
@@ -731,6 +733,29 @@ def check_args(args: Args) -> None:
             "has none")  # fmt: skip
     is_free = args.reference_free and args.loss_type == "kto_pair"
     require(not is_free, "--loss-type kto_pair needs the reference: its rewards are measured against a KL")
+
+
+@torch.no_grad()
+def check_padding(policy: nn.Module, args: Args) -> None:
+    """Refuses a model that reads a text behind padding not as it does alone.
+
+    Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
+    and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
+    millionth (on a GPU and in bfloat16 by up to a hundredth).
+    """
+    ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
+    mask = F.pad(torch.ones_like(ids), (16, 0))  # (1, 24)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with autocast(args):
+        alone = policy(input_ids=ids, use_cache=False).logits.float()  # (1, 8, V)
+        behind = policy(
+            input_ids=F.pad(ids, (16, 0)), attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits[:, 16:].float()  # fmt: skip
+    reshard(policy)
+    error = ((behind - alone).abs().mean() / alone.std()).item()
+    bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
+    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding not as alone, by "
+            f"{error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
 
 
 def default_rate(args: Args, policy: nn.Module) -> float:
@@ -866,35 +891,38 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> 
 
 
 def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for what is trained of a model."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """AdamW on what is trained of the model."""
+    weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        trained, lr=args.learning_rate, weight_decay=args.weight_decay,
+        weights, lr=args.learning_rate, weight_decay=args.weight_decay,
         fused=True,  # ten times as fast on a CPU
     )  # fmt: skip
 
 
 @torch.no_grad()
-def check_padding(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads a text behind padding not as it does alone.
+def check_causal(model: nn.Module, args: Args) -> None:
+    """Refuses a model that reads the start of a text otherwise if the text goes on, or is padded behind, than alone.
 
-    Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
-    and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
-    millionth (on a GPU and in bfloat16 by up to a hundredth).
+    A text of any tokens tells. If a trained model looks ahead or does not heed the attention mask, its output is off by
+    a tenth of its standard deviation or more, an untrained one's by a hundredth; by rounding, by a millionth (on a GPU
+    and in bfloat16 by up to a hundredth).
     """
-    ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
-    mask = F.pad(torch.ones_like(ids), (16, 0))  # (1, 24)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    body = model
+    if hasattr(model, "score"):
+        body = model.base_model
+    ids = torch.arange(5, 14, device=args.torch_device).repeat(2, 1)  # (2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
     with autocast(args):
-        alone = policy(input_ids=ids, use_cache=False).logits.float()  # (1, 8, V)
-        behind = policy(
-            input_ids=F.pad(ids, (16, 0)), attention_mask=mask, position_ids=positions, use_cache=False
-        ).logits[:, 16:].float()  # fmt: skip
-    reshard(policy)
-    error = ((behind - alone).abs().mean() / alone.std()).item()
-    bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
-    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding not as alone, by "
-            f"{error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
+        alone = body(input_ids=ids[:, :5])[0].float()  # (2, 5, V or D)
+        beside = body(input_ids=ids, attention_mask=mask)[0][:, :5].float()  # likewise
+    reshard(model)
+    error = ((beside - alone).abs().mean() / alone.std()).item()
+    bound = 1e-3
+    if args.bf16 or args.torch_device != "cpu":
+        bound = 0.05
+    require(not error > bound, f"{model.name_or_path} ({type(model).__name__}) reads a text beside padding or further "
+            f"tokens not as alone, by {error:.2g} of the outputs' deviation: it cannot be used here")  # fmt: skip
 
 
 def shard_rows(n: int) -> Tensor:

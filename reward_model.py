@@ -168,7 +168,7 @@ def train(args: Args) -> None:
 
         model = load_reward_model(args)
         shard(model, args)
-        check_padding(model, args)
+        check_causal(model, args)
 
         pairs, eval_pairs = load_pairs(args, model)  # 1
         lengths = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
@@ -590,23 +590,25 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> 
 
 
 def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for what is trained of a model."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """AdamW on what is trained of the model."""
+    weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        trained, lr=args.learning_rate, weight_decay=args.weight_decay,
+        weights, lr=args.learning_rate, weight_decay=args.weight_decay,
         fused=True,  # ten times as fast on a CPU
     )  # fmt: skip
 
 
 @torch.no_grad()
-def check_padding(model: nn.Module, args: Args) -> None:
-    """Refuses a model that reads the start of a row otherwise if the row goes on, or is padded, than alone.
+def check_causal(model: nn.Module, args: Args) -> None:
+    """Refuses a model that reads the start of a text otherwise if the text goes on, or is padded behind, than alone.
 
-    A row of any tokens tells. If a trained model looks ahead or does not heed the attention mask, its output is off by
+    A text of any tokens tells. If a trained model looks ahead or does not heed the attention mask, its output is off by
     a tenth of its standard deviation or more, an untrained one's by a hundredth; by rounding, by a millionth (on a GPU
     and in bfloat16 by up to a hundredth).
     """
-    body = model.base_model if hasattr(model, "score") else model
+    body = model
+    if hasattr(model, "score"):
+        body = model.base_model
     ids = torch.arange(5, 14, device=args.torch_device).repeat(2, 1)  # (2, 9)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
@@ -615,9 +617,9 @@ def check_padding(model: nn.Module, args: Args) -> None:
         beside = body(input_ids=ids, attention_mask=mask)[0][:, :5].float()  # likewise
     reshard(model)
     error = ((beside - alone).abs().mean() / alone.std()).item()
-    bound = 0.05
-    if args.torch_device == "cpu" and not args.bf16:
-        bound = 1e-3
+    bound = 1e-3
+    if args.bf16 or args.torch_device != "cpu":
+        bound = 0.05
     require(not error > bound, f"{model.name_or_path} ({type(model).__name__}) reads a text beside padding or further "
             f"tokens not as alone, by {error:.2g} of the outputs' deviation: it cannot be used here")  # fmt: skip
 

@@ -1106,7 +1106,8 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
         try:
             inspect.signature(function).bind(**given)
         except TypeError as error:
-            raise UserError(f"{spec} is to be a function f(prompts, completions, **columns), but: {error}") from error
+            raise UserError(f"{spec} is to be f(prompts, completions, **columns), but: {error}; the data have "
+                            f"{', '.join(examples[0])}") from error  # fmt: skip
         with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
             said = function(**given)
             require(not isinstance(said, dict), f"{spec} gave a dict: it is to give a list, of one number per row")

@@ -167,7 +167,7 @@ def train(args: Args) -> None:
 
         policy = load_policy(args)
         shard(policy, args)
-        check_padding(policy, args)
+        check_causal(policy, args)
 
         rows, eval_rows = load_texts(args, policy)  # 1
         longest = max(len(ids) for ids, _ in rows)
@@ -369,6 +369,7 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
     """
     tokenizer = policy.tokenizer
     length = min(53, context_length(policy) // 2)
+    room = context_length(policy) - length  # for the prompt
     table = []
     torch.manual_seed(args.seed)  # all processes draw the same completions
     with gathered(policy, args):
@@ -376,7 +377,7 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
             start = next(i for i, label in enumerate(labels) if label != IGNORE)
             if start == 0:
                 start = min(8, max(1, len(ids) // 2))
-            prompt = ids[:start][length - context_length(policy) :]
+            prompt = ids[:start][-room:]
             output = policy.generate(
                 torch.tensor([prompt], device=args.torch_device), max_new_tokens=length, do_sample=True,
                 temperature=1.0, top_k=0, top_p=1.0,  # the policy itself, whatever its generation config says
@@ -399,7 +400,8 @@ def load_policy(args: Args) -> nn.Module:
         options = {"trust_remote_code": args.trust_remote_code}
         config = AutoConfig.from_pretrained(locate(name), **options)
         options |= {"attn_implementation": args.attn_implementation, "dtype": torch.float32}
-        policy = AutoModelForCausalLM.from_config(config, **options)
+        with torch.device("meta" if RANK and args.zero_stage else "cpu"):  # process 0 draws weights; `shard` sends them
+            policy = AutoModelForCausalLM.from_config(config, **options)
         policy.tokenizer = load_tokenizer(name, args, policy)
     has_eos = policy.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {policy.name_or_path} has no EOS token, with which texts must end")
@@ -542,23 +544,25 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> 
 
 
 def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for what is trained of a model."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """AdamW on what is trained of the model."""
+    weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        trained, lr=args.learning_rate, weight_decay=args.weight_decay,
+        weights, lr=args.learning_rate, weight_decay=args.weight_decay,
         fused=True,  # ten times as fast on a CPU
     )  # fmt: skip
 
 
 @torch.no_grad()
-def check_padding(model: nn.Module, args: Args) -> None:
-    """Refuses a model that reads the start of a row otherwise if the row goes on, or is padded, than alone.
+def check_causal(model: nn.Module, args: Args) -> None:
+    """Refuses a model that reads the start of a text otherwise if the text goes on, or is padded behind, than alone.
 
-    A row of any tokens tells. If a trained model looks ahead or does not heed the attention mask, its output is off by
+    A text of any tokens tells. If a trained model looks ahead or does not heed the attention mask, its output is off by
     a tenth of its standard deviation or more, an untrained one's by a hundredth; by rounding, by a millionth (on a GPU
     and in bfloat16 by up to a hundredth).
     """
-    body = model.base_model if hasattr(model, "score") else model
+    body = model
+    if hasattr(model, "score"):
+        body = model.base_model
     ids = torch.arange(5, 14, device=args.torch_device).repeat(2, 1)  # (2, 9)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
@@ -567,9 +571,9 @@ def check_padding(model: nn.Module, args: Args) -> None:
         beside = body(input_ids=ids, attention_mask=mask)[0][:, :5].float()  # likewise
     reshard(model)
     error = ((beside - alone).abs().mean() / alone.std()).item()
-    bound = 0.05
-    if args.torch_device == "cpu" and not args.bf16:
-        bound = 1e-3
+    bound = 1e-3
+    if args.bf16 or args.torch_device != "cpu":
+        bound = 0.05
     require(not error > bound, f"{model.name_or_path} ({type(model).__name__}) reads a text beside padding or further "
             f"tokens not as alone, by {error:.2g} of the outputs' deviation: it cannot be used here")  # fmt: skip
 
