@@ -94,19 +94,20 @@ def test_fewer_episodes_than_a_batch(run):
 
 
 @pytest.mark.parametrize("module", [ppo, rloo, grpo, dpo, sft, reward_model, ddpo])
-def test_numbers_out_of_range(run, module):
+def test_numbers_out_of_range(module):
     """By the type of a setting; NaN and infinity, which a parser takes for numbers, too."""
     wrong = {
-        "above 0": ("temperature cliprange learning_rate max_grad_norm num_train_epochs beta sample_eta", "0 -1 nan inf"),
-        "0 or more": ("kl_coef missing_eos_penalty weight_decay vf_coef sample_guidance_scale", "-1 nan inf -inf"),
-        "between 0 and 1": ("lam gamma warmup_ratio eos_dropout train_timestep_fraction", "-0.1 1.5 nan inf"),
-        "at least 0 and below 1": ("ema_decay train_adam_beta1", "-0.1 1 nan inf"),
+        "temperature cliprange learning_rate max_grad_norm num_train_epochs beta sample_eta": "0 -1 nan inf",
+        "kl_coef missing_eos_penalty weight_decay vf_coef sample_guidance_scale": "-1 nan inf -inf",
+        "lam gamma warmup_ratio eos_dropout train_timestep_fraction": "-0.1 1.5 nan inf",
+        "ema_decay train_adam_beta1": "-0.1 1 nan inf",
     }
-    for allowed, (names, values) in wrong.items():
+    for names, values in wrong.items():
         for name in set(names.split()) & set(vars(module.Args())) - ({"beta"} if module is grpo else set()):
             for value in map(float, values.split()):
-                with pytest.raises(module.UserError, match=f"--{name.replace('_', '-')} {value} must be {allowed}"):
-                    (ddpo.begin if module is ddpo else module.start_run)(module.Args(**{name: value}))
+                flag = f"--{name.replace('_', '-')}"
+                with pytest.raises(module.UserError, match=f"^{flag} {value}: Input should be (greater|less|a finite)"):
+                    module.start_run(module.Args(**{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -121,38 +122,45 @@ def test_numbers_out_of_range(run, module):
 def test_a_number_out_of_range_ends_in_a_sentence(run, module, flag, value):
     message, (flag, _, given) = run(module, flag, *str(value).split()), flag.partition("=")
     number = str(value).split()[-1] if str(value) else given
-    assert flag.replace("_", "-") in message and number in message and "must be" in message
+    assert flag.replace("_", "-") in message and number in message and "Input should be" in message
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("code", "expected"),
     [
-        ("return [1.0]", "1 rewards for 2 texts"),
-        ("return [float('nan')] * len(texts)", "nan"),
-        ("return [None] * len(texts)", "None"),
-        ("raise KeyError('mood')", "KeyError: 'mood' ({file}, line 2)"),
-        ("return helper(texts)\n\n\ndef helper(texts):\n    return json.loads(texts[0])", "({file}, line 6)"),
+        ("f(texts): return [1.0] * len(texts)", "f(prompts, completions, **columns), but: missing a required argument: 'texts'"),
+        ("f(prompts, completions): return [1.0]", "but: got an unexpected keyword argument"),
+        ("f(**_): return [1.0]", "1 rewards for 2 completions"),
+        ("f(completions, **_): return {'f': 1.0}", "gave a dict: it is to give a list"),
+        ("f(prompts, **_):\n  raise KeyError('mood')", "failed: KeyError: 'mood' ({file}, line 2)"),
+        ("f(**_):\n  return g('no')\n\nimport json\ndef g(text):\n  return json.loads(text)", "({file}, line 6)"),
+        ("f(prompts, **_): return prompts", "ValueError"),
     ],
-)
-def test_reward_function_that_is_wrong(run, tmp_path, body, expected):
+)  # fmt: skip
+def test_reward_function_that_is_wrong(run, tmp_path, code, expected):
     """The sentence names the deepest line of the user's own code."""
     file = tmp_path / "r.py"
-    file.write_text(f"def reward(texts):\n    {body}\n\n\nimport json\n")
-    assert expected.format(file=file) in run(ppo, "--reward-fn", f"{file}:reward")
+    file.write_text(f"def {code}\n")
+    assert expected.format(file=file) in run(ppo, "--reward-fn", f"{file}:f")
 
 
-def test_nan_reward_in_the_run_names_the_text(run, tmp_path):
-    """The probe at the start is passed; the text that made the NaN is in the sentence."""
-    code = "def reward(texts):\n    return [1.0 if t in ('A first text.', 'A second.') else float('nan') for t in texts]\n"
-    (tmp_path / "r.py").write_text(code)
-    message = run(ppo, "--reward-fn", f"{tmp_path}/r.py:reward", "--batch-size", 4, "--response-length", 5)
-    assert "nan for the text '" in message
+@pytest.mark.parametrize("value", ["None", "float('nan')", "float('inf')"])
+def test_a_reward_that_is_no_number_names_its_prompt(run, tmp_path, value):
+    """The call at the start is passed, by which a wrong function is found before training."""
+    (tmp_path / "r.py").write_text(
+        f"def f(completions, **_):\n    return [1.0 if text == 'A text.' else {value} for text in completions]\n"
+    )
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film"}])
+    flags = ("--dataset", data, "--batch-size", 4, "--response-length", 5)
+    message = run(ppo, "--reward-fn", f"{tmp_path}/r.py:f", *flags)
+    number = value.replace("None", "nan").removeprefix("float('").removesuffix("')")
+    assert f"the rewards of a response to 'The film' are {{'f': {number}}}" in message
 
 
 def test_reward_function_that_is_not_there(run, tmp_path, monkeypatch):
-    (tmp_path / "r.py").write_text("def reward(texts):\n    return [0.0] * len(texts)\n")
+    (tmp_path / "r.py").write_text("def reward(prompts, **_):\n    return [0.0] * len(prompts)\n")
     monkeypatch.chdir(tmp_path)
-    assert "'nosuch.py'" in run(ppo, "--reward-fn", "nosuch.py:reward")
+    assert "'nosuch.py': there is no such file or folder" in run(ppo, "--reward-fn", "nosuch.py:reward")
     assert "r.py defines no function 'nosuch'" in run(ppo, "--reward-fn", "r.py:nosuch")
     assert "'r.py' should be file.py:name" in run(ppo, "--reward-fn", "r.py")
 
@@ -263,7 +271,7 @@ def test_sft_texts_too_short_for_a_block(run, tmp_path):
 def test_pairs_that_are_all_the_same(run, tmp_path):
     data = write_rows(tmp_path / "d.jsonl", [{"chosen": "a b", "rejected": "a b"}])
     message = run(reward_model, "--dataset", data)
-    assert "dropped 1 of 1 pairs: in 1 both texts are the same" in message
+    assert "dropped 1 of 1 pairs: both texts are the same (1)" in message
 
 
 def test_messages_without_a_chat_template(run, tmp_path):
@@ -328,10 +336,11 @@ def test_groups(run):
         (["--pretrain-data", "nowhere.jsonl", "--ptx-coef", 1], "nowhere.jsonl"),
         (["--aux-loss-coef", 0.1], "toy/sft has no router"),
         (["--lora-r", 4, "--lora-target-modules", "nothing_here"], "--lora-target-modules nothing_here (pip install peft?): "),
-        (["--lr-scheduler-type", "straight"], "--lr-scheduler-type straight"),
+        (["--lr-scheduler-type", "straight"], "the run could not start: ValueError: straight is not a valid"),
         (["--lr-scheduler-type", "greedy"], "take one that depends on the step alone"),
         (["--attn-implementation", "none_such"], "none_such"),
         (["--dataset-test-split", "tset"], "tset"),
+        (["--model", ""], "--model is an empty text"),
     ],
     ids=str,
 )

@@ -250,7 +250,7 @@ def smallest(part_of, tmp_path_factory):
     """Settings of a run of two updates of two steps each, or of three steps, without evaluation, for each script."""
     prompts, pairs = part_of("prompts", 16), part_of("preferences", 12)
     folder = tmp_path_factory.mktemp("length")
-    (folder / "r.py").write_text("def f(texts):\n    return map(len, texts)\n")
+    (folder / "r.py").write_text("def f(completions, **_):\n    return list(map(len, completions))\n")
     updates = dict(batch_size=4, total_episodes=8, num_ppo_epochs=2, response_length=4, dataset_test_split="none")
     steps = dict(batch_size=4, dataset_test_split="none")
     return {
@@ -279,7 +279,7 @@ def metrics_of(world, tmp_path_factory):
         if key not in known:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(MODULES[script], "load_split", load_split)
-                for name in ("Run.save", "Run.finish", "Run.end", "check_policy", "check_padding", "draw_images"):
+                for name in ("Run.save", "Run.finish", "check_padding", "draw_images"):
                     patch.setattr(f"{script}.{name}", lambda *_, **__: None, raising=False)
                 known[key] = untimed(run(MODULES[script], tmp_path_factory.mktemp("run"), **settings))
         return known[key]
@@ -343,18 +343,17 @@ def test_the_default_folder_has_name_and_seed(script, tmp_path, monkeypatch, sma
     assert folder.name.startswith("trial__5__") and list(folder.rglob("*model.safetensors"))
 
 
-@pytest.mark.parametrize("begin", [ppo.start_run, ddpo.begin])
-def test_device(begin, tmp_path):
-    args = (ppo if begin is ppo.start_run else ddpo).Args(device="meta", output_dir=str(tmp_path / "x"))
-    begin(args)
-    assert args.torch_device == "meta"
+@pytest.mark.parametrize("module", [ppo, ddpo])
+def test_device(module, tmp_path):
+    """The settings that were given stay as they were."""
+    args = module.Args(device="meta", output_dir=str(tmp_path / "x"))
+    assert module.start_run(args).torch_device == "meta" and args.torch_device == "cpu"
 
 
 def test_rollout_in_parts_is_the_same_rollout(tmp_path, monkeypatch, tiny):
     """--local-rollout-forward-batch-size changes how many rows a forward pass has, and no number beyond rounding."""
     settings = tiny["ppo"] | {"dataset_test_split": "none", "total_episodes": 16}
     sizes, sample = [], ppo.sample
-    monkeypatch.setattr(ppo, "check_policy", lambda *_: None)  # it samples, too
     monkeypatch.setattr(ppo, "sample", lambda *a: (sizes.append(len(a[1])), sample(*a))[1])
     a, b = (run(ppo, tmp_path / str(n), local_rollout_forward_batch_size=n, **settings) for n in (8, 3))
     assert sizes == [8] * 2 + [3, 3, 2] * 2

@@ -45,11 +45,11 @@ def write(tmp_path):
 
 @pytest.mark.parametrize(
     "name, takes",
-    [("ppo", "prompts, completions, answer, n")] + [(name, "completions, **columns") for name in ("rloo", "grpo")],
+    [("ppo", "prompts, completions, answer, n, **_")] + [(name, "completions, **columns") for name in ("rloo", "grpo")],
 )
 def test_columns_belong_to_their_rows(name, tmp_path, data, write, takes):
     """Through shuffling, dropped prompts, the k responses of a group, and the micro-batches."""
-    names = "dict(columns, completions=completions)" if "**" in takes else "locals()"
+    names = "dict(columns, completions=completions)" if "columns" in takes else "locals()"
     code = f"""
     def f({takes}):
         given = {names}
@@ -68,7 +68,7 @@ def test_columns_belong_to_their_rows(name, tmp_path, data, write, takes):
 def test_a_function_gets_what_it_asks_for(tmp_path, data, write):
     """completion_ids are the response up to and including its stop token; a default is no need."""
     code = """
-    def f(completions, completion_ids, missing=3, *rest, n):
+    def f(completions, completion_ids, missing=3, *rest, n, **_):
         assert missing == 3 and not rest
         return [len(ids) for ids in completion_ids]
     """
@@ -82,7 +82,7 @@ def test_conversations_are_given_as_messages(tmp_path, write):
     prompt = [{"role": "user", "content": "The film"}]
     (tmp_path / "d.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 8)
     code = f"""
-    def f(prompts, completions):
+    def f(prompts, completions, **_):
         assert all(prompt == {prompt} for prompt in prompts)
         for (message,) in completions:
             assert message["role"] == "assistant" and set(message) == {{"role", "content"}}
@@ -94,28 +94,47 @@ def test_conversations_are_given_as_messages(tmp_path, write):
 
 def test_completions_are_without_their_prompt(tmp_path, data, write):
     code = """
-    def f(prompts, completions, completion_ids):
+    def f(prompts, completions, **_):
         assert not any(text.startswith(prompt) or "<|" in text for text, prompt in zip(completions, prompts))
         return [0.0 if text else 1.0 for text in completions]
     """
     run(rloo, tmp_path / "out", reward_fn=(write(code),), **data, **SMALL)
 
 
+def test_a_function_may_spoil_what_it_is_given(tmp_path, write):
+    """The rows of a group are copies, and those of the next pass are as they were; so is torch's gradient."""
+    rows = [{"prompt": f"The film {i}", "facts": {"n": i}} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = """
+    import torch
+
+    def f(prompts, facts, input_ids, **_):
+        torch.set_grad_enabled(False)
+        for prompt, fact, ids in zip(prompts, facts, input_ids):
+            assert prompt == f"The film {fact['n']}" and ids
+            fact["n"] = ids[:] = []
+        prompts.clear()
+        return range(len(facts))
+    """
+    lines = run(rloo, tmp_path / "out", reward_fn=(write(code),), dataset=str(tmp_path / "data.jsonl"), **SMALL)
+    assert all(line["policy/grad_norm"] > 0 for line in lines)
+
+
 def test_a_function_may_be_an_object(tmp_path, data, write):
     """With a signature of its own, such as a partial one."""
-    code = "from functools import partial\ndef g(x, completions, n):\n    return [x] * len(n)\nf = partial(g, 7.0)\n"
+    code = "from functools import partial\ndef g(x, n, **_):\n    return [x] * len(n)\nf = partial(g, 7.0)\n"
     lines = run(rloo, tmp_path / "out", reward_fn=(write(code),), **data, **SMALL)
     assert all(line["rewards/f/mean"] == 7 for line in lines)
 
 
 CODE = """
-def even(n, completions):
+def even(n, **_):
     return [None if x % 2 else 2.0 for x in n]
 
-def three(texts):
-    return [3.0] * len(texts)
+def three(completions, **_):
+    return [3.0] * len(completions)
 
-def odd(n, completions):
+def odd(n, **_):
     return [10.0 if x % 2 else None for x in n]
 """
 
@@ -133,14 +152,14 @@ def test_several_add_up_with_their_weights(tmp_path, data, write):
 
 def test_the_weighted_sum():
     """TRL 1.16: (rewards * weights).nansum over the functions."""
-    rewards = torch.tensor([[1.0, math.nan, 3.0], [10.0, 20.0, math.nan]])
-    assert rloo.weighted_sum(rewards, (1.0, 1.0)).tolist() == [11, 20, 3]
+    rewards = {"a": torch.tensor([1.0, math.nan, 3.0]), "b": torch.tensor([10.0, 20.0, math.nan])}
+    assert rloo.weighted_sum(rewards, ()).tolist() == [11, 20, 3]
     assert rloo.weighted_sum(rewards, (2.0, -1.0)).tolist() == [-8, -20, 6]
 
 
 def test_a_reward_model_beside_a_function(tmp_path, tiny, write):
     """A function that gives 1 moves the reward model's score by its weight, and nothing else."""
-    file = write("def one(texts):\n    return [1.0] * len(texts)\n", "one")
+    file = write("def one(completions, **_):\n    return [1.0] * len(completions)\n", "one")
     settings = tiny["rloo"] | {"total_episodes": 8}
     alone = run(rloo, tmp_path / "a", **settings)
     both = dict(reward_fn=("reward_model", file), reward_weights=(1.0, 0.25))
@@ -163,13 +182,13 @@ def test_wrong_reward_functions(tmp_path, data, write):
     file = write(CODE, "")
     assert "--reward-weights: 1 numbers for 2" in sentence(file + "odd", file + "three", reward_weights=(1.0,))
     assert "two of them are called 'odd'" in sentence(file + "odd", file + "odd")
-    assert "must be finite" in sentence(file + "odd", reward_weights=(math.nan,))
-    wants = sentence(write("def f(completions, solution):\n    return [0.0] * len(completions)\n"))
-    assert "asks for solution, and the data have answer, completion_ids, completions, input_ids, n, prompt" in wants
-    assert "1 rewards for 2 texts" in sentence(write("def f(completions):\n    return [0.0]\n"))
-    assert "every reward function said None of a response to 'The film" in sentence(write(CODE, "odd"))
-    raises = "def f(completions):\n    return [1.0 if x in ('A first text.', 'A second.') else 1 / 0 for x in completions]\n"
-    assert "f failed on 'The film" in (text := sentence(write(raises))) and "ZeroDivisionError" in text
+    assert "Input should be a finite number" in sentence(file + "odd", reward_weights=(math.nan,))
+    assert "--reward-fn names no function" in sentence()
+    wants = sentence(write("def f(completions, solution, **_):\n    return [0.0] * len(completions)\n"))
+    assert "f(prompts, completions, **columns), but: missing a required argument: 'solution'" in wants
+    assert "the rewards of a response to 'The film" in (text := sentence(write(CODE, "odd"))) and "{'odd': nan}" in text
+    raises = "def f(completions, **_):\n    return [1.0 if x == 'A text.' else 1 / 0 for x in completions]\n"
+    assert "f failed: ZeroDivisionError" in (text := sentence(write(raises))) and "r.py, line 2" in text
 
 
 # --- samples.jsonl
@@ -203,9 +222,10 @@ def test_samples_are_what_was_trained_on(name, tmp_path, tiny):
 
 
 def test_samples_of_a_resumed_run(tmp_path, tiny):
-    """What came after the checkpoint is there once, as if the run had not been interrupted."""
+    """What came after the checkpoint is written again, the same: the last line of a step and row counts."""
     settings = dict(num_sample_generations=3, save_steps=1, save_total_limit=9) | tiny["rloo"]
     run(rloo, tmp_path, **settings)
     whole = samples_of(tmp_path)
     run(rloo, tmp_path, **settings, resume=str(tmp_path / "checkpoints/step-00000001.pt"))
-    assert samples_of(tmp_path) == whole and len(whole) == 12
+    last = {(sample["update"], sample["row"]): sample for sample in samples_of(tmp_path)}
+    assert list(last.values()) == whole and len(whole) == 12 < len(samples_of(tmp_path))

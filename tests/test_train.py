@@ -56,30 +56,29 @@ def turn_the_gradient(monkeypatch, module):
     monkeypatch.setattr(module, "clip_gradient", clip_and_turn)
 
 
-def reward_gain(output, seed):
-    """How much a short PPO run raises the learned and the gold score: mean of the last two updates less the first.
+def rewards_reached(output, seed):
+    """What a short PPO run comes to in the learned and the gold score, from about 0: means of the last two updates.
 
-    Over four seeds the gains were 0.9 to 1.4 and 1.2 to 1.6; with the advantages' sign turned, -1.2 and 0 at best.
+    Over five seeds these were 0.5 to 1.7 and 1.0 to 1.8; with the advantages' sign turned, -0.4 and -0.2 at best.
     """
     lines = run(
         ppo, output, seed=seed, batch_size=32, total_episodes=32 * 4, response_length=16, gold_reward_fn=GOLD,
-        learning_rate=2e-3, dataset_test_split="none",
+        learning_rate=1e-3, dataset_test_split="none",
     )  # fmt: skip
-    score, gold = ([line[name] for line in lines] for name in ("objective/scores", "objective/gold_scores"))
-    return sum(score[-2:]) / 2 - score[0], sum(gold[-2:]) / 2 - gold[0]
+    return [sum(line[name] for line in lines[-2:]) / 2 for name in ("objective/scores", "objective/gold_scores")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ppo_learns(tmp_path, seed):
-    score, gold = reward_gain(tmp_path, seed)
+    score, gold = rewards_reached(tmp_path, seed)
     assert score > 0.5 and gold > 0.6, (score, gold)
 
 
 def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     right = ppo.gae
     monkeypatch.setattr(ppo, "gae", lambda *a: (-right(*a)[0], right(*a)[1]))
-    score, gold = reward_gain(tmp_path, 1)
-    assert score < -0.5 and gold < 0.3, (score, gold)
+    score, gold = rewards_reached(tmp_path, 1)
+    assert score < -0.2 and gold < 0.1, (score, gold)
 
 
 def sft_run(output, seed, part_of):
@@ -108,7 +107,8 @@ def clear_pairs(tmp_path_factory):
     """The pairs whose two texts differ most in their true reward: 384 to train on and 128 others to evaluate on."""
     rows = (ROOT / "toy/data/preferences/train.jsonl").read_text("utf-8").splitlines(keepends=True)[:3000]
     gold, pairs = ppo.load_function(GOLD), [json.loads(row) for row in rows]
-    good, bad = (gold([pair["prompt"] + pair[name] for pair in pairs]) for name in ("chosen", "rejected"))
+    prompts = [pair["prompt"] for pair in pairs]
+    good, bad = (gold(prompts, [pair[name] for pair in pairs]) for name in ("chosen", "rejected"))
     best = sorted(range(len(rows)), key=lambda i: bad[i] - good[i])[:512]
     folder = tmp_path_factory.mktemp("clear_pairs")
     for split, kept in (("validation", best[::4]), ("train", [x for i, x in enumerate(best) if i % 4])):
@@ -196,7 +196,7 @@ def test_policy_and_critic_are_clipped_apart():
     rollout.advantages, rollout.returns = torch.randn_like(rollout.values), rollout.values + 10
     start = [[p.detach().clone() for p in model.parameters()] for model in (policy, critic)]
     groups = [{"params": model.parameters()} for model in (policy, critic)]
-    ppo.optimize(policy, critic, torch.optim.SGD(groups, lr=1.0), rollout, args)
+    ppo.optimize(policy, critic, torch.optim.SGD(groups, lr=1.0), rollout, [], args)
     for model, before in zip((policy, critic), start):
         moved = sum((p - b).square().sum() for p, b in zip(model.parameters(), before)).sqrt().item()
         assert moved == pytest.approx(0.01, rel=1e-2)
@@ -226,14 +226,13 @@ def test_what_a_run_leaves_behind(tmp_path, tiny, pictures):
     assert json.loads((tmp_path / "args.json").read_text())["learning_rate"] > 0
 
 
-def test_the_card_names_what_is_on_the_hub(tmp_path, monkeypatch):
+def test_the_card_names_what_is_on_the_hub(tmp_path):
     """The hub's own parser reads base model and data; folders of this machine stay out of what the hub would link to."""
-    monkeypatch.setattr(ppo, "hub_answers", lambda: True)
     local = str(ROOT / "toy/sft")
     for name, data, expected in (
         ("gpt2", "someone/prompts", ("gpt2", "someone/prompts")), ("toy/sft", local, (None, None)),
     ):  # fmt: skip
-        ppo.write_card(tmp_path, ppo.Args(model=name, dataset=data), {"eps": 1.0})
+        ppo.write_card(tmp_path, ppo.Args(model=name, dataset=data), [{"eps": 1.0}])
         card = ModelCard.load(tmp_path / "README.md").data
         assert (card.base_model, card.datasets) == expected and card.tags == ["ppo"]
 
@@ -257,17 +256,19 @@ def test_shift_rewards(norm_has_bias):
     from test_rollout import tiny_model
 
     model = tiny_model("gpt_neox" if norm_has_bias else "llama", AutoModelForSequenceClassification, num_labels=1)
+    model.config.reward_bias = 0.0  # as load_reward_model leaves it
     ids = torch.randint(4, 17, (3, 6))
     before = ppo.read_reward(model, ids, torch.ones_like(ids))
     reward_model.shift_rewards(model, 2.5)
     torch.testing.assert_close(ppo.read_reward(model, ids, torch.ones_like(ids)), before + 2.5, rtol=1e-4, atol=1e-4)
-    assert hasattr(model.config, "reward_bias") != norm_has_bias
+    assert model.config.reward_bias == (0.0 if norm_has_bias else 2.5)
 
 
 def test_a_crash_loses_nothing(tmp_path, monkeypatch, tiny):
     """The reward function dies in the third update: the policy of the second is on disk, with its metrics."""
     (tmp_path / "r.py").write_text(
-        "calls = []\ndef reward(texts):\n    calls.append(1)\n    assert len(calls) < 4\n    return [float(len(t)) for t in texts]\n"
+        "calls = []\ndef reward(completions, **_):\n    calls.append(1)\n    assert len(calls) < 4\n"
+        "    return list(map(len, completions))\n"
     )
     with pytest.raises(ppo.UserError, match="AssertionError"):
         run(ppo, tmp_path / "out", reward_fn=(f"{tmp_path}/r.py:reward",), **tiny["ppo"])
