@@ -98,15 +98,16 @@ def world(tmp_path_factory):
     lines = [json.dumps({"text": row["prompt"] + row["completion"]}) + "\n" for row in texts]
     (folder / "texts.jsonl").write_text("".join(lines))
     (folder / "reward.py").write_text(
-        "import os\nimport signal\n\n\ndef tail(prompts, completions, prompt):\n    assert prompt == prompts\n"
-        "    return [len(x) / 50 - len(y) / 20 for x, y in zip(completions, prompts)]\n\n\ndef length(texts):\n    return [len(text) / 50 for text in texts]\n\n\n"
+        "import os\nimport signal\n\n\ndef tail(prompts, completions, prompt, **_):\n    assert prompt == prompts\n"
+        "    return [len(x) / 50 - len(y) / 20 for x, y in zip(completions, prompts)]\n\n\n"
+        "def length(prompts, completions, **_):\n    return [len(x + y) / 50 for x, y in zip(prompts, completions)]\n\n\n"
         "def brightness(images, prompts, metadata):\n    assert prompts == [row['prompt'] for row in metadata]\n"
         "    return [x.mean() + len(y) for x, y in zip(images, prompts)]\n\n\n"
-        "def stops_once(texts):\n    mark = os.path.join(os.path.dirname(__file__), 'mark' + os.environ.get('RANK', '0'))\n"
+        "def stops_once(prompts, completions, **_):\n    mark = os.path.join(os.path.dirname(__file__), 'mark' + os.environ.get('RANK', '0'))\n"
         "    if callable(signal.getsignal(signal.SIGTERM)) and not os.path.exists(mark):\n        open(mark, 'w').close()\n"
-        "        [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]\n    return [len(text) / 50 for text in texts]\n\n\n"
-        "calls = []\n\n\ndef second_fails(texts):\n    calls.append(1)\n"
-        "    return [float('nan') if len(calls) > 2 and os.environ['RANK'] == '1' else 1.0 for _ in texts]\n"
+        "        [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]\n    return length(prompts, completions)\n\n\n"
+        "calls = []\n\n\ndef second_fails(completions, **_):\n    calls.append(1)\n"
+        "    return [float('nan') if len(calls) > 2 and os.environ['RANK'] == '1' else 1.0 for _ in completions]\n"
     )
     return folder
 
@@ -207,6 +208,16 @@ def test_two_processes_are_one(runs, run):
         assert a.keys() == b.keys()
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-6 if is_rollout else 2e-4)
+
+
+def test_process_0_alone_reads_the_weights(runs):
+    """With --zero-stage; the other one has models on `meta`, until it receives its shards."""
+    for run, (script, _, extra) in RUNS.items():
+        file = folder_of(runs, "two", run).with_suffix(".loaded")
+        if file.exists():
+            kind = "meta" if "zero_stage" in extra else "cpu"
+            assert set(file.read_text().splitlines()) == {"0 cpu", f"1 {kind}"}, run
+    assert folder_of(runs, "two", "dpo, stage 3").with_suffix(".loaded").exists()
 
 
 def test_interrupted_and_resumed(runs, monkeypatch):

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,7 +37,8 @@ winrate = load()
 
 @pytest.fixture(autouse=True)
 def at_home(monkeypatch):
-    """Paths are relative to the root. No test sends a key of the machine it runs on, and none asks a proxy."""
+    """Paths are relative to the root, and data are read. No test sends a key of this machine, and none asks a proxy."""
+    monkeypatch.setattr(datasets, "load_dataset", datasets.load.load_dataset)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(winrate, "KEY", "")
     monkeypatch.setenv("no_proxy", "*")
@@ -201,7 +203,7 @@ def test_the_sides_are_sampled_apart(tmp_path):
 def test_the_better_policy_wins_from_either_side(tmp_path):
     """By a reward that counts the words of the toy world, against a policy that was turned upside down."""
     (tmp_path / "r.py").write_text(
-        "def f(texts):\n    return [sum(w in ('is', 'a', 'It', 'The') for w in t.split()) for t in texts]\n"
+        "def f(completions, **_):\n    return [sum(w in ('is', 'a', 'It', 'The') for w in x.split()) for x in completions]\n"
     )
     bad, reward = scaled(tmp_path / "bad", -1), f"{tmp_path}/r.py:f"
     s, _ = run(tmp_path / "1", model="toy/sft", other=bad, reward_fn=reward)
@@ -283,7 +285,11 @@ def test_chat_messages_go_through_the_template(tmp_path):
     chat = copy_of("sft", tmp_path / "chat", "tokenizer_config.json", chat_template=template)
     turn = {"role": "user", "content": "Write about a film."}
     data = write_rows(tmp_path / "d.jsonl", {"prompt": [turn]}, {"prompt": [turn]})
-    settings = dict(model=chat, dataset=data, reward_fn=GOLD)
+    (tmp_path / "r.py").write_text(
+        "def f(prompts, completions, **_):\n    assert all(x[-1]['role'] == 'user' for x in prompts)\n"
+        "    return [len(turn['content']) for (turn,) in completions if turn['role'] == 'assistant']\n"
+    )
+    settings = dict(model=chat, dataset=data, reward_fn=f"{tmp_path}/r.py:f")
     _, pairs = run(tmp_path / "out", other=chat, **settings)
     assert [p["prompt"] for p in pairs] == ["user: Write about a film.The"] * 2 and pairs[0]["a"]
     with pytest.raises(winrate.UserError, match="chat_template is not set"):
@@ -613,8 +619,9 @@ def test_faulty_files(error, tmp_path):
     data = write_rows(tmp_path / "e.jsonl", {"prompt": "A"}, {"prompt": ""})
     assert "row 1" in error(*FAIR, "--dataset", data)
     assert "not finite" in error(*FAIR, "--model", scaled(tmp_path / "nan", float("nan")))
-    (tmp_path / "r.py").write_text("def one(texts):\n    return [1.0]\n")
-    assert "one number for each text" in error("--other", "toy/sft", "--reward-fn", f"{tmp_path}/r.py:one")
+    (tmp_path / "r.py").write_text("def one(**_):\n    return [1.0]\n\n\ndef old(texts):\n    return [1.0] * len(texts)\n")
+    for name, sentence in (("one", "one number for each text"), ("old", "f(prompts, completions, **columns), but: missing")):
+        assert sentence in error("--other", "toy/sft", "--reward-fn", f"{tmp_path}/r.py:{name}")
 
 
 def test_reward_label_picks_the_column(tmp_path, says):
@@ -654,7 +661,8 @@ def test_an_output_folder_in_use(error, tmp_path):
 
 
 def test_nan_reward_names_the_text_and_keeps_what_was_judged(error, tmp_path, says):
-    (tmp_path / "r.py").write_text("def f(texts):\n    return [float('nan') if 'bad' in t else 1.0 for t in texts]\n")
+    body = "def f(completions, **_):\n    return [float('nan') if 'bad' in x else 1.0 for x in completions]\n"
+    (tmp_path / "r.py").write_text(body)
     says(["x", "y", "bad \x1b[2J"], ["1", "2", "3"])
     message = error(
         "--other", "toy/sft", "--reward-fn", f"{tmp_path}/r.py:f", "--num-prompts", 3, "--batch-size", 1, sampling=True
@@ -678,17 +686,19 @@ def test_every_argument_is_read_and_has_a_sentence():
 
 
 def test_a_reward_function_with_columns(tmp_path):
-    """TRL's signature, as in the scripts: what the function asks for, row by row; a column that is not there is named."""
+    """TRL's signature, as in the scripts: all columns, row by row; one that is not there, or not taken, is named."""
     rows = [{"prompt": f"The film {i}", "answer": f"answer {i}", "n": i} for i in range(6)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "r.py").write_text(
-        "def f(prompts, completions, answer, n):\n"
+        "def f(prompts, completions, answer, n, **_):\n"
         "    assert all(p == f'The film {i}' and a == f'answer {i}' for p, a, i in zip(prompts, answer, n))\n"
         "    return [float(len(c)) for c in completions]\n\n\n"
-        "def g(completions, solution):\n    return [0.0] * len(completions)\n"
+        "def g(completions, solution, **_):\n    return [0.0] * len(completions)\n\n\n"
+        "def h(prompts, completions):\n    return [0.0] * len(completions)\n"
     )
     data = dict(dataset=str(tmp_path / "d.jsonl"), dataset_split="train", model="toy/sft", other="toy/sft", num_prompts=6)
     _, pairs = run(tmp_path / "out", reward_fn=f"{tmp_path}/r.py:f", temperature=1.0, batch_size=4, **data)
     assert all(p["score_a"] == len(p["a"]) and p["score_b"] == len(p["b"]) for p in pairs) and len(pairs) == 6
-    with pytest.raises(winrate.UserError, match="asks for solution; there are answer, completions, n, prompt, prompts"):
-        run(tmp_path / "out2", reward_fn=f"{tmp_path}/r.py:g", temperature=1.0, **data)
+    for name, wrong in (("g", "missing a required .*argument: 'solution'"), ("h", "unexpected keyword argument 'prompt'")):
+        with pytest.raises(winrate.UserError, match=f"r.py:{name} is to be a function f.prompts, comp.*{wrong}"):
+            run(tmp_path / name, reward_fn=f"{tmp_path}/r.py:{name}", temperature=1.0, **data)
