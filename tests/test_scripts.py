@@ -54,9 +54,9 @@ SHARED = {  # in which scripts a function or method has the same text; another's
         pretrain_gradient load_pretrain_texts follow""",
     "rloo grpo": "repeat equal_groups make_optimizer",
     "dpo sft reward_model": """
-        apply_template as_turns with_eos shard_rows micro_batches choose_sizes make_optimizer""",
+        apply_template as_turns with_eos check_causal shard_rows micro_batches choose_sizes make_optimizer""",
     "dpo reward_model": "encode_conversation load_pairs read_pairs keep_different length_grouped_batch",
-    "sft reward_model": "check_padding separate_dropout",
+    "sft reward_model": "separate_dropout",
 }
 
 
