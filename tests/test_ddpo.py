@@ -339,7 +339,7 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms, roll
 
 
 def toy_chain(model=TOY, moved=0.0, **settings):
-    """A chain from a pipeline, whose policy may have been moved away from the first model, and its settings as .args."""
+    """A chain from a pipeline, whose policy may have been moved from the first model; in .args its settings."""
     args = ddpo.Args(**dict(model=str(model), sample_num_steps=4, train_gradient_accumulation_steps=1) | settings)
     torch.manual_seed(1)
     chain = ddpo.load_chain(args)
@@ -623,7 +623,7 @@ def test_only_the_unet_is_trained(lora_r):
     rollout = toy_rollout(chain)
     loss_at(chain, rollout, torch.arange(8), torch.arange(8) % 4)
     others = [*chain.pipe.vae.parameters(), *chain.pipe.text_encoder.parameters(), *chain.reference.parameters()]
-    assert {id(p) for p in others if p.grad is not None} <= trained and not rollout.context.requires_grad
+    assert {id(p) for p in others if p.grad is not None} <= trained and not chain.negative.requires_grad
 
 
 # --- The loop ---------------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_process_0_alone_reads_the_weights(runs):
         if file.exists():
             kind = "meta" if "zero_stage" in extra else "cpu"
             assert set(file.read_text().splitlines()) == {"0 cpu", f"1 {kind}"}, run
-    assert folder_of(runs, "two", "dpo, stage 3").with_suffix(".loaded").exists()
+    assert (runs / "whole.loaded").exists()
 
 
 def test_interrupted_and_resumed(runs, monkeypatch):
@@ -277,7 +277,7 @@ def test_a_process_that_fails_takes_the_run_down(world):
     process = torchrun(world, "rloo.py", *words, "--reward-fn", f"{world}/reward.py:second_fails")
     text = process.communicate(timeout=120)[0]
     assert process.returncode and time.monotonic() - start < 60
-    assert text.count("rloo.py: error: the reward is nan for the text") == 1
+    assert text.count("rloo.py: error: the rewards of a response to ") == 1
     assert "rank0]: Traceback" not in text
     assert len(metrics(out)) >= 1
 

@@ -203,7 +203,8 @@ def test_the_sides_are_sampled_apart(tmp_path):
 def test_the_better_policy_wins_from_either_side(tmp_path):
     """By a reward that counts the words of the toy world, against a policy that was turned upside down."""
     (tmp_path / "r.py").write_text(
-        "def f(completions, **_):\n    return [sum(w in ('is', 'a', 'It', 'The') for w in x.split()) for x in completions]\n"
+        "def f(completions, **_):\n    words = ('is', 'a', 'It', 'The')\n"
+        "    return [sum(w in words for w in x.split()) for x in completions]\n"
     )
     bad, reward = scaled(tmp_path / "bad", -1), f"{tmp_path}/r.py:f"
     s, _ = run(tmp_path / "1", model="toy/sft", other=bad, reward_fn=reward)
@@ -619,8 +620,8 @@ def test_faulty_files(error, tmp_path):
     data = write_rows(tmp_path / "e.jsonl", {"prompt": "A"}, {"prompt": ""})
     assert "row 1" in error(*FAIR, "--dataset", data)
     assert "not finite" in error(*FAIR, "--model", scaled(tmp_path / "nan", float("nan")))
-    (tmp_path / "r.py").write_text("def one(**_):\n    return [1.0]\n\n\ndef old(texts):\n    return [1.0] * len(texts)\n")
-    for name, sentence in (("one", "one number for each text"), ("old", "f(prompts, completions, **columns), but: missing")):
+    (tmp_path / "r.py").write_text("def one(**_):\n    return [1.0]\n\n\ndef old(texts):\n    return [1.0]\n")
+    for name, sentence in (("one", "one number for each text"), ("old", "f(prompts, completions, **columns), but: ")):
         assert sentence in error("--other", "toy/sft", "--reward-fn", f"{tmp_path}/r.py:{name}")
 
 
@@ -697,8 +698,9 @@ def test_a_reward_function_with_columns(tmp_path):
         "def h(prompts, completions):\n    return [0.0] * len(completions)\n"
     )
     data = dict(dataset=str(tmp_path / "d.jsonl"), dataset_split="train", model="toy/sft", other="toy/sft", num_prompts=6)
-    _, pairs = run(tmp_path / "out", reward_fn=f"{tmp_path}/r.py:f", temperature=1.0, batch_size=4, **data)
+    data["temperature"] = 1.0
+    _, pairs = run(tmp_path / "out", reward_fn=f"{tmp_path}/r.py:f", batch_size=4, **data)
     assert all(p["score_a"] == len(p["a"]) and p["score_b"] == len(p["b"]) for p in pairs) and len(pairs) == 6
-    for name, wrong in (("g", "missing a required .*argument: 'solution'"), ("h", "unexpected keyword argument 'prompt'")):
+    for name, wrong in (("g", "missing a required .*: 'solution'"), ("h", "unexpected keyword argument 'prompt'")):
         with pytest.raises(winrate.UserError, match=f"r.py:{name} is to be a function f.prompts, comp.*{wrong}"):
-            run(tmp_path / name, reward_fn=f"{tmp_path}/r.py:{name}", temperature=1.0, **data)
+            run(tmp_path / name, reward_fn=f"{tmp_path}/r.py:{name}", **data)
