@@ -184,6 +184,13 @@ def test_stop_token_of_several_tokens(run):
     assert "is not one token" in run(ppo, "--stop-token", "the end of it all")
 
 
+def test_a_bug_in_a_script_is_no_mistake_of_its_user(monkeypatch, tmp_path):
+    """Nor in a fork of it: it keeps its traceback."""
+    monkeypatch.setattr(ppo, "set_seed", None)
+    with pytest.raises(TypeError):
+        ppo.train(ppo.Args(output_dir=str(tmp_path / "out"), device="cpu"))
+
+
 def test_path_that_is_nowhere(run):
     assert "'./no-such-model': there is no such file or folder" in run(ppo, "--model", "./no-such-model")
     assert "'pairs.jsonl': there is no such file" in run(ppo, "--dataset", "pairs.jsonl")

@@ -59,7 +59,9 @@ def test_columns_belong_to_their_rows(name, tmp_path, data, write, takes):
         return given["n"]
     """
     group = {"rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}.get(name, {})
-    lines = run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **data, **SMALL, **group)
+    settings = data | SMALL | group | dict(num_sample_generations=2)
+    lines = run(SCRIPTS[name], tmp_path / "out", reward_fn=(write(code),), **settings)
+    assert all(sample["prompt"] == f"The film {sample['score']:.0f}" for sample in samples_of(tmp_path / "out"))
     assert all(1 <= line["rewards/f/mean"] <= 29 and line["rewards/f/std"] > 0 for line in lines)
     assert all(line["objective/scores"] == pytest.approx(line["rewards/f/mean"]) for line in lines)
     assert all(line.get("objective/equal_groups", 1) == line.get("frac_reward_zero_std", 1) == 1 for line in lines)
@@ -98,7 +100,8 @@ def test_completions_are_without_their_prompt(tmp_path, data, write):
         assert not any(text.startswith(prompt) or "<|" in text for text, prompt in zip(completions, prompts))
         return [0.0 if text else 1.0 for text in completions]
     """
-    run(rloo, tmp_path / "out", reward_fn=(write(code),), **data, **SMALL)
+    lines = run(rloo, tmp_path / "out", reward_fn=(write(code),), **data, **SMALL | {"response_length": 24})
+    assert lines[0]["val/eos_share"] > 0
 
 
 def test_a_function_may_spoil_what_it_is_given(tmp_path, write):
