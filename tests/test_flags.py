@@ -279,7 +279,7 @@ def metrics_of(world, tmp_path_factory):
         if key not in known:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(MODULES[script], "load_split", load_split)
-                for name in ("Run.save", "Run.finish", "check_padding", "draw_images"):
+                for name in ("Run.save", "Run.finish", "check_padding", "check_causal", "draw_images"):
                     patch.setattr(f"{script}.{name}", lambda *_, **__: None, raising=False)
                 known[key] = untimed(run(MODULES[script], tmp_path_factory.mktemp("run"), **settings))
         return known[key]
