@@ -494,7 +494,8 @@ def evaluate_responses(
     """Answers to some of the prompts: their KL to the reference, as ppo.py measures it, and their gold score."""
     pairs = pairs[: args.num_eval_prompts]
     n = len(pairs)
-    r = respond(policy, (pairs * WORLD_SIZE)[: n + -n % WORLD_SIZE], args)  # equally many for each process
+    extra = -n % WORLD_SIZE  # so that all processes have equally many
+    r = respond(policy, (pairs * WORLD_SIZE)[: n + extra], args)
     stats = {
         "val/eos_share": r.ended[:n].float().mean().item(),
         "val/response_length": r.mask[:n].sum(1).float().mean().item(),
