@@ -1001,7 +1001,7 @@ def start_run(args: Args) -> Args:
 
 def check_unused(args: Args) -> None:
     """Raises UserError if the output folder holds something, and this is not the run that goes on with it."""
-    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
+    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "model_index.json", "README.md")]
     is_used = any(file.exists() and file.stat().st_size for file in files)
     require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
             f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip

@@ -234,8 +234,7 @@ def train(args: Args) -> None:
         prompts, eval_prompts = load_prompts(args, policy, reward_model)
         texts = load_pretrain_texts(args, policy)
         args = choose_sizes(args, policy, len(prompts) * args.rloo_k)
-        require(args.batch_size % args.rloo_k == 0, f"a batch of {args.batch_size} responses does not divide into "
-                f"groups of --rloo-k {args.rloo_k}")  # fmt: skip
+        require(args.batch_size % args.rloo_k == 0, f"--batch-size {args.batch_size} does not divide by --rloo-k")
         reward = make_reward(args, policy, reward_model, prompts)
         gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
 
@@ -1221,7 +1220,7 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
 
 @torch.no_grad()
 def check_padding(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads a text behind padding not as it does alone.
+    """Refuses a model that reads the start of a text behind padding, and before more text, not as it does alone.
 
     Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
     and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
@@ -1231,15 +1230,15 @@ def check_padding(policy: nn.Module, args: Args) -> None:
     mask = F.pad(torch.ones_like(ids), (16, 0))  # (1, 24)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with autocast(args):
-        alone = policy(input_ids=ids, use_cache=False).logits.float()  # (1, 8, V)
+        alone = policy(input_ids=ids[:, :5], use_cache=False).logits.float()  # (1, 5, V)
         behind = policy(
             input_ids=F.pad(ids, (16, 0)), attention_mask=mask, position_ids=positions, use_cache=False
-        ).logits[:, 16:].float()  # fmt: skip
+        ).logits[:, 16:21].float()  # fmt: skip
     reshard(policy)
     error = ((behind - alone).abs().mean() / alone.std()).item()
     bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
-    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding not as alone, by "
-            f"{error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
+    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding, or before more text, "
+            f"not as alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
 
 
 def check_first_ratio(error: float, args: Args) -> None:
@@ -1332,7 +1331,6 @@ def locate(name: str) -> str:
         require(is_cached, f"{name!r} is neither a folder here nor in the cache, and the hub cannot be reached; python "
                 f"{Path(__file__).name} without flags runs offline")  # fmt: skip
     return name
-
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
@@ -1661,7 +1659,7 @@ def start_run(args: Args) -> Args:
 
 def check_unused(args: Args) -> None:
     """Raises UserError if the output folder holds something, and this is not the run that goes on with it."""
-    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "README.md")]
+    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "model_index.json", "README.md")]
     is_used = any(file.exists() and file.stat().st_size for file in files)
     require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
             f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip

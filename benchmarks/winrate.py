@@ -451,8 +451,8 @@ def make_judge(args: Args, device: torch.device, rows: list[dict]) -> Callable[[
             try:
                 inspect.signature(function).bind(**given)
             except TypeError as error:
-                name = args.reward_fn
-                raise UserError(f"{name} is to be a function f(prompts, completions, **columns), but: {error}") from error
+                raise UserError(f"{args.reward_fn} is to be f(prompts, completions, **columns), but: {error}; the data "
+                                f"have {', '.join(rows[0])}") from error  # fmt: skip
             return function(**given)
 
     else:
