@@ -702,5 +702,5 @@ def test_a_reward_function_with_columns(tmp_path):
     _, pairs = run(tmp_path / "out", reward_fn=f"{tmp_path}/r.py:f", batch_size=4, **data)
     assert all(p["score_a"] == len(p["a"]) and p["score_b"] == len(p["b"]) for p in pairs) and len(pairs) == 6
     for name, wrong in (("g", "missing a required .*: 'solution'"), ("h", "unexpected keyword argument 'prompt'")):
-        with pytest.raises(winrate.UserError, match=f"r.py:{name} is to be a function f.prompts, comp.*{wrong}"):
+        with pytest.raises(winrate.UserError, match=f"r.py:{name} is to be f.prompts, comp.*{wrong}.*the data have prompt, answer, n"):
             run(tmp_path / name, reward_fn=f"{tmp_path}/r.py:{name}", **data)
