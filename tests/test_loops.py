@@ -4,8 +4,8 @@ A formula may be right and yet be given the wrong numbers. So `train` runs as it
 pure functions were called with and what the optimiser did, and the tests compute each of these numbers again: from the
 texts alone, with plain forward passes over single rows without padding, and from the lines of metrics.jsonl.
 
-Policy and reward model have dropout in their configs here (the toy models have none), which gradient checkpointing would
-turn on; the reward model is shifted by a bias, the stop token is a word, and the prompts do not divide into batches.
+Policy and reward model have dropout in their configs here (the toy models have none), which checkpointing would turn
+on; the reward model is shifted by a bias, the stop token is a word, and the prompts do not divide into batches.
 """
 
 import functools
@@ -176,7 +176,9 @@ def world(tmp_path_factory):
         split: [json.loads(row)["prompt"] for row in (folder / f"prompts/{split}.jsonl").read_text().splitlines()]
         for split in ("train", "validation")
     }
-    return SimpleNamespace(folder=folder, tokenizer=tokenizer, models=models, prompts=prompts, pretrain=texts, stop=stop)
+    return SimpleNamespace(
+        folder=folder, tokenizer=tokenizer, models=models, prompts=prompts, pretrain=texts, stop=stop
+    )
 
 
 def settings_of(world, settings):

@@ -1,6 +1,7 @@
 """The architectures that people train, tiny and random: each works in float32 and bfloat16, or is refused."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -33,17 +34,19 @@ ARCHITECTURES = {
     "mixtral": EXPERTS, "olmo": {}, "opt": dict(ffn_dim=16, word_embed_proj_dim=8, do_layer_norm_before=False),
     "phi": {}, "phi3": {}, "qwen2": {}, "qwen3": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {},
 }  # fmt: skip
-STRANGERS = {  # their caches are not those that a rollout fills
-    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=6),
-    "mamba2": dict(num_heads=4, head_dim=8, n_groups=1, state_size=4, num_hidden_layers=1),
-}  # fmt: skip
-OTHERS = {"roberta": dict(is_decoder=False)}  # no decoder
+DECODER = dict(d_model=16, encoder_layers=1, decoder_layers=1, decoder_attention_heads=2, encoder_attention_heads=2)
+STRANGERS = {  # positions of another kind, or another kind of cache; each with what the sentence of refusal says
+    "bart": (DECODER, "reads a text behind padding"),
+    "roberta": (dict(is_decoder=True), "reads a text behind padding"),
+    "gpt_neo": (dict(attention_types=[[["global", "local"], 1]], window_size=6), "ratio pi/pi_old is off"),
+    "mamba2": (dict(num_heads=4, head_dim=8, n_groups=1, state_size=4, num_hidden_layers=1), "pi/pi_old|reads a text"),
+}
 
 
 def make(kind, auto_class=AutoModelForCausalLM, **settings):
     """A random model whose weights are large enough for its distributions to be far from uniform."""
     torch.manual_seed(0)
-    settings = SIZES | (ARCHITECTURES | STRANGERS | OTHERS)[kind] | settings
+    settings = SIZES | (ARCHITECTURES[kind] if kind in ARCHITECTURES else STRANGERS[kind][0]) | settings
     if kind == "falcon":
         del settings["head_dim"]  # it computes its own
     model = auto_class.from_config(AutoConfig.for_model(kind, **settings)).eval()
@@ -147,11 +150,16 @@ def test_rotary_embeddings_under_bfloat16_elsewhere(saved, train, script):
     assert train(script, model=saved("llama"), bf16=True, **data)
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
 @pytest.mark.parametrize("script", [ppo, rloo, grpo], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("kind", STRANGERS)
 def test_strangers_are_refused(saved, train, script, kind):
-    """Before the first step: what they draw token by token is not what they read in one pass."""
-    assert "ratio pi/pi_old is off" in refusal(train, script, model=saved(kind), reward_fn=(GOLD,))
+    """Before the first step: what they read in one pass beside padding is not what they read alone, or drew."""
+    sentence = refusal(train, script, model=saved(kind), reward_fn=(GOLD,))
+    assert re.search(STRANGERS[kind][1], sentence)
+
+
+def test_dpo_refuses_what_reads_otherwise_behind_padding(saved, train):
+    assert "reads a text behind padding" in refusal(train, dpo, model=saved("bart"))
 
 
 def test_dropout_is_off_in_training_mode_too():
@@ -172,7 +180,7 @@ def test_dropout_is_off_in_training_mode_too():
 def test_padding_is_read_as_nothing(saved, train, script, monkeypatch):
     """A model that mistakes which side of a row is padded is refused, and without this fault it is not."""
     plain = LlamaModel.forward
-    script.check_padding(make("llama"), script.Args())
+    script.check_causal(make("llama"), script.Args())
 
     def shifted(self, *args, attention_mask=None, **kwargs):
         mask = None if attention_mask is None else attention_mask.flip(1)
@@ -182,8 +190,9 @@ def test_padding_is_read_as_nothing(saved, train, script, monkeypatch):
     assert "reads a text" in refusal(train, script, model=saved("llama"))
 
 
-def test_a_model_that_looks_ahead_is_no_language_model(saved, train):
-    assert "reads a text" in refusal(train, sft, model=saved("roberta"))
+@pytest.mark.parametrize("script", [sft, ppo], ids=lambda module: module.__name__)
+def test_a_model_that_looks_ahead_is_no_language_model(saved, train, script):
+    assert "reads a text" in refusal(train, script, model=saved("roberta", is_decoder=False))
 
 
 def test_weights_that_are_missing(saved, train, tmp_path):
@@ -258,7 +267,7 @@ def test_a_reward_model_with_a_short_context(saved, train):
 
 def test_the_context_of_roberta():
     """Its positions begin behind that of the padding token: of 64 it has 62, as its tokenizer knows."""
-    model = make("roberta", AutoModelForSequenceClassification, pad_token_id=1)
+    model = make("roberta", AutoModelForSequenceClassification, is_decoder=False, pad_token_id=1)
     for known, length in ((62, 62), (512, 64), (10**30, 64)):
         model.tokenizer = SimpleNamespace(model_max_length=known)
         assert ppo.context_length(model) == length
