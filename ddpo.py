@@ -511,7 +511,7 @@ def draw_images(run: "Run", chain: Chain, prompts: list[dict], args: Args) -> No
 
 
 def load_chain(args: Args) -> Chain:
-    """Policy and reference from a Stable Diffusion pipeline, with DDIM's schedule; all but the UNet is frozen."""
+    """Policy and reference from a Stable Diffusion pipeline, with DDIM's schedule; the UNet alone is trained."""
     with explain("ddpo.py needs diffusers: pip install diffusers==0.42.1"):
         import diffusers
     diffusers.utils.logging.set_verbosity_error()
@@ -967,10 +967,10 @@ class Run:
         try:
             if self.written and (WORLD_SIZE == 1 or kind in (None, KeyboardInterrupt)):
                 self.finish()
-        except UserError as second:
+        except Exception as second:
             if error is None:
                 raise
-            error.add_note(f"then: {second}")
+            error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
 
@@ -1214,7 +1214,7 @@ def main() -> None:
             sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
-        time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
+        time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first
         print(printable(f"{Path(__file__).name}: error: {sentence}"), file=terminal)
         sys.exit(2)
 

@@ -1462,11 +1462,12 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
 
 def turn_off_dropout(model: nn.Module) -> None:
     """In training mode, too, which gradient checkpointing asks for: all passes must see one distribution."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]  # which Falcon reads
+    for owner in [*model.modules(), *configs]:
+        for name, value in vars(owner).items():
+            is_rate = "drop" in name or (name == "p" and isinstance(owner, nn.Dropout))
             if is_rate and isinstance(value, float):
-                setattr(module, name, 0.0)
+                setattr(owner, name, 0.0)
 
 
 def use_bfloat16(model: nn.Module) -> None:
@@ -1850,10 +1851,10 @@ class Run:
         try:
             if self.written and (WORLD_SIZE == 1 or kind in (None, KeyboardInterrupt)):
                 self.finish()
-        except UserError as second:
+        except Exception as second:
             if error is None:
                 raise
-            error.add_note(f"then: {second}")
+            error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
 
@@ -2133,7 +2134,7 @@ def main() -> None:
             sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
-        time.sleep(2 * (RANK > 0))  # an error that all processes find is reported by the first
+        time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first
         print(printable(f"{Path(__file__).name}: error: {sentence}"), file=terminal)
         sys.exit(2)
 

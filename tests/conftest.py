@@ -82,7 +82,8 @@ def in_short():
 
     def load(path, name=None, **options):
         options |= {"path": path, "name": name}
-        place = Path(options.get("data_files") or path).resolve()
+        files = options.get("data_files") or path
+        place = Path(files if isinstance(files, str) else "nowhere").resolve()
         if not place.exists():
             return load_dataset(**options)
         files = [(file, file.stat()) for file in (place, *sorted(place.rglob("*"))) if file.exists()]

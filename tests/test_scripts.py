@@ -312,7 +312,7 @@ def test_random_numbers_are_seeded_where_a_fork_finds_it():
     """At the start and at each step, for the order of each pass; besides, for the dropout of further processes, and for
     texts and images that are drawn with the same numbers each time."""
     own = {"sft.py": {"separate_dropout", "show_samples"}, "reward_model.py": {"separate_dropout"}}
-    own |= {"dpo.py": {"respond"}, "ddpo.py": {"draw_images"}}
+    own |= {"dpo.py": {"respond"}, "ddpo.py": {"draw_images"}, "grpo.py": {"answer"}}
     for script in SCRIPTS:
         functions = [node for node in nodes_of(script) if isinstance(node, ast.FunctionDef)]
         seeded = {f.name for f in functions if re.search(r"(manual_|set_|random\.)seed\(|rng_state", ast.unparse(f))}
