@@ -55,7 +55,7 @@ RUNS = {
     "rloo, stage 2": ("rloo", dict(normalize_reward=True, reward_fn=("reward.py:tail",)), dict(zero_stage=2)),
     "rloo, stage 3": ("rloo", dict(normalize_advantage=True), dict(zero_stage=3)),
     "rloo, adapter, stage 2": ("rloo", dict(lora_r=4), dict(zero_stage=2)),
-    "rloo, adapter, stage 3": ("rloo", dict(lora_r=4, ema_decay=0.5), dict(zero_stage=3)),
+    "rloo, adapter, stage 3": ("rloo", dict(lora_r=4, ema_decay=0.5, reward_fn=("reward.py:tail",)), dict(zero_stage=3)),
     "grpo, stage 0": ("grpo", dict(num_mini_batches=2, num_ppo_epochs=2, dynamic_sampling=2, num_eval_prompts=5), {}),
     "grpo, stage 2": ("grpo", dict(loss_type="grpo", importance_sampling_level="sequence", beta=0.1, num_ppo_epochs=2),
                       dict(zero_stage=2)),
