@@ -25,7 +25,7 @@ after 4 tokens (the longest has T = 6). A dot may be anything, until the mask ta
   -kl_coef*KL                   |  *   *   *   *   .   .    one per token
   score                         |              *            one per text, on the last real token
 
-  python lecture/ppo.py    # the toy world: a minute on a CPU, score 0 -> 5.3, KL 0 -> 26 nats
+  python lecture/ppo.py    # the toy world: a minute on a CPU, score 0 -> 5.4, KL 0 -> 27 nats
   python lecture/ppo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE
 
 Papers: PPO 1707.06347, GAE 1506.02438, KL in the reward 1909.08593, InstructGPT 2203.02155 (arXiv).
@@ -45,7 +45,7 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-TOY = Path(globals().get("__file__", "ppo.py")).resolve().parent.parent / "toy"
+TOY = Path(globals().get("__file__", "ppo.py")).resolve().parent.parent / "toy"  # in notebooks, too
 
 
 @dataclass
@@ -82,7 +82,7 @@ def forward(model, input_ids, attention_mask, **options):
 def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
     """Responses (B, T) to prompts (B, P), and their logprobs (B, T), by uniform numbers (B, limit).
 
-    Nothing but softmax(logits / temperature) shapes them, no top-k or top-p: so it is in the loss.
+    They follow softmax(logits / temperature) alone (no top-k, no top-p): that is what the loss sees.
     """
     responses, logprobs = [], []
     tokens = prompts  # (B, P), after the first pass (B, 1)
@@ -92,8 +92,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
         output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, V)
-        cdf = distribution.exp().cumsum(1)  # (B, V) for instance .2 .7 1: at u = .6 one token is
-        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) passed over, the second drawn
+        cdf = distribution.exp().cumsum(1)  # of probabilities .2 .5 .3 it is .2 .7 1; then u = .6
+        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) passes over one, draws the second
         responses.append(tokens)
         logprobs.append(distribution.gather(1, tokens))
         if (torch.cat(responses, 1) == stop_token_id).any(1).all():
@@ -174,7 +174,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
 
     The larger loss is flat where the ratio has left the range in the direction of the advantage: an
-    old batch says little about a policy so far away. Where it went the wrong way, it is led back.
+    old batch says little about a policy so far away. If it went the other way, it is led back.
     """
     ratio = ((logprobs - old_logprobs) * mask).exp()
     unclipped = -advantages * ratio
@@ -201,7 +201,7 @@ reward_model = AutoModelForSequenceClassification.from_pretrained(
 ).to(device)
 bias = getattr(reward_model.config, "reward_bias", 0.0)  # ../reward_model.py centres rewards by it
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
-critic = deepcopy(reward_model)  # from the start it knows what is good
+critic = deepcopy(reward_model)  # it knows what is good; rloo.py does without a critic
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 same = policy.config.vocab_size == reward_model.config.vocab_size

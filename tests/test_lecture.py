@@ -20,7 +20,7 @@ SETTINGS = {  # away from the defaults
     "ppo": RL | dict(gamma=0.9, lam=0.8, kl_coef=0.3, cliprange=0.05, cliprange_value=0.02, vf_coef=0.7),
 }
 FULL = {  # what a short form does not have
-    "ppo": dict(dataset_test_split="none", num_sample_generations=0, save_steps=99, ratio_threshold=1e9),
+    "ppo": dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0, ratio_threshold=1e9),
 }
 
 
