@@ -45,7 +45,7 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-TOY = Path(globals().get("__file__", "ppo.py")).resolve().parent.parent / "toy"  # in notebooks, too
+TOY = Path(globals().get("__file__", "ppo.py")).resolve().parent.parent / "toy"  # notebooks, too
 
 
 @dataclass
@@ -82,7 +82,7 @@ def forward(model, input_ids, attention_mask, **options):
 def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
     """Responses (B, T) to prompts (B, P), and their logprobs (B, T), by uniform numbers (B, limit).
 
-    They follow softmax(logits / temperature) alone (no top-k, no top-p): that is what the loss sees.
+    They follow softmax(logits / temperature) alone, without top-k or top-p: the loss knows no more.
     """
     responses, logprobs = [], []
     tokens = prompts  # (B, P), after the first pass (B, 1)

@@ -18,9 +18,12 @@ ALL = dict(batch_size=8, total_episodes=24)
 RL = ALL | dict(num_ppo_epochs=2, num_mini_batches=2, temperature=0.9, response_length=8, learning_rate=2e-3)
 SETTINGS = {  # away from the defaults
     "ppo": RL | dict(gamma=0.9, lam=0.8, kl_coef=0.3, cliprange=0.05, cliprange_value=0.02, vf_coef=0.7),
+    "rloo": RL | dict(rloo_k=4, kl_coef=0.3, cliprange=0.05),
 }
+ROLLOUTS = dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0)
 FULL = {  # what a short form does not have
-    "ppo": dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0, ratio_threshold=1e9),
+    "ppo": ROLLOUTS | dict(ratio_threshold=1e9),
+    "rloo": ROLLOUTS,
 }
 
 
