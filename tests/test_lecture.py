@@ -6,6 +6,7 @@ change nothing beyond 1e-9. The two are written apart from each other, so that e
 
 import json
 import re
+import shutil
 import sys
 from types import ModuleType
 
@@ -19,12 +20,28 @@ RL = ALL | dict(num_ppo_epochs=2, num_mini_batches=2, temperature=0.9, response_
 SETTINGS = {  # away from the defaults
     "ppo": RL | dict(gamma=0.9, lam=0.8, kl_coef=0.3, cliprange=0.05, cliprange_value=0.02, vf_coef=0.7),
     "rloo": RL | dict(rloo_k=4, kl_coef=0.3, cliprange=0.05),
+    "ddpo": dict(
+        num_epochs=3, sample_num_steps=4, sample_eta=0.8, sample_batch_size=6, sample_num_batches_per_epoch=2,
+        train_batch_size=3, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=1e-3,
+        train_adv_clip_max=1.2, train_learning_rate=2e-3,
+    ),
 }
+WORLDS = {"ddpo": ("shapes", "stable")}  # the others are about texts
 ROLLOUTS = dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0)
 FULL = {  # what a short form does not have
     "ppo": ROLLOUTS | dict(ratio_threshold=1e9),
     "rloo": ROLLOUTS,
+    "ddpo": {},
 }
+STABLE = {  # Stable Diffusion 1.5's schedule
+    "_class_name": "PNDMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
+    "clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
+}  # fmt: skip
+REWARD = """
+def reward(images, prompts, metadata):  # the ink of one column, for each prompt another
+    columns = [len(prompt) % 8 for prompt in prompts]
+    return [image[0, :, i].mean().item() for image, i in zip(images, columns)]
+"""
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +49,7 @@ def worlds(tmp_path_factory):
     """worlds(name) -> settings: models whose responses often end within eight tokens, and data for them.
 
     In the toy world EOS is the full stop, and the padding, too; the tiny Llama, drawn at random, has fifteen tokens.
+    The pipeline that draws shapes is the toy one, once with Stable Diffusion's schedule.
     """
     folder = tmp_path_factory.mktemp("worlds")
     sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=15)
@@ -48,7 +66,15 @@ def worlds(tmp_path_factory):
         for world, parts in {"toy": (toy, tokenizer), "llama": (llama, digits)}.items():
             [part.save_pretrained(folder / world / role) for part in parts]
     data = {"toy": "toy/data/prompts", "llama": "toy/sort/data/prompts"}
-    return lambda world: {role: f"{folder}/{world}/{role}" for role in kinds} | {"dataset": f"{ROOT}/{data[world]}"}
+    settings = {world: {role: f"{folder}/{world}/{role}" for role in kinds} for world in data}
+    for world, prompts in data.items():
+        settings[world]["dataset"] = f"{ROOT}/{prompts}"
+    (folder / "reward.py").write_text(REWARD)
+    settings["shapes"] = {"reward_fn": f"{folder}/reward.py:reward"}
+    shutil.copytree(ROOT / "toy/shapes/sd", folder / "stable")
+    (folder / "stable/scheduler/scheduler_config.json").write_text(json.dumps(STABLE))
+    settings["stable"] = settings["shapes"] | {"model": f"{folder}/stable"}
+    return settings.get
 
 
 def in_float64(file: str) -> str:
@@ -56,8 +82,15 @@ def in_float64(file: str) -> str:
     return text_of(file).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
 
 
-def watched(names: dict, responses: list) -> None:
-    """Has the script write down what it draws, up to the stop token: mask and responses meet in one function."""
+def watched(names: dict, responses: list, images: list) -> None:
+    """Has the script write down what it draws, up to the stop token: mask and responses meet in one function.
+
+    Of images it writes down how likely each step was, when it was drawn and now.
+    """
+    if "response_mask" not in names:
+        policy_loss = names["policy_loss"]
+        names["policy_loss"] = lambda *inputs: (images.extend(x.detach() for x in inputs[:2]), policy_loss(*inputs))[1]
+        return
     plain = names["response_mask"]
 
     def response_mask(tokens, stop_token_id):
@@ -69,13 +102,13 @@ def watched(names: dict, responses: list) -> None:
 
 
 def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, list[dict], list]:
-    """Responses, metrics and trained weights of the script."""
+    """Responses, metrics and trained weights of the script (with what was drawn, if these are images)."""
     module = ModuleType(f"{script}_in_float64")
     module.__file__ = str(ROOT / f"{script}.py")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclasses look for their types
     exec(compile(in_float64(f"{script}.py"), module.__file__, "exec"), vars(module))
     responses, weights = [], []
-    watched(vars(module), responses)
+    watched(vars(module), responses, weights)
     module.Run.finish = lambda run: weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
     module.train(module.Args(**settings, **FULL[script], output_dir=str(folder / "full"), device="cpu"))
     return responses, [json.loads(line) for line in open(folder / "full/metrics.jsonl")], weights
@@ -89,17 +122,19 @@ def run_lecture(script: str, settings: dict, folder, monkeypatch) -> tuple[list,
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     monkeypatch.setattr(sys, "argv", [file, *flags])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    responses = []
+    responses, images = [], []
+    watch = "def policy_loss" if script == "ddpo" else "def response_mask"
     for cell in re.split("^(?=# %%)", in_float64(file), flags=re.M):
         exec(compile(cell, file, "exec"), names)
-        if "def response_mask" in cell:
-            watched(names, responses)
-    assert list((folder / "lecture").glob("*.safetensors"))
-    return responses, names["history"], [p for group in names["optimizer"].param_groups for p in group["params"]]
+        if watch in cell:
+            watched(names, responses, images)
+    assert list((folder / "lecture").rglob("*.safetensors"))
+    weights = [p for group in names["optimizer"].param_groups for p in group["params"]]
+    return responses, names["history"], images + weights
 
 
-CASES = [(script, "toy", 1) for script in SETTINGS]
-SLOW = [(script, world, seed) for script in SETTINGS for world in ("toy", "llama") for seed in (1, 2, 3)]
+CASES = [(script, WORLDS.get(script, ["toy"])[0], 1) for script in SETTINGS]
+SLOW = [(s, world, seed) for s in SETTINGS for world in WORLDS.get(s, ("toy", "llama")) for seed in (1, 2, 3)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
 
 
