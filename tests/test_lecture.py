@@ -22,8 +22,8 @@ SETTINGS = {  # away from the defaults
     "rloo": RL | dict(rloo_k=4, kl_coef=0.3, cliprange=0.05),
     "ddpo": dict(
         num_epochs=3, sample_num_steps=4, sample_eta=0.8, sample_batch_size=6, sample_num_batches_per_epoch=2,
-        train_batch_size=3, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=1e-3,
-        train_adv_clip_max=1.2, train_learning_rate=2e-3,
+        train_batch_size=3, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=0.01,
+        train_adv_clip_max=1.2, train_learning_rate=3e-4,
     ),
 }
 WORLDS = {"ddpo": ("shapes", "stable")}  # the others are about texts
