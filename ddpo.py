@@ -85,12 +85,14 @@ from transformers.utils import logging
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass
@@ -101,7 +103,7 @@ class Args:
     sample_guidance_scale: NonNegative = 1.0  # weight of the prompt, in sampling and training; 1: no guidance (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
     sample_num_batches_per_epoch: Count = 4  # such batches in an epoch (TRL: 2)
-    negative_prompts: str | None = None  # the prompt that guidance leads away from; by default an empty one (TRL)
+    negative_prompts: Name | None = None  # the prompt that guidance leads away from; by default an empty one (TRL)
 
     # --- DDPO. An optimiser step: train_batch_size * train_gradient_accumulation_steps * processes images
     train_batch_size: Count = 64  # images in a forward and backward pass, on each process (TRL: 1)
@@ -124,33 +126,33 @@ class Args:
     train_max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm (TRL)
 
     # --- Model: a folder, or a name on the hub
-    model: str = "toy/shapes/sd"  # a Stable Diffusion pipeline, whose UNet is trained; also what KL is measured against
-    reward_fn: str = "toy/shapes/make.py:left_ink"  # file.py:name of f(images, prompts, metadata), as in TRL
-    gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
+    model: Name = "toy/shapes/sd"  # a Stable Diffusion pipeline; its UNet is trained, and KL is measured against it
+    reward_fn: Name = "toy/shapes/make.py:left_ink"  # file.py:name of f(images, prompts, metadata), as in TRL
+    gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
     lora_alpha: Positive = 4.0  # the adapter's output is scaled by lora_alpha / lora_r
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
 
     # --- Data
-    dataset: str = "toy/shapes/data"  # folder, file (jsonl, json, csv, parquet) or hub name
-    dataset_config: str | None = None  # configuration of a hub dataset that has several
-    dataset_train_split: str = "train"  # split to train on
-    prompt_column: str = "prompt"  # texts; the other columns of a row are its metadata
+    dataset: Name = "toy/shapes/data"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: Name = "train"  # split to train on
+    prompt_column: Name = "prompt"  # texts; the other columns of a row are its metadata
     seed: Natural = 1  # seed of noise, order of prompts, and adapters
 
     # --- Run. Settings from here on may change when a run is resumed
-    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
-    exp_name: str = "ddpo"  # name of this run, in its folder and on W&B
-    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
-    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    exp_name: Name = "ddpo"  # name of this run, in its folder and on W&B
+    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: Name | None = None  # cpu, cuda, mps; by default the best there is
     image_steps: Count = 5  # epochs between pictures in images/: above, the first model's; below, the policy's
     save_steps: Count = 10  # epochs between checkpoints, each of which holds everything that a run consists of
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    wandb_project_name: str = "rlhf"  # W&B project, with --track
-    wandb_entity: str | None = None  # W&B team, with --track
+    wandb_project_name: Name = "rlhf"  # W&B project, with --track
+    wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Computed
     batch_size: int = field(init=False, default=0)  # images of an epoch, on all processes together
@@ -687,7 +689,7 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
@@ -868,10 +870,8 @@ def check_unused(args: Args) -> None:
 
 
 def check_values(args: Args) -> None:
-    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    """Raises UserError for a value that its type in Args does not allow."""
     values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
-    for name, value in values.items():
-        require(value != "", f"--{name.replace('_', '-')} is an empty text")
     try:
         TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
@@ -1192,10 +1192,27 @@ def read_command_line() -> Args:
     return args
 
 
+class Terminal:
+    """A stream that may end before the run does, as behind `| head`: what it no longer takes is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        """Writes at once, so that an error comes here."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    terminal = sys.stderr
+    sys.stdout = Terminal(sys.stdout)
+    sys.stderr = terminal = Terminal(sys.stderr)
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:

@@ -49,7 +49,6 @@ Shapes: B rows of a batch (G per prompt), b of a micro-batch, P prompt tokens (l
 (right-padded), S tokens of any text, V vocabulary, D hidden size.
 """
 
-import inspect
 import json
 import math
 import os
@@ -89,6 +88,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -98,13 +98,14 @@ from transformers.utils import ModelOutput, logging
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass
@@ -129,13 +130,13 @@ class Args:
     response_length: Count = 16  # maximum tokens in a response (TRL: max_completion_length). dr_grpo divides by it
     response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
-    stop_token: str = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
+    stop_token: Name = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
     missing_eos_penalty: NonNegative | None = None  # subtracted from scores of responses that never stop (TRL)
     local_rollout_forward_batch_size: Count = 64  # responses sampled at once (TRL); no effect on the result
 
     # --- Optimisation
     learning_rate: Positive | None = None  # AdamW's; by default from the policy's size, ten times as high with LoRA
-    lr_scheduler_type: str = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
+    lr_scheduler_type: Name = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
@@ -150,27 +151,27 @@ class Args:
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Models: a folder, or a name on the hub
-    model: str = "toy/sort/sft"  # the policy to start from, which is also the reference that KL is measured against
-    reward_model: str = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
-    reward_label: str | None = None  # the label whose logit is the reward, for a classifier that has several
+    model: Name = "toy/sort/sft"  # the policy to start from, which is also the reference that KL is measured against
+    reward_model: Name = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
+    reward_label: Name | None = None  # the label whose logit is the reward, for a classifier that has several
     # reward_model, or file.py:name of a function; of several, the sum
-    reward_fn: tuple[str, ...] = ("toy/verifiers.py:exact_match",)
-    reward_weights: tuple[Finite, ...] = ()  # the weights of their sum; by default all 1 (TRL)
-    gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
+    reward_fn: tuple[Name, ...] = ("toy/verifiers.py:exact_match",)
+    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL)
+    gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: str | None = None  # regular expression for their layers, or all-linear; default: peft's
+    lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
-    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
+    attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
     # --- Data
-    dataset: str = "toy/sort/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
-    dataset_config: str | None = None  # configuration of a hub dataset that has several
-    dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: str | None = None  # split to evaluate on, or none; by default validation, if there is one
-    prompt_column: str = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    dataset: Name = "toy/sort/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: Name = "train"  # split to train on
+    dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
+    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
     max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
 
     # --- Additions to GRPO
@@ -180,19 +181,19 @@ class Args:
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run. Settings from here on may change when a run is resumed
-    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
     total_episodes: Count | None = None  # responses sampled in the whole run; by default 2048
     num_train_epochs: Positive | None = 1.0  # passes over the prompts; total_episodes wins over it
-    exp_name: str = "grpo"  # name of this run, in its folder and on W&B
-    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
-    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    exp_name: Name = "grpo"  # name of this run, in its folder and on W&B
+    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: Name | None = None  # cpu, cuda, mps; by default the best there is
     save_steps: Count = 50  # updates between checkpoints, each of which holds everything that a run consists of
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 50  # updates between evaluations; there is one at the end, too
     num_sample_generations: Natural = 10  # tables of responses to print, besides one after the first update (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    wandb_project_name: str = "rlhf"  # W&B project, with --track
-    wandb_entity: str | None = None  # W&B team, with --track
+    wandb_project_name: Name = "rlhf"  # W&B project, with --track
+    wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N
     zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
@@ -1039,7 +1040,7 @@ def make_reward(
         """Rewards (B,) by name; raises UserError if a response has none at all, or an infinite one."""
         rewards = {name: function(rollout) for name, function in functions.items()}
         table = torch.stack(list(rewards.values()))  # (K, B)
-        is_bad = table.isnan().all(0) | table.isinf().any(0)
+        is_bad = table.isnan().all(0) | (table.abs() > 1e18).any(0)  # whose squares are beyond float32
         first = int(is_bad.long().argmax())
         prompt = rollout.examples[first][args.prompt_column]
         values = {name: x[first].item() for name, x in rewards.items()}
@@ -1094,17 +1095,12 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
         given["completion_ids"] = completion_ids
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        try:
-            inspect.signature(function).bind(**given)
-        except TypeError as error:
-            raise UserError(f"{spec} is to be f(prompts, completions, **columns), but: {error}; the data have "
-                            f"{', '.join(examples[0])}") from error  # fmt: skip
-        with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
+        with explain(f"the reward function {spec}, called as f(prompts, completions, **columns) with the columns "
+                     f"{', '.join(rows[0])}, failed"), torch.set_grad_enabled(True):  # fmt: skip
             said = function(**given)
-            require(not isinstance(said, dict), f"{spec} gave a dict: it is to give a list, of one number per row")
-            rewards = [math.nan if x is None else float(x) for x in said]
-        require(len(rewards) == len(rows), f"{spec} gave {len(rewards)} rewards for {len(rows)} completions")
-        return rewards
+            is_list = len(said) == len(rows) and not isinstance(said, (dict, set, str))
+            require(is_list, f"{spec} gave {len(said)} rewards for {len(rows)} completions: it is to give a list")
+            return [math.nan if x is None else float(x) for x in said]
 
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, of which each process asks for its share."""
@@ -1137,7 +1133,7 @@ def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
     """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
     prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
     kept = []
-    for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False)):
+    for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False, disable=None)):
         row["input_ids"] = encode_prompt(prompt, tokenizer)
         if 0 < len(row["input_ids"]) <= args.max_prompt_length:
             kept.append(row)
@@ -1193,9 +1189,7 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
     require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is not divisible by {args.num_mini_batches} "
             f"mini-batches x {WORLD_SIZE} process(es); {-(-args.batch_size // parts) * parts} is")  # fmt: skip
     if args.micro_batch_size is None:
-        logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
-        fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # 4 to 16 rows, by their memory
-        args.micro_batch_size = per_device or (fits_cpu if on_cpu else args.batch_size // parts)
+        args.micro_batch_size = per_device or (8 if on_cpu else args.batch_size // parts)
     episodes = args.total_episodes or 2048
     if args.num_train_epochs and args.total_episodes is None:
         episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
@@ -1226,6 +1220,7 @@ def check_padding(policy: nn.Module, args: Args) -> None:
             input_ids=F.pad(ids, (16, 0)), attention_mask=mask, position_ids=positions, use_cache=False
         ).logits[:, 16:21].float()  # fmt: skip
     reshard(policy)
+    require(alone.std() > 0, f"{args.model} gives all tokens the same logit, or none that is a number")
     error = ((behind - alone).abs().mean() / alone.std()).item()
     bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
     require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding, or before more text, "
@@ -1268,7 +1263,7 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
@@ -1330,23 +1325,22 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
     """
     path = locate(name)
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-        with torch.device("meta"):
-            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
-        model.auto_class = auto_class
-        model.tokenizer = load_tokenizer(name, args, model)
-        return model
     is_adapter = Path(path, "adapter_config.json").exists()
     require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    wrong = set()
     with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        model, info = auto_class.from_pretrained(path, **options)
-    wrong = info["missing_keys"] | info["unexpected_keys"]
+        if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(path, **options)
+                model = auto_class.from_config(config, dtype=torch.float32)
+        else:
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told below
+            model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
+            wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
         wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
-    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {sorted(wrong)[:3]}")
     model.auto_class = auto_class
     model.tokenizer = load_tokenizer(name, args, model)
     return model
@@ -1363,6 +1357,7 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     rows = model.get_input_embeddings().num_embeddings
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
+    tokenizer.num_embeddings = rows
     return tokenizer
 
 
@@ -1474,24 +1469,31 @@ def make_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, or of a conversation, by the chat template, up to where the assistant is to speak."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
+def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
+    """Token ids of a conversation through the tokenizer's chat template."""
     require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
-    with explain(f"the tokenizer's chat template refuses {prompt!r}"):
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    require(all("role" in message for message in messages), f"a message without a role: {messages!r}")
+    with explain(f"the tokenizer's chat template refuses {messages!r}"):
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+
+
+def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = apply_template(prompt, tokenizer, add_generation_prompt=True)
+    last = max(ids, default=0)
+    require(last < tokenizer.num_embeddings, f"the model embeds no token {last}, which is in {prompt!r}")
+    return ids
 
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    S = max(len(row) for row in rows)
-    ids = torch.full((len(rows), S), value)
-    mask = torch.zeros(len(rows), S, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        where = slice(S - len(row), S) if left else slice(len(row))
-        ids[i, where] = torch.tensor(row, dtype=torch.long)
-        mask[i, where] = True
+    side = "left" if left else "right"
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = pad_sequence(tokens, True, value, side)
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True, False, side)
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -1658,10 +1660,8 @@ def check_unused(args: Args) -> None:
 
 
 def check_values(args: Args) -> None:
-    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    """Raises UserError for a value that its type in Args does not allow."""
     values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
-    for name, value in values.items():
-        require(value != "", f"--{name.replace('_', '-')} is an empty text")
     try:
         TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
@@ -2018,10 +2018,27 @@ def read_command_line() -> Args:
     return args
 
 
+class Terminal:
+    """A stream that may end before the run does, as behind `| head`: what it no longer takes is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        """Writes at once, so that an error comes here."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    terminal = sys.stderr
+    sys.stdout = Terminal(sys.stdout)
+    sys.stderr = terminal = Terminal(sys.stderr)
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:

@@ -75,6 +75,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
@@ -84,11 +85,13 @@ from transformers.utils import logging
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass
@@ -100,7 +103,7 @@ class Args:
 
     # --- Optimisation
     learning_rate: Positive | None = None  # AdamW's; by default from the size of the model, ten times as high with LoRA
-    lr_scheduler_type: str = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
+    lr_scheduler_type: Name = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -113,39 +116,39 @@ class Args:
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Model: a folder, or a name on the hub
-    model: str = "toy/sft"  # the model to start from, ideally the policy that sft.py made; any causal architecture
+    model: Name = "toy/sft"  # the model to start from, ideally the policy that sft.py made; any causal architecture
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the head is trained whole
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: str | None = None  # regular expression for their layers, or all-linear; default: peft's
+    lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
-    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
+    attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
     # --- Data
-    dataset: str = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
-    dataset_config: str | None = None  # configuration of a hub dataset that has several
-    dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: str | None = None  # split to evaluate on, or none; by default validation, if there is one
-    chosen_column: str = "chosen"  # preferred texts, or lists of {role, content} messages
-    rejected_column: str = "rejected"  # the other texts
-    prompt_column: str = "prompt"  # what both texts continue, if there is such a column
-    margin_column: str = "margin"  # how much better the chosen text is (Llama 2, eq. 2), if there is such a column
+    dataset: Name = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: Name = "train"  # split to train on
+    dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
+    chosen_column: Name = "chosen"  # preferred texts, or lists of {role, content} messages
+    rejected_column: Name = "rejected"  # the other texts
+    prompt_column: Name = "prompt"  # what both texts continue, if there is such a column
+    margin_column: Name = "margin"  # how much better the chosen text is (Llama 2, eq. 2), if there is such a column
     seed: Natural = 1  # seed of the order of pairs, of dropout, and of the new head
 
     # --- Run. Settings from here on may change when a run is resumed
-    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
     num_train_epochs: Positive = 1.0  # passes over the pairs (N+ details: 1; more overfits at once)
-    exp_name: str = "reward_model"  # name of this run, in its folder and on W&B
-    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
-    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    exp_name: Name = "reward_model"  # name of this run, in its folder and on W&B
+    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: Name | None = None  # cpu, cuda, mps; by default the best there is
     save_steps: Count = 100  # steps between checkpoints, each of which holds everything that a run consists of
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 100  # steps between evaluations; there is one at the end, too
     num_sample_generations: Natural = 2  # how often a table of pairs with their rewards is printed
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    wandb_project_name: str = "rlhf"  # W&B project, with --track
-    wandb_entity: str | None = None  # W&B team, with --track
+    wandb_project_name: Name = "rlhf"  # W&B project, with --track
+    wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N
     zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
@@ -444,6 +447,8 @@ def encode_pairs(data, tokenizer: AutoTokenizer, args: Args, limit: int) -> list
         for pair, margin in zip(pairs, margins):
             require(math.isfinite(margin), f"--dataset {args.dataset}: {margin} in {args.margin_column!r}")
             pair.margin = float(margin)
+    last = max(max(pair.chosen + pair.rejected, default=0) for pair in pairs)
+    require(last < tokenizer.num_embeddings, f"--dataset {args.dataset}: the model embeds no token {last}")
     cut = [Pair(pair.chosen[:limit], pair.rejected[:limit], pair.margin) for pair in pairs]
     return keep_different(pairs, cut, limit, args)
 
@@ -472,6 +477,7 @@ def default_rate(args: Args, model: nn.Module) -> float:
 def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
     """Token ids of a conversation through the tokenizer's chat template."""
     require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    require(all("role" in message for message in messages), f"a message without a role: {messages!r}")
     with explain(f"the tokenizer's chat template refuses {messages!r}"):
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
@@ -523,7 +529,7 @@ def read_pairs(data, args: Args) -> Iterator[tuple]:
     if args.prompt_column in data.column_names:
         prompts = read_column(data, args.prompt_column, name, "--prompt-column", kind)
     rows = list(zip(prompts, chosen, rejected))
-    return tqdm(rows, desc="encoding pairs", leave=False)
+    return tqdm(rows, desc="encoding pairs", leave=False, disable=None)
 
 
 def keep_different(pairs: list, cut: list, limit: int, args: Args) -> list:
@@ -671,7 +677,7 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
@@ -733,23 +739,22 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
     """
     path = locate(name)
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-        with torch.device("meta"):
-            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
-        model.auto_class = auto_class
-        model.tokenizer = load_tokenizer(name, args, model)
-        return model
     is_adapter = Path(path, "adapter_config.json").exists()
     require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    wrong = set()
     with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        model, info = auto_class.from_pretrained(path, **options)
-    wrong = info["missing_keys"] | info["unexpected_keys"]
+        if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(path, **options)
+                model = auto_class.from_config(config, dtype=torch.float32)
+        else:
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told below
+            model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
+            wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
         wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
-    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {sorted(wrong)[:3]}")
     model.auto_class = auto_class
     model.tokenizer = load_tokenizer(name, args, model)
     return model
@@ -766,6 +771,7 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     rows = model.get_input_embeddings().num_embeddings
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
+    tokenizer.num_embeddings = rows
     return tokenizer
 
 
@@ -848,13 +854,10 @@ def make_seed(*numbers: int) -> int:
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    S = max(len(row) for row in rows)
-    ids = torch.full((len(rows), S), value)
-    mask = torch.zeros(len(rows), S, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        where = slice(S - len(row), S) if left else slice(len(row))
-        ids[i, where] = torch.tensor(row, dtype=torch.long)
-        mask[i, where] = True
+    side = "left" if left else "right"
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = pad_sequence(tokens, True, value, side)
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True, False, side)
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -1008,10 +1011,8 @@ def check_unused(args: Args) -> None:
 
 
 def check_values(args: Args) -> None:
-    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    """Raises UserError for a value that its type in Args does not allow."""
     values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
-    for name, value in values.items():
-        require(value != "", f"--{name.replace('_', '-')} is an empty text")
     try:
         TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
@@ -1368,10 +1369,27 @@ def read_command_line() -> Args:
     return args
 
 
+class Terminal:
+    """A stream that may end before the run does, as behind `| head`: what it no longer takes is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        """Writes at once, so that an error comes here."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    terminal = sys.stderr
+    sys.stdout = Terminal(sys.stdout)
+    sys.stderr = terminal = Terminal(sys.stderr)
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:

@@ -754,7 +754,7 @@ def test_images_prompts_and_metadata_are_one_image_s(tmp_path, rollouts):
 def test_a_policy_that_broke(tmp_path):
     """Its images are no images, and the reward function is not asked."""
     with pytest.raises(ddpo.UserError, match="images are not finite .NaN or inf.: the model is broken"):
-        run(ddpo, tmp_path, train_learning_rate=1e30, **TINY)
+        run(ddpo, tmp_path, train_learning_rate=1e9, **TINY)
 
 
 def test_history_of_prompts(tmp_path, rollouts):
@@ -900,7 +900,7 @@ def test_peft_is_missing(refused, monkeypatch):
     "flag, value, sentence",
     [
         ("sample_eta", 0, "--sample-eta 0.0: Input should be greater than 0"),
-        ("sample_eta", "nan", "--sample-eta nan: Input should be a finite number"),
+        ("sample_eta", "nan", "--sample-eta nan: Input should be less than"),
         ("sample_num_steps", 0, "--sample-num-steps 0: Input should be greater than or equal to 1"),
         ("kl_coef", -1, "--kl-coef -1.0: Input should be greater than or equal to 0"),
         ("train_timestep_fraction", 1.5, "--train-timestep-fraction 1.5: Input should be less than or equal to 1"),
