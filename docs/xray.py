@@ -4,8 +4,8 @@
 
 The run's samples.jsonl has the texts and what the run kept of each token, its metrics.jsonl the curves (the page does
 without them if there is no such file). A run that is resumed appends to samples.jsonl: the last line of each update and
-row counts; those that are damaged are left out, and counted. The page holds its data and loads nothing. Data reach it as
-JSON, and are shown as text: whatever a model writes, it is not taken for HTML.
+row counts; damaged lines are left out, and counted. The page holds its data and loads nothing. Data reach it as JSON, and
+are shown as text: whatever a model writes, it is not taken for HTML.
 """
 
 import argparse
