@@ -79,6 +79,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.tensor import DTensor
+from torch.distributions import Normal
 from tqdm import tqdm
 from transformers import set_seed
 from transformers.utils import logging
@@ -97,8 +98,7 @@ Natural = Annotated[int, Field(ge=0, lt=2**63)]
 class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images
     sample_num_steps: Count = 10  # denoising steps N (TRL: 50)
-    # scale of sigma, at most 1, where steps are those of DDPM; 0 would be deterministic, and teach nothing (TRL: 1)
-    sample_eta: Annotated[float, Field(gt=0, le=1)] = 1.0
+    sample_eta: Share = 1.0  # scale of sigma: 0 would be deterministic, and teach nothing; at 1, DDPM's (TRL: 1)
     sample_guidance_scale: NonNegative = 1.0  # weight of the prompt, in sampling and training; 1: no guidance (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
     sample_num_batches_per_epoch: Count = 4  # such batches in an epoch (TRL: 2)
@@ -246,12 +246,10 @@ class Chain:
 
         With guidance the prediction is u + g (c - u), from those with the negative prompt and with the prompt.
         """
-        unet = self.policy
+        unet = getattr(self, of)
         adapter = nullcontext()
-        if of == "reference":
-            unet = self.reference
-            if args.lora_r:
-                adapter = unet.disable_adapter()
+        if of == "reference" and args.lora_r:
+            adapter = unet.disable_adapter()
         g = args.sample_guidance_scale
         with adapter, autocast(args):
             if g == 1:
@@ -282,11 +280,14 @@ def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -
     before = t - config.num_train_timesteps // scheduler.num_inference_steps
     a = alphas[t]
     a_prev = torch.where(before < 0, scheduler.final_alpha_cumprod.to(x), alphas[before.clamp(min=0)])
-    image = {
-        "epsilon": (x - (1 - a).sqrt() * prediction) / a.sqrt(),
-        "sample": prediction,
-        "v_prediction": a.sqrt() * x - (1 - a).sqrt() * prediction,  # Salimans & Ho 2022
-    }[config.prediction_type]
+    if config.prediction_type == "epsilon":
+        image = (x - (1 - a).sqrt() * prediction) / a.sqrt()
+    elif config.prediction_type == "sample":
+        image = prediction
+    else:  # Salimans & Ho 2022
+        kind = config.prediction_type
+        require(kind == "v_prediction", f"scheduler_config.json: the prediction_type {kind!r} is unknown")
+        image = a.sqrt() * x - (1 - a).sqrt() * prediction
     noise = (x - a.sqrt() * image) / (1 - a).sqrt()  # what else there is in x
     if config.clip_sample:
         image = image.clamp(-config.clip_sample_range, config.clip_sample_range)
@@ -297,8 +298,7 @@ def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -
 
 def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(b,) log-density of x (b, C, H, W), as a mean over pixels (TRL); NaN if the deviation is 0: that is no choice."""
-    squares = (x - mean) ** 2 / (2 * std**2)
-    return (-squares - std.log() - 0.5 * math.log(2 * math.pi)).mean((1, 2, 3))
+    return Normal(mean, std, validate_args=False).log_prob(x).mean((1, 2, 3))
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
@@ -471,8 +471,7 @@ def optimize(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, a
         norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
         if norm.isfinite():  # else the weights would be NaN for good
             optimizer.step()
-        sums.update(means)
-        sums["grad_norm"] += norm.item()
+        sums.update(means | {"grad_norm": norm.item()})
         num_steps += 1
     optimizer.zero_grad()
     del sums["ratio_error"]
@@ -533,10 +532,9 @@ def load_chain(args: Args) -> Chain:
             locate(args.model), dtype=torch.float32, use_safetensors=True, safety_checker=None,
             requires_safety_checker=False,
         )  # fmt: skip
-    words = pipe.tokenizer  # without its files it is one that knows no word, and no limit
-    is_whole = len(words) > len(words.all_special_ids)
-    can_be_read = words.model_max_length <= pipe.text_encoder.config.max_position_embeddings
-    require(is_whole and can_be_read, f"{args.model}: the pipeline's tokenizer is not whole, or not its text encoder's")
+    words = pipe.tokenizer
+    is_whole = len(words) > len(words.all_special_ids) and words.model_max_length < 1e6
+    require(is_whole, f"{args.model}: files of the tokenizer are missing, without which it knows no word, or no limit")
     pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
     pipe.scheduler.set_timesteps(args.sample_num_steps)
     check_schedule(pipe.scheduler, args)
@@ -553,17 +551,16 @@ def load_chain(args: Args) -> Chain:
 
 def check_schedule(scheduler, args: Args) -> None:
     """Raises UserError unless there is a normal distribution to draw from."""
-    config = scheduler.config
-    require(not config.thresholding, f"{args.model}: a scheduler with thresholding has no normal distribution")
+    is_normal = not scheduler.config.thresholding
+    require(is_normal, f"{args.model}: a scheduler with thresholding has no normal distribution")
     zeros = torch.zeros(len(scheduler.timesteps), 1, 1, 1)
     steps = f"--sample-num-steps {args.sample_num_steps}"
-    with explain(f"{args.model}: a scheduler with prediction_type {config.prediction_type!r} and {steps} cannot be used"):
+    with explain(f"{args.model}: its scheduler cannot be used with {steps}"):
         _, std = ddim_step(scheduler, zeros, scheduler.timesteps, zeros, args.sample_eta)
-    is_zero = std == 0
-    can_be_drawn = (std > 1e-5) | is_zero  # else x + std z is x in float32
-    require(can_be_drawn.all() and not is_zero.all(), f"{steps} and --sample-eta {args.sample_eta}: the deviations of "
-            "steps are 0, or too small to draw from; take more steps, or a higher eta")  # fmt: skip
-    if is_zero.any():
+    drawn = std[std != 0]
+    require(len(drawn) and drawn.min() > 1e-5, f"{steps} and --sample-eta {args.sample_eta}: the deviations of steps are "
+            "0, or too small for float32; take more steps, or a higher eta")  # fmt: skip
+    if len(drawn) < len(std):
         print("the last step has a deviation of 0 and is not trained on")
 
 
