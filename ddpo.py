@@ -558,8 +558,8 @@ def check_schedule(scheduler, args: Args) -> None:
     with explain(f"{args.model}: its scheduler cannot be used with {steps}"):
         _, std = ddim_step(scheduler, zeros, scheduler.timesteps, zeros, args.sample_eta)
     drawn = std[std != 0]
-    require(len(drawn) and drawn.min() > 1e-5, f"{steps} and --sample-eta {args.sample_eta}: the deviations of steps are "
-            "0, or too small for float32; take more steps, or a higher eta")  # fmt: skip
+    require(len(drawn) and drawn.min() > 1e-5, f"{steps} and --sample-eta {args.sample_eta}: the deviations of steps "
+            "are 0, or too small for float32; take more steps, or a higher eta")  # fmt: skip
     if len(drawn) < len(std):
         print("the last step has a deviation of 0 and is not trained on")
 
@@ -622,8 +622,8 @@ def function_reward(spec: str, prompts: list[dict], chain: Chain, args: Args) ->
             scores = torch.as_tensor(result).detach().to(args.torch_device, torch.float32, copy=True)
         is_bad = ~(scores.abs() < 1e15)  # the sum of their squares could be infinite
         fits = scores.shape == (len(texts),)
-        require(fits and not is_bad.any(), f"the reward function {spec} gave numbers of shape {tuple(scores.shape)} for "
-                f"{len(texts)} images, {is_bad.sum()} of them NaN, infinite or above 1e15: it is to give one number for "
+        require(fits and not is_bad.any(), f"the reward function {spec} gave numbers of shape {tuple(scores.shape)} "
+                f"for {len(texts)} images, {is_bad.sum()} of them NaN, infinite or above 1e15: it is to give one for "
                 "each")  # fmt: skip
         return scores
 
@@ -644,7 +644,8 @@ def load_prompts(args: Args, chain: Chain) -> list[dict]:
     texts = tokenizer([*prompts, args.negative_prompts or ""])["input_ids"]
     num_cut = sum(len(ids) > limit for ids in texts)
     if num_cut:
-        print(f"cut {num_cut} of {len(texts)} prompts, the negative one among them, to the {limit} tokens that are read")
+        print(f"cut {num_cut} of {len(texts)} prompts, the negative one among them, to the {limit} tokens that are "
+              "read")  # fmt: skip
     return data.to_list()
 
 

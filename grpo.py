@@ -732,7 +732,7 @@ def mini_batch_gradient(
             "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
         }
         for name, x in stats.items():
-            where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)  # what a response has one of counts once
+            where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)  # what a row has one of counts once
             sums[name] += torch.stack([x.detach()[where].sum(), where.sum()])
     totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
     low, high = (all_gather(torch.cat(shares)) for shares in (low_shares, high_shares))
@@ -759,9 +759,9 @@ def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollo
         stats = mini_batch_gradient(policy, rollout, mini_batch, args)
         if not sums:
             check_first_ratio(stats["ratio_error"], args)  # it is 1: nothing has moved yet
-        norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
-        stats["grad_norm"] = norm.item()
-        if norm.isfinite():  # else the weights would be NaN for good
+        policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
+        stats["grad_norm"] = policy_norm.item()
+        if policy_norm.isfinite():  # else the weights would be NaN for good
             optimizer.step()
             steps += 1
         sums.update(stats)

@@ -994,7 +994,7 @@ def test_a_folder_that_is_in_use(tmp_path, name):
 def test_schedules_that_cannot_be(refused, tmp_path):
     """No step with noise; or a clipping of images that depends on the image."""
     model = other_schedule(tmp_path / "a", set_alpha_to_one=True)
-    assert "--sample-num-steps 1 and --sample-eta 1.0: the deviations of steps are 0" in refused(model=model, sample_num_steps=1)
+    assert "--sample-num-steps 1 and --sample-eta 1.0: the dev" in refused(model=model, sample_num_steps=1)
     assert "thresholding" in refused(model=other_schedule(tmp_path / "b", thresholding=True))
     offset = other_schedule(tmp_path / "d", steps_offset=1)
     assert "its scheduler cannot be used with --sample-num-steps 1000" in refused(model=offset, sample_num_steps=1000)

@@ -57,7 +57,8 @@ def golden_args(settings):
     rows = settings["per_device_train_batch_size"]
     given |= dict(per_device_train_batch_size=None, gradient_accumulation_steps=1, micro_batch_size=rows)
     parts = settings.get("steps_per_generation", 1) // settings["gradient_accumulation_steps"] or 1
-    given |= dict(num_mini_batches=parts, num_ppo_epochs=2 // parts, response_length=settings["max_completion_length"], max_grad_norm=1e9)
+    given |= dict(num_mini_batches=parts, num_ppo_epochs=2 // parts, max_grad_norm=1e9)
+    given |= dict(response_length=settings["max_completion_length"])
     args = grpo.Args(**given | {"reward_weights": tuple(settings.get("reward_weights", ()))})
     grpo.check_args(args)
     return args
