@@ -79,6 +79,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.tensor import DTensor
+from torch.distributions import Normal
 from tqdm import tqdm
 from transformers import set_seed
 from transformers.utils import logging
@@ -87,7 +88,6 @@ from transformers.utils import logging
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9)]
-Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
@@ -99,7 +99,7 @@ Name = Annotated[str, Field(min_length=1)]
 class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images
     sample_num_steps: Count = 10  # denoising steps N (TRL: 50)
-    sample_eta: Positive = 1.0  # scale of sigma: 0 would be deterministic, and teach nothing (TRL: 1)
+    sample_eta: Share = 1.0  # scale of sigma: 0 would be deterministic, and teach nothing; at 1, DDPM's (TRL: 1)
     sample_guidance_scale: NonNegative = 1.0  # weight of the prompt, in sampling and training; 1: no guidance (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
     sample_num_batches_per_epoch: Count = 4  # such batches in an epoch (TRL: 2)
@@ -170,7 +170,7 @@ def train(args: Args) -> None:
 
         chain = load_chain(args)
 
-        prompts = load_prompts(args)
+        prompts = load_prompts(args, chain)
         args = choose_sizes(args, chain)
         reward = function_reward(args.reward_fn, prompts, chain, args)
         gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, chain, args)
@@ -190,13 +190,13 @@ def train(args: Args) -> None:
                         part.gold_scores = gold_reward(part)
                     part.images = None  # they are large, and what follows reads the chains
             rollout = join(parts, examples)
-            scores = rollout.scores
             if args.per_prompt_stat_tracking:  # 3
                 texts = [x[args.prompt_column] for x in examples]
-                advantages = prompt_advantages(scores, texts, state["scores"], args)
+                advantages = prompt_advantages(rollout.scores, texts, state["scores"], args)
             else:
-                advantages = (scores - scores.mean()) / (scores.std(correction=0) + 1e-8)
+                advantages = normalize(rollout.scores, rollout.scores, 1e-8)
             rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
+            warn_about(run, rollout)
             with run.clock("update"):
                 stats = optimize(chain, optimizer, rollout, args)  # 4 and 5
             stats |= rollout_stats(rollout)
@@ -247,12 +247,10 @@ class Chain:
 
         With guidance the prediction is u + g (c - u), from those with the negative prompt and with the prompt.
         """
-        unet = self.policy
+        unet = getattr(self, of)
         adapter = nullcontext()
-        if of == "reference":
-            unet = self.reference
-            if args.lora_r:
-                adapter = unet.disable_adapter()
+        if of == "reference" and args.lora_r:
+            adapter = unet.disable_adapter()
         g = args.sample_guidance_scale
         with adapter, autocast(args):
             if g == 1:
@@ -284,14 +282,14 @@ def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -
     a = alphas[t]
     a_prev = torch.where(before < 0, scheduler.final_alpha_cumprod.to(x), alphas[before.clamp(min=0)])
     if config.prediction_type == "epsilon":
-        noise = prediction
-        image = (x - (1 - a).sqrt() * noise) / a.sqrt()
+        image = (x - (1 - a).sqrt() * prediction) / a.sqrt()
     elif config.prediction_type == "sample":
         image = prediction
-        noise = (x - a.sqrt() * image) / (1 - a).sqrt()
-    else:  # v_prediction (Salimans & Ho 2022)
+    else:  # Salimans & Ho 2022
+        kind = config.prediction_type
+        require(kind == "v_prediction", f"scheduler_config.json: the prediction_type {kind!r} is unknown")
         image = a.sqrt() * x - (1 - a).sqrt() * prediction
-        noise = a.sqrt() * prediction + (1 - a).sqrt() * x
+    noise = (x - a.sqrt() * image) / (1 - a).sqrt()  # what else there is in x
     if config.clip_sample:
         image = image.clamp(-config.clip_sample_range, config.clip_sample_range)
     std = eta * ((1 - a_prev) / (1 - a) * (1 - a / a_prev)).sqrt()
@@ -301,8 +299,7 @@ def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -
 
 def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(b,) log-density of x (b, C, H, W), as a mean over pixels (TRL); NaN if the deviation is 0: that is no choice."""
-    squares = (x - mean) ** 2 / (2 * std**2)
-    return (-squares - std.log() - 0.5 * math.log(2 * math.pi)).mean((1, 2, 3))
+    return Normal(mean, std, validate_args=False).log_prob(x).mean((1, 2, 3))
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
@@ -366,6 +363,12 @@ def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 
 
+def normalize(scores: Tensor, others: Tensor, eps: float) -> Tensor:
+    """(b,) scores less the mean of others, over their deviation: 0 if all are equal."""
+    first = scores[0]  # subtracted from all: a mean of equal numbers is not always that number, a mean of zeros is 0
+    return (scores - first - (others - first).mean()) / (others.std(correction=0) + eps)
+
+
 def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, list[float]], args: Args) -> Tensor:
     """(B,) scores, shifted and scaled by the mean and deviation of the last scores of the same prompt, these included.
 
@@ -379,7 +382,7 @@ def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, lis
         others = scores
         if len(history[prompt]) >= args.per_prompt_stat_tracking_min_count:
             others = torch.tensor(history[prompt]).to(scores)
-        advantages[rows] = (scores[rows] - others.mean()) / (others.std(correction=0) + 1e-6)
+        advantages[rows] = normalize(scores[rows], others, 1e-6)
     return advantages
 
 
@@ -469,8 +472,7 @@ def optimize(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, a
         norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
         if norm.isfinite():  # else the weights would be NaN for good
             optimizer.step()
-        sums.update(means)
-        sums["grad_norm"] += norm.item()
+        sums.update(means | {"grad_norm": norm.item()})
         num_steps += 1
     optimizer.zero_grad()
     del sums["ratio_error"]
@@ -490,6 +492,14 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
     if rollout.gold_scores is not None:
         stats["objective/gold_scores"] = rollout.gold_scores.mean().item()
     return stats
+
+
+def warn_about(run: "Run", rollout: Rollout) -> None:
+    """Says, once per run, that no image of an epoch did better than another."""
+    if not rollout.advantages.any() and not run.warned:
+        run.warned.add("equal rewards")
+        run.bar.write("warning: all rewards of an epoch, or of each of its prompts, are equal, so there is nothing to "
+                      "learn from: look at the reward.", file=sys.stderr)  # fmt: skip
 
 
 def draw_images(run: "Run", chain: Chain, prompts: list[dict], args: Args) -> None:
@@ -523,6 +533,9 @@ def load_chain(args: Args) -> Chain:
             locate(args.model), dtype=torch.float32, use_safetensors=True, safety_checker=None,
             requires_safety_checker=False,
         )  # fmt: skip
+    words = pipe.tokenizer
+    is_whole = len(words) > len(words.all_special_ids) and words.model_max_length < 1e6
+    require(is_whole, f"{args.model}: files of the tokenizer are missing, without which it knows no word, or no limit")
     pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
     pipe.scheduler.set_timesteps(args.sample_num_steps)
     check_schedule(pipe.scheduler, args)
@@ -542,9 +555,13 @@ def check_schedule(scheduler, args: Args) -> None:
     is_normal = not scheduler.config.thresholding
     require(is_normal, f"{args.model}: a scheduler with thresholding has no normal distribution")
     zeros = torch.zeros(len(scheduler.timesteps), 1, 1, 1)
-    _, std = ddim_step(scheduler, zeros, scheduler.timesteps, zeros, args.sample_eta)
-    require(std.any(), f"--sample-num-steps {args.sample_num_steps}: no step has a deviation above 0; take more")
-    if not std.all():
+    steps = f"--sample-num-steps {args.sample_num_steps}"
+    with explain(f"{args.model}: its scheduler cannot be used with {steps}"):
+        _, std = ddim_step(scheduler, zeros, scheduler.timesteps, zeros, args.sample_eta)
+    drawn = std[std != 0]
+    require(len(drawn) and drawn.min() > 1e-5, f"{steps} and --sample-eta {args.sample_eta}: the deviations of steps "
+            "are 0, or too small for float32; take more steps, or a higher eta")  # fmt: skip
+    if len(drawn) < len(std):
         print("the last step has a deviation of 0 and is not trained on")
 
 
@@ -596,38 +613,40 @@ def function_reward(spec: str, prompts: list[dict], chain: Chain, args: Args) ->
     """
     function = load_function(spec)
 
-    def ask(images: Tensor, examples: list[dict]) -> Tensor:
-        """(b,) what the function says of some images (b, 3, height, width)."""
-        texts = [x[args.prompt_column] for x in examples]
+    def reward(part: Rollout) -> Tensor:
+        """(b,) rewards of the images (b, 3, height, width) of this process."""
+        texts = [x[args.prompt_column] for x in part.examples]
         with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
-            result = function(images.clone(), texts, deepcopy(examples))
+            result = function(part.images.clone(), texts, deepcopy(part.examples))
             if isinstance(result, tuple):
                 result = result[0]
-            scores = torch.as_tensor(result).detach().float()
-        fits = scores.shape == (len(images),)
-        require(fits, f"the reward function {spec} gave {scores.tolist()} for {len(images)} images: it is to give one "
-                "number for each")  # fmt: skip
-        return scores.to(args.torch_device)
-
-    def reward(part: Rollout) -> Tensor:
-        """(b,) rewards of the images of this process."""
-        scores = ask(part.images, part.examples)
-        require(scores.isfinite().all(), f"the reward function {spec} gave {scores.tolist()}: not all are finite")
+            scores = torch.as_tensor(result).detach().to(args.torch_device, torch.float32, copy=True)
+        is_bad = ~(scores.abs() < 1e15)  # the sum of their squares could be infinite
+        fits = scores.shape == (len(texts),)
+        require(fits and not is_bad.any(), f"the reward function {spec} gave numbers of shape {tuple(scores.shape)} "
+                f"for {len(texts)} images, {is_bad.sum()} of them NaN, infinite or above 1e15: it is to give one for "
+                "each")  # fmt: skip
         return scores
 
-    size = chain.policy.config.sample_size * chain.pipe.vae_scale_factor
-    blank = torch.zeros(2, 3, size, size, device=args.torch_device)
-    ask(blank, (prompts * 2)[:2])  # a wrong function fails now
+    noise = chain.draw_noise(2, torch.Generator())
+    reward(sample_images(chain, (prompts * 2)[:2], noise, args))  # a wrong function, or a broken model, fails now
     return reward
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
-def load_prompts(args: Args) -> list[dict]:
-    """The rows of the dataset, each with its prompt."""
+def load_prompts(args: Args, chain: Chain) -> list[dict]:
+    """The rows of the dataset, each with its prompt; counts those that are cut."""
     data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    read_column(data, args.prompt_column, args.dataset, "--prompt-column")
+    prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column")
+    tokenizer = chain.pipe.tokenizer
+    limit = tokenizer.model_max_length
+    texts = tokenizer([*prompts, args.negative_prompts or ""])["input_ids"]
+    num_cut = sum(len(ids) > limit for ids in texts)
+    if num_cut:
+        print(f"cut {num_cut} of {len(texts)} prompts, the negative one among them, to the {limit} tokens that are "
+              "read")  # fmt: skip
     return data.to_list()
 
 

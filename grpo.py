@@ -479,23 +479,20 @@ def sample_groups(
 def join(parts: list[Rollout]) -> Rollout:
     """The episodes of several rollouts as one, padded to the widest."""
     joined = copy(parts[0])
-    joined.examples = []
-    for part in parts:
-        joined.examples += part.examples
+    joined.examples = [row for part in parts for row in part.examples]
     joined.rewards_by_name = {}
     for name in parts[0].rewards_by_name:
         rewards = [part.rewards_by_name[name] for part in parts]
         joined.rewards_by_name[name] = torch.cat(rewards)
     for name, kind in get_type_hints(Rollout, include_extras=True).items():
-        values = [getattr(part, name) for part in parts]
-        if not isinstance(values[0], Tensor):
+        if not isinstance(getattr(joined, name), Tensor):
             continue
-        width = max(x.shape[-1] for x in values)  # of Prompts and Tokens
-        if kind is Prompts:
-            values = [F.pad(x, (width - x.shape[1], 0)) for x in values]
-        if kind is Tokens:
-            values = [F.pad(x, (0, width - x.shape[1])) for x in values]
-        setattr(joined, name, torch.cat(values))
+        rows = [row for part in parts for row in getattr(part, name)]
+        if kind is Rows:
+            x = torch.stack(rows)
+        else:
+            x = pad_sequence(rows, batch_first=True, padding_side="left" if kind is Prompts else "right")
+        setattr(joined, name, x)
     return joined
 
 
@@ -576,6 +573,7 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
     holds that against it). 1e-4 keeps groups without any difference at 0.
     """
     groups = scores.view(-1, G)
+    groups = groups - groups[:, :1]  # a mean of equal numbers is not always that number, but a mean of zeros is 0
     advantages = groups - groups.mean(1, keepdim=True)  # (B/G, G)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
@@ -621,13 +619,15 @@ def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Ar
 def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) -> Tensor:
     """What the losses of some rows (b, T) are multiplied by, (b, 1), to be added up to the loss of a mini-batch.
 
-    dapo, cispo  1 / tokens of the mini-batch: every token counts alike, a long response more than a short one
+    dapo, cispo  1 / tokens: every token of the batch counts alike, a long response more than a short one
     grpo         1 / (rows * tokens of the row): every response counts alike. A long wrong one is held against each of
                  its tokens less than a short one, so that wrong responses grow (Dr. GRPO, sec. 3.1)
     dr_grpo      1 / (rows * response_length): as dapo, but for a constant that does not depend on the responses
     bnpo         1 / (micro-batches * tokens of this micro-batch): the only one for which it matters how rows are cut
 
-    `num_rows` and `num_tokens` are those of the mini-batch, on all processes together over their number.
+    `num_rows` and `num_tokens` are those of the whole batch, over the number of mini-batches and processes. For tokens
+    that is a mean: divided by its own, those of a mini-batch of short responses would count more, and with one response
+    in each, dapo would be grpo.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
@@ -689,9 +689,8 @@ def policy_forward(
 
 def mini_batch_gradient(
     policy: nn.Module, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Adds up the gradient of a mini-batch; returns what is logged: sums over its tokens, and what describes the
-    whole of it.
+) -> dict[str, float]:
+    """Adds up the gradient of a mini-batch; returns what is logged of it, most often means over its tokens.
 
     The loss has one definition for the whole mini-batch: how it is cut, or shared by processes, changes nothing (but
     for bnpo). The gradients of several processes become their mean, so that each counts rows and tokens per process.
@@ -700,9 +699,8 @@ def mini_batch_gradient(
     total_loss = torch.zeros((), device=rollout.mask.device)
     low_shares = []
     high_shares = []
-    rows = torch.cat(mini_batch)
-    num_rows = len(rows)
-    num_tokens = (all_reduce(rollout.loss_mask[rows].sum()) / WORLD_SIZE).clamp(min=1)
+    num_rows = sum(len(index) for index in mini_batch)
+    num_tokens = rollout.loss_mask.sum().clamp(min=1) / (args.num_mini_batches * WORLD_SIZE)
     for index in mini_batch:
         r = rollout.select(index)
         mask = r.loss_mask
@@ -723,7 +721,7 @@ def mini_batch_gradient(
         is_high = (ratio > upper) & (r.advantages > 0)
         low_shares.append(row_share(is_low, mask))
         high_shares.append(row_share(is_high, mask))
-        token_stats = {
+        stats = {
             "kl": kl,
             "entropy": entropy,
             "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
@@ -732,50 +730,45 @@ def mini_batch_gradient(
             "clip_ratio/high_mean": is_high,
             "clip_ratio/region_mean": is_low | is_high,
             "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
-            "tokens": torch.ones_like(logprobs),
         }
-        for name, x in token_stats.items():
-            sums[name] += x.detach().expand_as(logprobs)[mask].sum()
-    totals = all_reduce(torch.stack(list(sums.values())))
-    whole = {
+        for name, x in stats.items():
+            where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)  # what a row has one of counts once
+            sums[name] += torch.stack([x.detach()[where].sum(), where.sum()])
+    totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
+    low, high = (all_gather(torch.cat(shares)) for shares in (low_shares, high_shares))
+    return dict(zip(sums, (totals / counts.clamp(min=1)).tolist())) | {
         "loss": all_reduce(total_loss).item() / WORLD_SIZE,
-        "clip_ratio/low_min": all_gather(torch.cat(low_shares)).min().item(),
-        "clip_ratio/high_max": all_gather(torch.cat(high_shares)).max().item(),
+        "clip_ratio/low_min": min(low[low >= 0].tolist(), default=0.0),
+        "clip_ratio/high_max": max(high[high >= 0].tolist(), default=0.0),
     }
-    return dict(zip(sums, totals.tolist())), whole
 
 
 def row_share(where: Tensor, mask: Tensor) -> Tensor:
-    """(b,) the share of a row's tokens at which `where`, (b, T) or (b, 1), is true; 0 in a row without tokens."""
-    return (where & mask).sum(1) / mask.sum(1).clamp(min=1)
+    """(b,) the share of a row's tokens at which `where`, (b, T) or (b, 1), is true; NaN in a row without tokens."""
+    return (where & mask).sum(1) / mask.sum(1)
 
 
 def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all tokens seen."""
+    """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over these steps."""
     policy.train(args.gradient_checkpointing)  # dropout is off in both modes
-    sums = Counter()  # over tokens
-    per_step = Counter()
+    sums = Counter()
     steps = 0
     num_steps = args.num_ppo_epochs * args.num_mini_batches
     for mini_batch in mini_batches(rollout, args):
         optimizer.zero_grad()
-        here, whole = mini_batch_gradient(policy, rollout, mini_batch, args)
+        stats = mini_batch_gradient(policy, rollout, mini_batch, args)
         if not sums:
-            check_first_ratio(here["ratio_error"] / max(1, here["tokens"]), args)  # it is 1: nothing has moved yet
-        sums.update(here)
-        per_step.update(whole)
+            check_first_ratio(stats["ratio_error"], args)  # it is 1: nothing has moved yet
         policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
-        per_step["grad_norm"] += policy_norm.item()
+        stats["grad_norm"] = policy_norm.item()
         if policy_norm.isfinite():  # else the weights would be NaN for good
             optimizer.step()
             steps += 1
+        sums.update(stats)
     optimizer.zero_grad()
     policy.eval()
-    tokens = max(1, sums["tokens"])  # 0 if no response of the batch has ended, and only those count
-    means = {name: x / tokens for name, x in sums.items() if name not in ("tokens", "ratio_error")}
-    means |= {name: x / num_steps for name, x in per_step.items()}
-    means["val/skipped_steps"] = num_steps - steps
-    return means
+    del sums["ratio_error"]
+    return {name: x / num_steps for name, x in sums.items()} | {"val/skipped_steps": num_steps - steps}
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
@@ -971,7 +964,7 @@ def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
     )  # fmt: skip
 
 
-# --- From here to the end: the same text as in rloo.py, but for one of the checks in check_args
+# --- From here to the end: the same text as in rloo.py, but for some of the checks in check_args
 
 
 def make_reference(args: Args, policy: nn.Module) -> nn.Module:
@@ -1162,8 +1155,10 @@ def check_args(args: Args) -> None:
     shortest = args.response_length_min or T
     require(shortest <= T, f"--response-length-min {shortest} is above --response-length {T}")
     penalty = args.missing_eos_penalty
-    all_pay = args.stop_token == "none" and penalty
-    require(not all_pay, f"--missing-eos-penalty {penalty}: with --stop-token none every response would pay it")
+    if args.stop_token == "none":
+        require(not penalty, f"--missing-eos-penalty {penalty}: with --stop-token none every response would pay it")
+        is_masked = args.mask_truncated_completions
+        require(not is_masked, "--mask-truncated-completions: with --stop-token none no response would be in the loss")
     if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
         print(f"warning: --importance-sampling-level sequence with --loss-type {args.loss_type} weighs a response by "
               "its length; GSPO takes --loss-type grpo", file=sys.stderr)  # fmt: skip
