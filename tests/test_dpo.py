@@ -333,9 +333,9 @@ def test_one_sentence(wrong, sentence, tmp_path, tiny):
 
 
 GOLD = {
-    "raises": ("raise KeyError('x')", "raises failed: KeyError: 'x'"),
-    "none": ("return None", "none failed: TypeError"),
-    "word": ("return ['good' for _ in prompts]", "word failed: ValueError"),
+    "raises": ("raise KeyError('x')", "gold.py:raises.* failed: KeyError: 'x'"),
+    "none": ("return None", "gold.py:none.* failed: TypeError"),
+    "word": ("return ['good' for _ in prompts]", "gold.py:word.* failed: ValueError"),
     "few": ("return [1.0] * (len(prompts) - 1)", "gave 1 rewards for 2 completions"),
     "missing": ("return [1.0 for _ in prompts]", "defines no function 'missing'"),
 }

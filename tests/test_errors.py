@@ -98,7 +98,7 @@ def test_fewer_episodes_than_a_batch(run):
 def test_numbers_out_of_range(module):
     """By the type of a setting; NaN and infinity, which a parser takes for numbers, too."""
     wrong = {
-        "temperature cliprange learning_rate max_grad_norm num_train_epochs beta sample_eta": "0 -1 nan inf",
+        "temperature cliprange learning_rate max_grad_norm num_train_epochs beta": "0 -1 nan inf",
         "kl_coef missing_eos_penalty weight_decay vf_coef sample_guidance_scale": "-1 nan inf -inf",
         "lam gamma warmup_ratio eos_dropout train_timestep_fraction": "-0.1 1.5 nan inf",
         "ema_decay train_adam_beta1": "-0.1 1 nan inf",
