@@ -64,7 +64,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
 
 import datasets
 import numpy as np
@@ -83,6 +83,11 @@ from torch.distributions import Normal
 from tqdm import tqdm
 from transformers import set_seed
 from transformers.utils import logging
+
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
@@ -176,7 +181,7 @@ def train(args: Args) -> None:
         gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, chain, args)
 
         optimizer = make_optimizer(args, chain.policy)
-        state = {"data": Hasher.hash(prompts), "scores": {}}  # what a checkpoint holds besides
+        state = {"data": Hasher.hash(prompts), "scores": {}}  # also in a checkpoint
         run = Run(args, args.num_epochs, chain.policy, optimizer, state)
     with run:
         for epoch in run.steps():
@@ -687,8 +692,6 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 # --- The same text in every script, from here to the end: mistakes, data by name, processes, the run ------------------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -721,7 +724,7 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
@@ -1026,7 +1029,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def is_due(self, every: int) -> bool:
@@ -1115,7 +1118,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -1249,7 +1252,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

@@ -66,7 +66,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
 
 import datasets
 import numpy as np
@@ -93,6 +93,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
+
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
@@ -212,7 +217,7 @@ def train(args: Args) -> None:
         known = torch.full((len(pairs), 2), math.nan)  # log pi_ref, as far as the reference has read the pairs
         eval_known = torch.full((len(eval_pairs), 2), math.nan)
         data = Hasher.hash([sum(pair.chosen) - sum(pair.rejected) for pair in pairs])
-        state = {"data": data, "known": known}  # what a checkpoint holds besides
+        state = {"data": data, "known": known}  # also in a checkpoint
         run = Run(args, args.num_steps, policy, optimizer, state)
         if args.precompute_ref:
             read_all(state["known"], pairs, policy, reference, args)
@@ -445,7 +450,7 @@ def mini_batch_gradient(
     `ref_logps` (n, 2) are the reference's. How the batch is cut, into micro-batches and among processes, changes
     nothing (except for kto_pair, whose KL is a mean over a micro-batch, as in TRL).
     """
-    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    policy.train(args.gradient_checkpointing)  # which works in training mode alone; dropout is off in any case
     n = len(mini_batch)
     sums = defaultdict(float)
     for rows, counts in micro_batches(range(n), args):
@@ -581,9 +586,9 @@ def sample(
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
     cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once: it never grows
-    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass; the rest have one row for each
-    tokens = prompts  # (rows, P), after the first pass (rows, 1)
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # likewise
+    rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
+    tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     for t in range(T):
@@ -668,7 +673,7 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
     """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
     It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
-    value per row. If the prompts are messages, so are the completions. It may change what it is given.
+    value per row. If the prompts are messages, so are the completions. It is given copies.
     """
     function = load_function(spec)
 
@@ -735,10 +740,10 @@ def check_args(args: Args) -> None:
 
 @torch.no_grad()
 def check_padding(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads the start of a text behind padding, and before more text, not as it does alone.
+    """Refuses a model whose logits for a text change if padding precedes it, or more text follows.
 
     Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
-    and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
+    and RoBERTa's kind counts from elsewhere. They err by a thousandth of the logits' deviation or more, rounding by a
     millionth (on a GPU and in bfloat16 by up to a hundredth).
     """
     ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
@@ -754,7 +759,7 @@ def check_padding(policy: nn.Module, args: Args) -> None:
     error = ((behind - alone).abs().mean() / alone.std()).item()
     bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
     require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding, or before more text, "
-            f"not as alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
+            f"otherwise than alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
 
 
 def default_rate(args: Args, policy: nn.Module) -> float:
@@ -919,8 +924,6 @@ def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -953,7 +956,7 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
@@ -1001,7 +1004,7 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
+    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
     """
     path = locate(name)
     is_adapter = Path(path, "adapter_config.json").exists()
@@ -1014,7 +1017,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
                 config = AutoConfig.from_pretrained(path, **options)
                 model = auto_class.from_config(config, dtype=torch.float32)
         else:
-            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told below
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below
             model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
             wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
@@ -1167,7 +1170,7 @@ def set_learning_rates(schedule: LambdaLR, step: int) -> None:
         group["lr"] = peak * share(step - 1)
 
 
-# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
+# Many processes
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -1224,7 +1227,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    """Ties again the weights that share one tensor: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1445,7 +1448,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
@@ -1563,7 +1566,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -1704,7 +1707,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

@@ -68,7 +68,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
 
 import datasets
 import numpy as np
@@ -95,6 +95,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
+
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
@@ -146,7 +151,7 @@ class Args:
     # --- Batch sizes
     batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's way: the micro_batch_size; times gradient_accumulation_steps, num_mini_batches and GPUs, the batch_size
+    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
@@ -232,7 +237,7 @@ def train(args: Args) -> None:
 
         optimizer = make_optimizer(args, policy)
         schedule = make_schedule(args, optimizer, args.num_updates)
-        state = {"data": Hasher.hash(prompts), "num_draws": 0, "num_tokens": 0}  # what a checkpoint holds besides
+        state = {"data": Hasher.hash(prompts), "num_draws": 0, "num_tokens": 0}  # also in a checkpoint
         run = Run(args, args.num_updates, policy, optimizer, state)
     with run:
         for update in run.steps():
@@ -300,7 +305,7 @@ class Rollout:
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """The episodes with these row numbers, without columns in which none of them has a token: the same numbers.
+        """The episodes with these row numbers, cut to the longest prompt and response among them; no result changes.
 
         Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
         """
@@ -331,11 +336,11 @@ class Rollout:
         """(B, T) from a function of b episodes to (b, T) or (b, 1): micro-batches of them, each process its share."""
         result = torch.zeros_like(self.old_logprobs)
         order = self.by_length(torch.arange(len(result), device=result.device))
-        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):  # of every batch, each process has its share
+        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):
             part = self.select(index)
             with autocast(args):
                 result[index, : part.mask.shape[1]] = function(part)
-        return all_reduce(result)
+        return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
 def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
@@ -388,9 +393,9 @@ def sample(
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
     cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once: it never grows
-    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass; the rest have one row for each
-    tokens = prompts  # (rows, P), after the first pass (rows, 1)
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # likewise
+    rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
+    tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     for t in range(T):
@@ -439,7 +444,7 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
     require(logprobs.isfinite().all(), "the policy's logits are not finite (NaN or inf): the model is broken, or a "
             "--learning-rate that is too high has broken it")  # fmt: skip
     rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
-    return rollout.select(torch.arange(len(examples), device=prompts.device))
+    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without empty columns
 
 
 def equal_groups(scores: Tensor, k: int) -> Tensor:
@@ -550,7 +555,7 @@ def score_responses(rollout: Rollout, reward: Callable[[Rollout], dict[str, Tens
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
-    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN has nothing to say of its row."""
+    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN counts as 0."""
     table = torch.stack(list(rewards.values()))  # (K, B)
     if weights:
         table = table * table.new_tensor(weights)[:, None]
@@ -645,7 +650,8 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
 
-    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative.
+    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative. On padding
+    anything may stand, infinities too: fill it with 0 before it enters a loss.
     """
     k1 = logprobs - ref_logprobs
     k2 = 0.5 * k1**2
@@ -657,7 +663,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
-    """A random partition of the batch into mini-batches of row numbers, each cut into micro-batches; once per epoch.
+    """In each epoch another random partition of the batch into mini-batches of row numbers, cut into micro-batches.
 
     The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
     is a sum over its rows: how it is cut changes nothing. Each process gets its share.
@@ -750,7 +756,7 @@ def row_share(where: Tensor, mask: Tensor) -> Tensor:
 
 def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
     """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over these steps."""
-    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    policy.train(args.gradient_checkpointing)  # which works in training mode alone; dropout is off in any case
     sums = Counter()
     steps = 0
     num_steps = args.num_ppo_epochs * args.num_mini_batches
@@ -802,7 +808,7 @@ def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation of what each of --reward-fn gave, over the rows of which it had something to say."""
+    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
@@ -964,7 +970,7 @@ def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
     )  # fmt: skip
 
 
-# --- From here to the end: the same text as in rloo.py, but for some of the checks in check_args
+# --- References, rewards and data
 
 
 def make_reference(args: Args, policy: nn.Module) -> nn.Module:
@@ -1008,7 +1014,7 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     ).last_hidden_state  # (B, S, D)
     last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
     rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
-    return rewards + getattr(model.config, "reward_bias", 0.0)
+    return rewards + getattr(model.config, "reward_bias", 0.0)  # where reward_model.py may put its shift
 
 
 def make_reward(
@@ -1037,7 +1043,7 @@ def make_reward(
         first = int(is_bad.long().argmax())
         prompt = rollout.examples[first][args.prompt_column]
         values = {name: x[first].item() for name, x in rewards.items()}
-        require(not is_bad.any(), f"the rewards of a response to {prompt!r} are {values}: none can be used, or not all")
+        require(not is_bad.any(), f"the rewards of a response to {prompt!r} are {values}: all None, or one is infinite")
         return rewards
 
     return reward
@@ -1075,7 +1081,7 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
     """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
     It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
-    value per row. If the prompts are messages, so are the completions. It may change what it is given.
+    value per row. If the prompts are messages, so are the completions. It is given copies.
     """
     function = load_function(spec)
 
@@ -1200,10 +1206,10 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
 
 @torch.no_grad()
 def check_padding(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads the start of a text behind padding, and before more text, not as it does alone.
+    """Refuses a model whose logits for a text change if padding precedes it, or more text follows.
 
     Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
-    and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
+    and RoBERTa's kind counts from elsewhere. They err by a thousandth of the logits' deviation or more, rounding by a
     millionth (on a GPU and in bfloat16 by up to a hundredth).
     """
     ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
@@ -1219,7 +1225,7 @@ def check_padding(policy: nn.Module, args: Args) -> None:
     error = ((behind - alone).abs().mean() / alone.std()).item()
     bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
     require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding, or before more text, "
-            f"not as alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
+            f"otherwise than alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
 
 
 def check_first_ratio(error: float, args: Args) -> None:
@@ -1237,8 +1243,6 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -1271,7 +1275,7 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
@@ -1319,7 +1323,7 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
+    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
     """
     path = locate(name)
     is_adapter = Path(path, "adapter_config.json").exists()
@@ -1332,7 +1336,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
                 config = AutoConfig.from_pretrained(path, **options)
                 model = auto_class.from_config(config, dtype=torch.float32)
         else:
-            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told below
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below
             model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
             wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
@@ -1514,7 +1518,7 @@ def set_learning_rates(schedule: LambdaLR, step: int) -> None:
         group["lr"] = peak * share(step - 1)
 
 
-# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
+# Many processes
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -1571,7 +1575,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    """Ties again the weights that share one tensor: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1792,7 +1796,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
@@ -1910,7 +1914,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -2051,7 +2055,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

@@ -72,7 +72,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
 
 import datasets
 import numpy as np
@@ -101,6 +101,11 @@ from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]
@@ -120,7 +125,7 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     cliprange_value: Positive = 0.2  # eps_v of the clipped value (TRL, N+ details)
-    vf_coef: NonNegative = 0.1  # weight of the value loss (TRL); a separate critic feels it in gradient clipping alone
+    vf_coef: NonNegative = 0.1  # weight of the value loss (TRL); if the critic is separate, AdamW hardly heeds it
     gamma: Share = 1.0  # discount; 1 because an episode is short
     lam: Share = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
     whiten_rewards: bool = False  # scale per-token rewards to variance 1, keeping their mean (TRL)
@@ -133,7 +138,7 @@ class Args:
 
     # --- KL to the reference
     kl_coef: NonNegative = 0.05  # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: little moves
-    # per-token estimate: k1 = kl = log-ratio; abs; k2 = mse = half its square; k3; full = exact, over the vocabulary
+    # per token, with d = log(pi/ref): k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
     kl_estimator: Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"] = "k1"
     adaptive_kl: bool = False  # let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)
     kl_target: Positive = 6.0  # KL in nats per response that the controller aims at (TRL 0.7)
@@ -161,7 +166,7 @@ class Args:
     # --- Batch sizes
     batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's way: the micro_batch_size; times gradient_accumulation_steps, num_mini_batches and GPUs, the batch_size
+    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
@@ -251,7 +256,7 @@ def train(args: Args) -> None:
         optimizer = make_optimizer(args, policy, critic)
         schedule = make_schedule(args, optimizer, args.num_updates)
         follow(ema, policy, optimizer, args)
-        state = {"data": Hasher.hash(prompts), "kl_coef": args.kl_coef, "scores": []}  # what a checkpoint holds besides
+        state = {"data": Hasher.hash(prompts), "kl_coef": args.kl_coef, "scores": []}  # also in a checkpoint
         run = Run(args, args.num_updates, policy, optimizer, state, critic=critic, ema=ema)
     with run:
         for update in run.steps():
@@ -329,7 +334,7 @@ class Rollout:
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """The episodes with these row numbers, without columns in which none of them has a token: the same numbers.
+        """The episodes with these row numbers, cut to the longest prompt and response among them; no result changes.
 
         Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
         """
@@ -360,11 +365,11 @@ class Rollout:
         """(B, T) from a function of b episodes to (b, T) or (b, 1): micro-batches of them, each process its share."""
         result = torch.zeros_like(self.old_logprobs)
         order = self.by_length(torch.arange(len(result), device=result.device))
-        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):  # of every batch, each process has its share
+        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):
             part = self.select(index)
             with autocast(args):
                 result[index, : part.mask.shape[1]] = function(part)
-        return all_reduce(result)
+        return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
 def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
@@ -417,9 +422,9 @@ def sample(
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
     cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once: it never grows
-    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass; the rest have one row for each
-    tokens = prompts  # (rows, P), after the first pass (rows, 1)
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # likewise
+    rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
+    tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     for t in range(T):
@@ -463,7 +468,7 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
     require(logprobs.isfinite().all(), "the policy's logits are not finite (NaN or inf): the model is broken, or a "
             "--learning-rate that is too high has broken it")  # fmt: skip
     rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
-    return rollout.select(torch.arange(len(examples), device=prompts.device))
+    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without empty columns
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
@@ -518,7 +523,8 @@ def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, a
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
 
-    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative.
+    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative. On padding
+    anything may stand, infinities too: fill it with 0 before it enters a loss.
     """
     k1 = logprobs - ref_logprobs
     k2 = 0.5 * k1**2
@@ -555,7 +561,7 @@ class Critic(nn.Module):
         if self.body is not None:
             states = self.body(**r.inputs(), use_cache=False).last_hidden_state
         T = r.mask.shape[1]
-        return self.head(states[:, -T - 1 : -1]).float().sum(-1)  # over one output: not a view, which FSDP warns of
+        return self.head(states[:, -T - 1 : -1]).float().sum(-1)  # squeeze(-1), but as a copy: FSDP warns of views
 
 
 def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
@@ -575,7 +581,7 @@ def score_responses(rollout: Rollout, reward: Callable[[Rollout], dict[str, Tens
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
-    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN has nothing to say of its row."""
+    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN counts as 0."""
     table = torch.stack(list(rewards.values()))  # (K, B)
     if weights:
         table = table * table.new_tensor(weights)[:, None]
@@ -596,7 +602,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Variance over real tokens with Bessel's correction (TRL); the uncorrected one, 0, for a single token."""
+    """Variance over real tokens with Bessel's correction (TRL); 0 for a single token."""
     return x[mask].var(correction=min(1, int(mask.sum()) - 1))
 
 
@@ -679,7 +685,7 @@ def value_loss(
 
 
 def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
-    """A random partition of the batch into mini-batches of row numbers, each cut into micro-batches; once per epoch.
+    """In each epoch another random partition of the batch into mini-batches of row numbers, cut into micro-batches.
 
     The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
     is a sum over its rows: how it is cut changes nothing. Each process gets its share.
@@ -759,7 +765,7 @@ def optimize(
     args: Args,
 ) -> dict[str, float]:  # fmt: skip
     """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all tokens seen."""
-    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    policy.train(args.gradient_checkpointing)  # which works in training mode alone; dropout is off in any case
     critic.train(args.gradient_checkpointing)
     sums = Counter()
     norms = Counter()
@@ -770,7 +776,7 @@ def optimize(
         means = {name: x / here["tokens"] for name, x in here.items()}
         if not sums:
             check_first_ratio(means["ratio_error"], args)  # it is 1: nothing has moved yet
-        sums.update(here)
+        sums.update(here)  # a Counter adds
         if args.target_kl and means["policy/approxkl_avg"] > 1.5 * args.target_kl:
             break
         if means["val/ratio"] > args.ratio_threshold:
@@ -796,7 +802,7 @@ def optimize(
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
-    """The metrics that describe a batch before the update."""
+    """The metrics that describe a batch before the update, by the formulas of step 3 (change them together)."""
     per_row = lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()  # noqa: E731
     kl = per_row(rollout.kl)
     score = rollout.scores.mean().item()
@@ -817,7 +823,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation of what each of --reward-fn gave, over the rows of which it had something to say."""
+    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
@@ -1027,7 +1033,7 @@ def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
 
 def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> Critic:
     """A copy of the reward model if it reads the policy's tokens (N+ details), else of the initial policy, or with
-    --critic shared a head on the policy's own trunk; V then starts at 0."""
+    --critic shared a head on the policy's own trunk; in the last two cases V starts at 0."""
     has_head = hasattr(reward_model, "score") and reward_model.config.num_labels == 1
     if args.critic == "separate" and has_head and same_tokens(policy, reward_model):
         print("critic: starts from the reward model")
@@ -1062,7 +1068,7 @@ def make_optimizer(args: Args, policy: nn.Module, critic: Critic) -> torch.optim
     )  # fmt: skip
 
 
-# --- From here to the end: the same text as in rloo.py, but for one of the checks in check_args
+# --- References, rewards and data
 
 
 def make_reference(args: Args, policy: nn.Module) -> nn.Module:
@@ -1106,7 +1112,7 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     ).last_hidden_state  # (B, S, D)
     last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
     rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
-    return rewards + getattr(model.config, "reward_bias", 0.0)
+    return rewards + getattr(model.config, "reward_bias", 0.0)  # where reward_model.py may put its shift
 
 
 def make_reward(
@@ -1135,7 +1141,7 @@ def make_reward(
         first = int(is_bad.long().argmax())
         prompt = rollout.examples[first][args.prompt_column]
         values = {name: x[first].item() for name, x in rewards.items()}
-        require(not is_bad.any(), f"the rewards of a response to {prompt!r} are {values}: none can be used, or not all")
+        require(not is_bad.any(), f"the rewards of a response to {prompt!r} are {values}: all None, or one is infinite")
         return rewards
 
     return reward
@@ -1173,7 +1179,7 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
     """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
     It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
-    value per row. If the prompts are messages, so are the completions. It may change what it is given.
+    value per row. If the prompts are messages, so are the completions. It is given copies.
     """
     function = load_function(spec)
 
@@ -1299,10 +1305,10 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
 
 @torch.no_grad()
 def check_padding(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads the start of a text behind padding, and before more text, not as it does alone.
+    """Refuses a model whose logits for a text change if padding precedes it, or more text follows.
 
     Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
-    and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
+    and RoBERTa's kind counts from elsewhere. They err by a thousandth of the logits' deviation or more, rounding by a
     millionth (on a GPU and in bfloat16 by up to a hundredth).
     """
     ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
@@ -1318,7 +1324,7 @@ def check_padding(policy: nn.Module, args: Args) -> None:
     error = ((behind - alone).abs().mean() / alone.std()).item()
     bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
     require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding, or before more text, "
-            f"not as alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
+            f"otherwise than alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
 
 
 def check_first_ratio(error: float, args: Args) -> None:
@@ -1336,8 +1342,6 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -1370,7 +1374,7 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
@@ -1418,7 +1422,7 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
+    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
     """
     path = locate(name)
     is_adapter = Path(path, "adapter_config.json").exists()
@@ -1431,7 +1435,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
                 config = AutoConfig.from_pretrained(path, **options)
                 model = auto_class.from_config(config, dtype=torch.float32)
         else:
-            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told below
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below
             model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
             wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
@@ -1613,7 +1617,7 @@ def set_learning_rates(schedule: LambdaLR, step: int) -> None:
         group["lr"] = peak * share(step - 1)
 
 
-# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
+# Many processes
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -1670,7 +1674,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    """Ties again the weights that share one tensor: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1891,7 +1895,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
@@ -2009,7 +2013,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -2150,7 +2154,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

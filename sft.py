@@ -51,7 +51,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
 
 import datasets
 import numpy as np
@@ -77,6 +77,11 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
+
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
@@ -179,7 +184,7 @@ def train(args: Args) -> None:
         optimizer = make_optimizer(args, policy)
         schedule = make_schedule(args, optimizer, args.num_steps)
         data = Hasher.hash([sum(ids) for ids, _ in rows])
-        state = {"data": data, "num_tokens": 0}  # what a checkpoint holds besides
+        state = {"data": data, "num_tokens": 0}  # also in a checkpoint
         run = Run(args, args.num_steps, policy, optimizer, state)
     with run:
         for step in run.steps():
@@ -609,8 +614,6 @@ def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -643,7 +646,7 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
@@ -691,7 +694,7 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
+    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
     """
     path = locate(name)
     is_adapter = Path(path, "adapter_config.json").exists()
@@ -704,7 +707,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
                 config = AutoConfig.from_pretrained(path, **options)
                 model = auto_class.from_config(config, dtype=torch.float32)
         else:
-            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told below
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below
             model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
             wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
@@ -836,7 +839,7 @@ def set_learning_rates(schedule: LambdaLR, step: int) -> None:
         group["lr"] = peak * share(step - 1)
 
 
-# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
+# Many processes
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -885,7 +888,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    """Ties again the weights that share one tensor: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1106,7 +1109,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
@@ -1224,7 +1227,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -1365,7 +1368,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

@@ -470,7 +470,7 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script, tiny, tmp_path, mon
         assert [line["val/skipped_steps"] for line in metrics(tmp_path / "once")] == [1, 0, 0]
     if script == "rloo":
         is_bad = lambda: True  # noqa: E731
-        with pytest.raises(rloo.UserError, match="NaN or infinite in five steps in a row"):
+        with pytest.raises(rloo.UserError, match="NaN or infinite five times in a row"):
             rloo.train(arguments(script, tiny, tmp_path / "always", total_episodes=48))
         assert all(x.isfinite().all() for x in weights_of(tmp_path / "always").values())
 
