@@ -64,7 +64,7 @@ class Args:
     batch_size: int = 64  # B, the responses of an update, G to a prompt
     total_episodes: int = 32000  # responses in the whole run
     model: str = f"{TOY}/sort/sft"  # the policy to start from: a folder, or a name on the hub
-    reward_fn: str = f"{TOY}/verifiers.py:exact_match"  # a function in a file
+    reward_fn: str = f"{TOY}/verifiers.py:exact_match"  # FILE:FUNCTION
     dataset: str = f"{TOY}/sort/data/prompts"  # folder or hub name; texts in a column `prompt`
     output_dir: str = "runs/lecture_grpo"  # where the trained policy is saved
     seed: int = 1  # of the order of prompts, the responses and the mini-batches
@@ -127,12 +127,6 @@ def response_logprobs(logits, tokens, prompt_length, temperature):
     return token_logprobs(logits, tokens[:, prompt_length:])
 
 
-def kl_estimate(logprobs, ref_logprobs, estimator):
-    """(B, T) KL(policy || reference), estimated from the drawn token alone (Schulman 2020)."""
-    k1 = logprobs - ref_logprobs
-    return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
-
-
 # %% 3. Advantage
 def group_advantages(scores, G, scale):
     """(B,) each score less the mean of its group, over the deviation of the group or of the batch.
@@ -162,6 +156,12 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
 
 
+def kl_estimate(logprobs, ref_logprobs, estimator):
+    """(B, T) KL(policy || reference), estimated from the drawn token alone (Schulman 2020)."""
+    k1 = logprobs - ref_logprobs
+    return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
+
+
 def token_weights(mask, args):
     """(B, T) what the tokens' losses are multiplied by, to be added up to that of a mini-batch."""
     if args.loss_type == "grpo":  # all responses alike; in a long one, a token counts less
@@ -176,10 +176,10 @@ args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook ha
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # Without .train() dropout stays off: rollout, reference and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
-reference = deepcopy(policy)
+reference = deepcopy(policy) if args.beta else None
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-file, function = args.reward_fn.split(":")
+file, _, function = args.reward_fn.rpartition(":")
 reward = runpy.run_path(file)[function]  # of prompts, completions and the columns of the dataset
 optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
 examples = load_dataset(args.dataset, split="train").to_list()
@@ -223,11 +223,11 @@ for update in (bar := trange(1, num_updates + 1)):
     attention_mask = torch.cat([attention_mask, mask], 1)  # (B, P+T)
 
     # 2. Score
-    completions = [ids[real] for ids, real in zip(responses, mask)]
+    completions = [row[real] for row, real in zip(responses, mask)]
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     columns = {name: [examples[i][name] for i in drawn] for name in examples[0]}
     said = reward(prompts=columns["prompt"], completions=texts, **columns)
-    scores = torch.tensor(said, device=device)  # (B,)
+    scores = torch.tensor([float(x) for x in said], device=device)  # (B,)
     if args.beta:
         with torch.no_grad():
             logits = forward(reference, ids, attention_mask).logits  # (B, P+T, V)
