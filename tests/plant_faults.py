@@ -6,7 +6,7 @@
     python tests/plant_faults.py --test test_options      # those that tests of that file are to see
     python tests/plant_faults.py --quick                  # what the tests see that are not marked as slow
 
-A file of faults is named after its script and holds entries such as
+A file of faults is named after its script (lecture/ppo.toml after lecture/ppo.py) and holds entries such as
 
     [[fault]]
     name = "gamma and lam exchanged"
@@ -39,8 +39,11 @@ LONGEST = 600  # seconds that the tests of a fault may take; then it counts as s
 
 def read_faults() -> list[dict]:
     """All faults, each with the script that it belongs to."""
-    files = sorted(FAULTS.glob("*.toml"))
-    return [fault | {"script": f.stem} for f in files for fault in tomllib.loads(f.read_text("utf-8"))["fault"]]
+    faults = []
+    for file in sorted(FAULTS.rglob("*.toml")):
+        script = file.relative_to(FAULTS).with_suffix("").as_posix()
+        faults += [fault | {"script": script} for fault in tomllib.loads(file.read_text("utf-8"))["fault"]]
+    return faults
 
 
 def plant(source: str, fault: dict) -> str:
@@ -56,7 +59,7 @@ def plant(source: str, fault: dict) -> str:
 def copy_repository(folder: Path) -> None:
     """Scripts and tests as copies, with what Python has compiled of them; the rest as links."""
     for path in ROOT.iterdir():
-        if path.name in ("tests", "__pycache__"):
+        if path.name in ("tests", "lecture", "__pycache__"):
             shutil.copytree(path, folder / path.name)
         elif path.is_file():
             shutil.copy2(path, folder)
@@ -106,7 +109,7 @@ def main() -> int:
     from rich.table import Table
 
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--script", help="ppo, rloo, grpo, dpo, ddpo, reward_model or sft; by default all")
+    parser.add_argument("--script", help="ppo, lecture/ppo, rloo, ...; by default all")
     parser.add_argument("--name", default="", help="only faults with this in their name")
     parser.add_argument("--test", default="", help="only faults with this in the names of their tests")
     parser.add_argument("--quick", action="store_true", help="without the tests that are marked as slow")

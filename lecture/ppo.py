@@ -1,0 +1,299 @@
+"""PPO for language models, in short: ../ppo.py without what only large models and long runs need.
+
+A policy pi (a language model) answers prompts, a reward model gives each answer one score, and the
+tokens of good answers are made likelier, a little with each batch of B prompts:
+
+  1. sample     response y_1..y_T ~ pi(. | prompt), up to and including the stop token
+  2. score      ref_logprobs of the reference, a frozen copy of the first pi; values V_t of the
+                critic, which predicts the reward still to come; one score for the whole text
+  3. reward     r_t = -kl_coef * KL_t;  the score is added to r at the last real token
+  4. advantage  delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1};
+                return R_t = A_t + V_t;  then whiten A
+  5. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy that drew the batch
+                policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
+                value:  mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ eps_v) - R_t)^2)
+  6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
+  (7. adapt     kl_coef, towards a target: only in ../ppo.py, and off by default)
+
+Where everything stands, for a prompt of 3 tokens (left-padded to P = 4) and a response that stops
+after 4 tokens (the longest has T = 6). A dot may be anything, until the mask takes it out.
+
+  input_ids     PAD  p1  p2  p3 | y1  y2  y3  EOS  .   .    prompts (B, P), then responses (B, T)
+  mask                          |  1   1   1   1   0   0    true up to and including the stop token
+  logprobs                      |  *   *   *   *   .   .    of y_t, read one position left of it
+  values                        |  *   *   *   *   .   .    of the text before y_t, also one left
+  -kl_coef*KL                   |  *   *   *   *   .   .    one per token
+  score                         |              *            one per text, on the last real token
+
+  python lecture/ppo.py    # the toy world: a minute on a CPU, score 0 -> 5.4, KL 0 -> 27 nats
+  python lecture/ppo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE
+
+Papers: PPO 1707.06347, GAE 1506.02438, KL in the reward 1909.08593, InstructGPT 2203.02155 (arXiv).
+"""
+
+# %% Settings, with the names and defaults of ../ppo.py
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+import wandb
+from datasets import load_dataset
+from tqdm import trange
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+TOY = Path(globals().get("__file__", "ppo.py")).resolve().parent.parent / "toy"  # notebooks, too
+
+
+@dataclass
+class Args:
+    num_ppo_epochs: int = 4  # passes over each batch
+    num_mini_batches: int = 1  # optimiser steps in one pass
+    cliprange: float = 0.2  # eps: a ratio that has moved further earns nothing more
+    cliprange_value: float = 0.2  # eps_v: the same for the value
+    vf_coef: float = 0.1  # weight of the value loss
+    gamma: float = 1.0  # discount; 1 because an episode is short
+    lam: float = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
+    kl_coef: float = 0.05  # weight of KL in the reward. 0: the reward model is exploited
+    response_length: int = 53  # most tokens in a response
+    temperature: float = 0.7  # divides the logits, wherever they are used. Lower: less exploration
+    learning_rate: float = 3.1e-4  # at first; it falls to 0. For GPT-2: 1e-5
+    batch_size: int = 64  # B, the responses of an update (8 for GPT-2 on a CPU)
+    total_episodes: int = 2048  # responses in the whole run
+    model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
+    reward_model: str = f"{TOY}/reward_model"  # a classifier with one label, for the same tokens
+    dataset: str = f"{TOY}/data/prompts"  # folder or hub name; texts in a column `prompt`
+    output_dir: str = "runs/lecture_ppo"  # where the trained policy is saved
+    seed: int = 1  # of the order of prompts, the responses and the mini-batches
+    track: bool = False  # log to Weights & Biases
+
+
+# %% 1. Sample
+def forward(model, input_ids, attention_mask, **options):
+    """A model's output on texts (B, S). Positions count real tokens; GPT-2 counts padding, too."""
+    options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    return model(input_ids=input_ids, attention_mask=attention_mask, **options)
+
+
+@torch.no_grad()
+def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
+    """Responses (B, T) to prompts (B, P), and their logprobs (B, T), by uniform numbers (B, limit).
+
+    They follow softmax(logits / temperature) alone, without top-k or top-p: the loss knows no more.
+    """
+    responses, logprobs = [], []
+    tokens = prompts  # (B, P), after the first pass (B, 1)
+    attention_mask = prompt_mask  # (B, P), after each pass one wider
+    cache = None
+    for u in uniforms.split(1, dim=1):  # (B, 1)
+        output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, V)
+        cdf = distribution.exp().cumsum(1)  # of probabilities .2 .5 .3 it is .2 .7 1; then u = .6
+        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) passes over one, draws the second
+        responses.append(tokens)
+        logprobs.append(distribution.gather(1, tokens))
+        if (torch.cat(responses, 1) == stop_token_id).any(1).all():
+            break
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+    return torch.cat(responses, 1), torch.cat(logprobs, 1)
+
+
+def response_mask(responses, stop_token_id):
+    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
+
+    Made from positions, not by comparing with the pad token: where EOS is also the padding, as with
+    GPT-2, that would hide the EOS that the policy drew and must learn when to draw. Stop token 0:
+        responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
+    """
+    is_stop = (responses == stop_token_id).long()
+    stops_before = is_stop.cumsum(1) - is_stop
+    return stops_before == 0, is_stop.any(1)
+
+
+# %% 2. Score
+def token_logprobs(logits, tokens):
+    """(B, T) log-probability of each token under logits (B, T, V)."""
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def response_logprobs(logits, tokens, prompt_length, temperature):
+    """(B, T) log-probabilities of the responses, from logits (B, P+T, V) and tokens (B, P+T). The
+    logits at a position predict the next token: those of the responses begin at P-1."""
+    logits = logits[:, prompt_length - 1 : -1] / temperature
+    return token_logprobs(logits, tokens[:, prompt_length:])
+
+
+def read_head(model, input_ids, attention_mask):
+    """(B, S) what critic or reward model, transformers with a linear head, say at each position."""
+    states = forward(model.base_model, input_ids, attention_mask).last_hidden_state  # (B, S, D)
+    return model.score(states).squeeze(-1)
+
+
+# %% 3. Reward
+def kl_estimate(logprobs, ref_logprobs, estimator):
+    """(B, T) KL(policy || reference), estimated from the drawn token alone (Schulman 2020)."""
+    k1 = logprobs - ref_logprobs
+    return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
+
+
+def shape_rewards(scores, kl, mask, kl_coef):
+    """(B, T) rewards: -kl_coef * KL, on the last real token the score (B,), too; 0 on padding."""
+    is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]  # real, and the next one is not
+    return -kl_coef * kl * mask + scores[:, None] * is_last
+
+
+# %% 4. Advantage
+def gae(rewards, values, mask, gamma, lam):
+    """Generalised advantage estimation (2016, eq. 16): advantages and returns (B, T).
+
+    For gamma = 1, lam = .5, values .5: rewards [0, 0, 1] -> deltas [0, 0, .5], A [.125, .25, .5]
+    """
+    values = values * mask  # after the last real token the episode is over: nothing is to come
+    advantages = rewards + gamma * F.pad(values, (0, 1))[:, 1:] - values  # so far, delta_t
+    for t in reversed(range(rewards.shape[1] - 1)):
+        advantages[:, t] += gamma * lam * advantages[:, t + 1]
+    return advantages, advantages + values
+
+
+def masked_mean(x, mask):
+    """Mean over all real tokens: each counts alike, in long and in short responses."""
+    return x[mask].mean()
+
+
+def masked_whiten(x, mask):
+    """(B, T) with mean 0 and variance 1 over real tokens; 0 on padding."""
+    return (x - masked_mean(x, mask)) * torch.rsqrt(x[mask].var() + 1e-8) * mask
+
+
+# %% 5. Loss
+def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
+
+    The larger loss is flat where the ratio has left the range in the direction of the advantage: an
+    old batch says little about a policy so far away. If it went the other way, it is led back.
+    """
+    ratio = ((logprobs - old_logprobs) * mask).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+
+
+def value_loss(values, old_values, returns, mask, cliprange_value):
+    """Half the squared errors (B, T), clipped likewise, and where the clipped was the larger."""
+    near_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    unclipped = (values - returns) ** 2 * mask
+    clipped = (near_values - returns) ** 2 * mask
+    return 0.5 * torch.max(unclipped, clipped), clipped > unclipped
+
+
+# %% Models and data
+args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+device = "cuda" if torch.cuda.is_available() else "cpu"
+# Without .train() dropout stays off: rollout, reference and loss must see one distribution
+policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
+reference = deepcopy(policy)
+reward_model = AutoModelForSequenceClassification.from_pretrained(
+    args.reward_model, dtype=torch.float32
+).to(device)
+bias = getattr(reward_model.config, "reward_bias", 0.0)  # ../reward_model.py centres rewards by it
+reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
+critic = deepcopy(reward_model)  # it knows what is good; rloo.py does without a critic
+tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+same = policy.config.vocab_size == reward_model.config.vocab_size
+assert same, "the reward model must read the policy's tokens (../ppo.py translates)"
+
+optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], weight_decay=0.0)
+prompts = tokenizer(list(load_dataset(args.dataset, split="train")["prompt"]))["input_ids"]
+
+
+def make_seed(*numbers):
+    """One seed made of several numbers: each update has its own, and can be run again alone."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def shuffled(n, seed, number):
+    """The numbers below n in the order in which pass `number` takes the prompts."""
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    return torch.randperm(n, generator=generator).tolist()
+
+
+passes = range(1 + args.total_episodes // len(prompts))
+order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
+
+# %% The loop: its numbers are those of the steps above
+wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
+B = args.batch_size
+num_updates = args.total_episodes // B
+METRICS = "loss/policy_avg policy/clipfrac_avg loss/value_avg val/clipfrac_avg val/ratio".split()
+history = []  # of the metrics, one dict for each update
+for update in (bar := trange(1, num_updates + 1)):
+    torch.manual_seed(make_seed(args.seed, update))
+    optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / num_updates)
+
+    # 1. Sample
+    rows = [prompts[i] for i in order[(update - 1) * B : update * B]]
+    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(device)
+    ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
+    P, stop = ids.shape[1], tokenizer.eos_token_id
+    uniforms = torch.rand(B, args.response_length).to(device)
+    responses, old_logprobs = sample(policy, ids, attention_mask, uniforms, args.temperature, stop)
+    mask, ended = response_mask(responses, stop)  # (B, T), (B,)
+    ids = torch.cat([ids, responses], 1)  # (B, P+T)
+    attention_mask = torch.cat([attention_mask, mask], 1)  # (B, P+T)
+
+    # 2. Score
+    with torch.no_grad():
+        logits = forward(reference, ids, attention_mask).logits  # (B, P+T, V)
+        ref_logprobs = response_logprobs(logits, ids, P, args.temperature)  # (B, T)
+        old_values = read_head(critic, ids, attention_mask)[:, P - 1 : -1]  # (B, T)
+        last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) where the last real token stands
+        scores = read_head(reward_model, ids, attention_mask).gather(1, last).squeeze(1)  # (B,)
+
+    # 3. Reward
+    kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
+    rewards = shape_rewards(scores, kl, mask, args.kl_coef)  # (B, T)
+
+    # 4. Advantage
+    advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)  # (B, T) each
+    advantages = masked_whiten(advantages, mask)
+
+    # 5. Loss, and 6. update
+    logs = []
+    for _ in range(args.num_ppo_epochs):
+        for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
+            logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
+            logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
+            pg_loss, ratio, pg_clipped = policy_loss(
+                logprobs, old_logprobs[i], advantages[i], mask[i], args.cliprange
+            )
+            values = read_head(critic, ids[i], attention_mask[i])[:, P - 1 : -1]  # (b, T)
+            vf_loss, vf_clipped = value_loss(
+                values, old_values[i], returns[i], mask[i], args.cliprange_value
+            )
+            loss = masked_mean(pg_loss, mask[i]) + args.vf_coef * masked_mean(vf_loss, mask[i])
+            optimizer.zero_grad()
+            loss.backward()
+            for model in (policy, critic):  # apart: a large gradient of one leaves the other's
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            new = torch.stack([pg_loss, pg_clipped, vf_loss, vf_clipped, ratio])  # (5, b, T)
+            logs.append(new.detach()[:, mask[i]])  # (5, tokens)
+
+    stats = dict(zip(METRICS, torch.cat(logs, 1).mean(1).tolist()))  # over all tokens and steps
+    stats["objective/scores"] = scores.mean().item()
+    stats["objective/kl"] = (kl * mask).sum(1).mean().item()
+    stats["val/eos_share"] = ended.float().mean().item()
+    history.append(stats)
+    wandb.log(stats, step=update)
+    bar.set_postfix_str(f"score {stats['objective/scores']:.2f}, KL {stats['objective/kl']:.2f}")
+
+# %% The trained policy
+policy.save_pretrained(args.output_dir)
+tokenizer.save_pretrained(args.output_dir)
+for i in range(3):
+    print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")

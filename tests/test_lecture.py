@@ -1,0 +1,149 @@
+"""The short form of a script, in lecture/, computes what the script computes.
+
+Both run for three updates in float64, where the order of sums, the width of padding and the cut into micro-batches
+change nothing beyond 1e-9. The two are written apart from each other, so that each is a check of the other.
+"""
+
+import json
+import re
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from sources import ROOT, text_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+ALL = dict(batch_size=8, total_episodes=24)
+RL = ALL | dict(num_ppo_epochs=2, num_mini_batches=2, temperature=0.9, response_length=8, learning_rate=2e-3)
+SETTINGS = {  # away from the defaults
+    "ppo": RL | dict(gamma=0.9, lam=0.8, kl_coef=0.3, cliprange=0.05, cliprange_value=0.02, vf_coef=0.7),
+    "rloo": RL | dict(rloo_k=4, kl_coef=0.3, cliprange=0.05),
+    "grpo": RL | dict(num_generations=4, epsilon=0.05, beta=0.3, scale_rewards="batch", loss_type="grpo"),
+}
+OF_A_SEED = {  # instead, and besides
+    ("grpo", 2): dict(scale_rewards="group", loss_type="dr_grpo"),
+    ("grpo", 3): dict(scale_rewards="none", loss_type="dapo", beta=0.0),
+}
+ROLLOUTS = dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0)
+FULL = {  # what a short form does not have
+    "ppo": ROLLOUTS | dict(ratio_threshold=1e9),
+    "rloo": ROLLOUTS,
+    "grpo": ROLLOUTS,
+}
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory):
+    """worlds(script, name) -> settings: models whose responses often end within eight tokens, data and a reward.
+
+    In the toy world EOS is the full stop, and the padding, too; the tiny Llama, drawn at random, has fifteen tokens.
+    """
+    folder = tmp_path_factory.mktemp("worlds")
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=15)
+    config = LlamaConfig(**sizes, num_labels=1, pad_token_id=1, initializer_range=0.3, reward_bias=0.7)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    tokenizer.eos_token = tokenizer.pad_token = "."
+    digits = AutoTokenizer.from_pretrained(ROOT / "toy/sort/sft")
+    kinds = {"model": AutoModelForCausalLM, "reward_model": AutoModelForSequenceClassification}
+    torch.manual_seed(0)
+    for role, auto_class in kinds.items():
+        toy = auto_class.from_pretrained(ROOT / "toy" / {"model": "sft"}.get(role, role))
+        for part in (toy, tokenizer):
+            part.save_pretrained(folder / "toy" / role)
+        for part in (auto_class.from_config(config), digits):
+            part.save_pretrained(folder / "llama" / role)
+    (folder / "reward.py").write_text("def length(completions, **_):\n    return [len(x) % 7 / 7 for x in completions]")
+
+    def settings(script: str, world: str) -> dict[str, str]:
+        data = {"toy": "toy/data/prompts", "llama": "toy/sort/data/prompts"}[world]
+        given = {"model": f"{folder}/{world}/model", "dataset": f"{ROOT}/{data}"}
+        if script == "grpo":
+            return given | {"reward_fn": f"{folder}/reward.py:length"}
+        return given | {"reward_model": f"{folder}/{world}/reward_model"}
+
+    return settings
+
+
+def in_float64(file: str) -> str:
+    """The text of a script that computes in float64."""
+    return text_of(file).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+
+
+def watched(names: dict, responses: list) -> None:
+    """Has the script write down what it draws, up to the stop token: mask and responses meet in one function."""
+    plain = names["response_mask"]
+
+    def response_mask(tokens, stop_token_id):
+        mask, ended = plain(tokens, stop_token_id)
+        responses.append([row[real].tolist() for row, real in zip(tokens, mask)])
+        return mask, ended
+
+    names["response_mask"] = response_mask
+
+
+def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, list[dict], list]:
+    """Responses, metrics and trained weights of the script."""
+    module = ModuleType(f"{script}_in_float64")
+    module.__file__ = str(ROOT / f"{script}.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclasses look for their types
+    exec(compile(in_float64(f"{script}.py"), module.__file__, "exec"), vars(module))
+    responses, weights = [], []
+    watched(vars(module), responses)
+    if "reward_fn" in settings:
+        settings = settings | {"reward_fn": (settings["reward_fn"],)}
+    module.Run.finish = lambda run: weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
+    module.train(module.Args(**settings, **FULL[script], output_dir=str(folder / "full"), device="cpu"))
+    return responses, [json.loads(line) for line in open(folder / "full/metrics.jsonl")], weights
+
+
+def run_lecture(script: str, settings: dict, folder, monkeypatch) -> tuple[list, list[dict], list]:
+    """The same of its short form, cell by cell, as a notebook runs it."""
+    file = f"lecture/{script}.py"
+    names = {"__file__": str(ROOT / file), "__name__": "__main__"}
+    settings = settings | {"output_dir": str(folder / "lecture")}
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    monkeypatch.setattr(sys, "argv", [file, *flags])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    responses = []
+    for cell in re.split("^(?=# %%)", in_float64(file), flags=re.M):
+        exec(compile(cell, file, "exec"), names)
+        if "def response_mask" in cell:
+            watched(names, responses)
+    assert list((folder / "lecture").glob("*.safetensors"))
+    return responses, names["history"], [p for group in names["optimizer"].param_groups for p in group["params"]]
+
+
+def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
+    """The library's own rounds to float32."""
+    return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+CASES = [(script, "toy", 1) for script in SETTINGS]
+SLOW = [(script, world, seed) for script in SETTINGS for world in ("toy", "llama") for seed in (1, 2, 3)]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
+
+
+@pytest.mark.parametrize(("script", "world", "seed"), [*CASES, *SLOW])
+def test_the_short_form_is_the_script(script, world, seed, worlds, tmp_path, monkeypatch):
+    """Responses token for token; to 1e-8 every metric that both log, and all weights."""
+    settings = SETTINGS[script] | OF_A_SEED.get((script, seed), {}) | worlds(script, world) | {"seed": seed}
+    monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm)
+    torch.set_default_dtype(torch.float64)
+    try:
+        full = run_full(script, settings, tmp_path, monkeypatch)
+        short = run_lecture(script, settings, tmp_path, monkeypatch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert short[0] == full[0]
+    errors = {}
+    for update, (a, b) in enumerate(zip(short[1], full[1], strict=True)):
+        errors |= {(update, name): abs(a[name] - b[name]) / max(1, abs(b[name])) for name in a.keys() & b.keys()}
+    for i, (a, b) in enumerate(zip(short[2], full[2], strict=True)):
+        errors[i] = (a - b).abs().max().item()
+    worst = max(errors, key=errors.get)
+    print(f"{script} {world} {seed}: largest difference {errors[worst]:.1e}, {worst}")
+    assert errors[worst] < 1e-8, (worst, errors[worst])
+    assert len(full[1]) == 3
