@@ -731,6 +731,7 @@ def mini_batch_gradient(
         is_shared = args.critic == "shared"
         logprobs, entropy, aux_loss, states = policy_forward(policy, r, args, output_hidden_states=is_shared)  # (b, T)
         pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
+        # aux_loss is one number: added to every token, it counts by the micro-batch's share of the tokens
         policy_part = (pg_loss + args.aux_loss_coef * aux_loss)[r.mask].sum() / num_tokens
         if not is_shared:
             policy_part.backward()  # now, so that the policy's activations are gone when the critic's are made
