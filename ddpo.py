@@ -64,7 +64,9 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while the libraries load: no traceback
 
 import datasets
 import numpy as np
@@ -79,29 +81,36 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.tensor import DTensor
+from torch.distributions import Normal
 from tqdm import tqdm
 from transformers import set_seed
 from transformers.utils import logging
 
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass
 class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images
     sample_num_steps: Count = 10  # denoising steps N (TRL: 50)
-    sample_eta: Positive = 1.0  # scale of sigma: 0 would be deterministic, and teach nothing (TRL: 1)
+    sample_eta: Share = 1.0  # scale of sigma: 0 would be deterministic, and teach nothing; at 1, DDPM's (TRL: 1)
     sample_guidance_scale: NonNegative = 1.0  # weight of the prompt, in sampling and training; 1: no guidance (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
     sample_num_batches_per_epoch: Count = 4  # such batches in an epoch (TRL: 2)
-    negative_prompts: str | None = None  # the prompt that guidance leads away from; by default an empty one (TRL)
+    negative_prompts: Name | None = None  # the prompt that guidance leads away from; by default an empty one (TRL)
 
     # --- DDPO. An optimiser step: train_batch_size * train_gradient_accumulation_steps * processes images
     train_batch_size: Count = 64  # images in a forward and backward pass, on each process (TRL: 1)
@@ -124,33 +133,33 @@ class Args:
     train_max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm (TRL)
 
     # --- Model: a folder, or a name on the hub
-    model: str = "toy/shapes/sd"  # a Stable Diffusion pipeline, whose UNet is trained; also what KL is measured against
-    reward_fn: str = "toy/shapes/make.py:left_ink"  # file.py:name of f(images, prompts, metadata), as in TRL
-    gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
+    model: Name = "toy/shapes/sd"  # a Stable Diffusion pipeline; its UNet is trained, and KL is measured against it
+    reward_fn: Name = "toy/shapes/make.py:left_ink"  # file.py:name of f(images, prompts, metadata), as in TRL
+    gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
     lora_alpha: Positive = 4.0  # the adapter's output is scaled by lora_alpha / lora_r
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
 
     # --- Data
-    dataset: str = "toy/shapes/data"  # folder, file (jsonl, json, csv, parquet) or hub name
-    dataset_config: str | None = None  # configuration of a hub dataset that has several
-    dataset_train_split: str = "train"  # split to train on
-    prompt_column: str = "prompt"  # texts; the other columns of a row are its metadata
+    dataset: Name = "toy/shapes/data"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: Name = "train"  # split to train on
+    prompt_column: Name = "prompt"  # texts; the other columns of a row are its metadata
     seed: Natural = 1  # seed of noise, order of prompts, and adapters
 
     # --- Run. Settings from here on may change when a run is resumed
-    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
-    exp_name: str = "ddpo"  # name of this run, in its folder and on W&B
-    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
-    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    exp_name: Name = "ddpo"  # name of this run, in its folder and on W&B
+    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: Name | None = None  # cpu, cuda, mps; by default the best there is
     image_steps: Count = 5  # epochs between pictures in images/: above, the first model's; below, the policy's
     save_steps: Count = 10  # epochs between checkpoints, each of which holds everything that a run consists of
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    wandb_project_name: str = "rlhf"  # W&B project, with --track
-    wandb_entity: str | None = None  # W&B team, with --track
+    wandb_project_name: Name = "rlhf"  # W&B project, with --track
+    wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Computed
     batch_size: int = field(init=False, default=0)  # images of an epoch, on all processes together
@@ -168,13 +177,13 @@ def train(args: Args) -> None:
 
         chain = load_chain(args)
 
-        prompts = load_prompts(args)
+        prompts = load_prompts(args, chain)
         args = choose_sizes(args, chain)
         reward = function_reward(args.reward_fn, prompts, chain, args)
         gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, chain, args)
 
         optimizer = make_optimizer(args, chain.policy)
-        state = {"data": Hasher.hash(prompts), "scores": {}}  # what a checkpoint holds besides
+        state = {"data": Hasher.hash(prompts), "scores": {}}  # also in a checkpoint
         run = Run(args, args.num_epochs, chain.policy, optimizer, state)
     with run:
         for epoch in run.steps():
@@ -188,13 +197,13 @@ def train(args: Args) -> None:
                         part.gold_scores = gold_reward(part)
                     part.images = None  # they are large, and what follows reads the chains
             rollout = join(parts, examples)
-            scores = rollout.scores
             if args.per_prompt_stat_tracking:  # 3
                 texts = [x[args.prompt_column] for x in examples]
-                advantages = prompt_advantages(scores, texts, state["scores"], args)
+                advantages = prompt_advantages(rollout.scores, texts, state["scores"], args)
             else:
-                advantages = (scores - scores.mean()) / (scores.std(correction=0) + 1e-8)
+                advantages = normalize(rollout.scores, rollout.scores, 1e-8)
             rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
+            warn_about(run, rollout)
             with run.clock("update"):
                 stats = optimize(chain, optimizer, rollout, args)  # 4 and 5
             stats |= rollout_stats(rollout)
@@ -245,12 +254,10 @@ class Chain:
 
         With guidance the prediction is u + g (c - u), from those with the negative prompt and with the prompt.
         """
-        unet = self.policy
+        unet = getattr(self, of)
         adapter = nullcontext()
-        if of == "reference":
-            unet = self.reference
-            if args.lora_r:
-                adapter = unet.disable_adapter()
+        if of == "reference" and args.lora_r:
+            adapter = unet.disable_adapter()
         g = args.sample_guidance_scale
         with adapter, autocast(args):
             if g == 1:
@@ -282,14 +289,14 @@ def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -
     a = alphas[t]
     a_prev = torch.where(before < 0, scheduler.final_alpha_cumprod.to(x), alphas[before.clamp(min=0)])
     if config.prediction_type == "epsilon":
-        noise = prediction
-        image = (x - (1 - a).sqrt() * noise) / a.sqrt()
+        image = (x - (1 - a).sqrt() * prediction) / a.sqrt()
     elif config.prediction_type == "sample":
         image = prediction
-        noise = (x - a.sqrt() * image) / (1 - a).sqrt()
-    else:  # v_prediction (Salimans & Ho 2022)
+    else:  # Salimans & Ho 2022
+        kind = config.prediction_type
+        require(kind == "v_prediction", f"scheduler_config.json: the prediction_type {kind!r} is unknown")
         image = a.sqrt() * x - (1 - a).sqrt() * prediction
-        noise = a.sqrt() * prediction + (1 - a).sqrt() * x
+    noise = (x - a.sqrt() * image) / (1 - a).sqrt()  # what else there is in x
     if config.clip_sample:
         image = image.clamp(-config.clip_sample_range, config.clip_sample_range)
     std = eta * ((1 - a_prev) / (1 - a) * (1 - a / a_prev)).sqrt()
@@ -299,8 +306,7 @@ def ddim_step(scheduler, prediction: Tensor, t: Tensor, x: Tensor, eta: float) -
 
 def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(b,) log-density of x (b, C, H, W), as a mean over pixels (TRL); NaN if the deviation is 0: that is no choice."""
-    squares = (x - mean) ** 2 / (2 * std**2)
-    return (-squares - std.log() - 0.5 * math.log(2 * math.pi)).mean((1, 2, 3))
+    return Normal(mean, std, validate_args=False).log_prob(x).mean((1, 2, 3))
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
@@ -364,6 +370,12 @@ def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 
 
+def normalize(scores: Tensor, others: Tensor, eps: float) -> Tensor:
+    """(b,) scores less the mean of others, over their deviation: 0 if all are equal."""
+    first = scores[0]  # subtracted from all: a mean of equal numbers is not always that number, a mean of zeros is 0
+    return (scores - first - (others - first).mean()) / (others.std(correction=0) + eps)
+
+
 def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, list[float]], args: Args) -> Tensor:
     """(B,) scores, shifted and scaled by the mean and deviation of the last scores of the same prompt, these included.
 
@@ -377,7 +389,7 @@ def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, lis
         others = scores
         if len(history[prompt]) >= args.per_prompt_stat_tracking_min_count:
             others = torch.tensor(history[prompt]).to(scores)
-        advantages[rows] = (scores[rows] - others.mean()) / (others.std(correction=0) + 1e-6)
+        advantages[rows] = normalize(scores[rows], others, 1e-6)
     return advantages
 
 
@@ -467,8 +479,7 @@ def optimize(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, a
         norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
         if norm.isfinite():  # else the weights would be NaN for good
             optimizer.step()
-        sums.update(means)
-        sums["grad_norm"] += norm.item()
+        sums.update(means | {"grad_norm": norm.item()})
         num_steps += 1
     optimizer.zero_grad()
     del sums["ratio_error"]
@@ -488,6 +499,14 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
     if rollout.gold_scores is not None:
         stats["objective/gold_scores"] = rollout.gold_scores.mean().item()
     return stats
+
+
+def warn_about(run: "Run", rollout: Rollout) -> None:
+    """Says, once per run, that no image of an epoch did better than another."""
+    if not rollout.advantages.any() and not run.warned:
+        run.warned.add("equal rewards")
+        run.bar.write("warning: all rewards of an epoch, or of each of its prompts, are equal, so there is nothing to "
+                      "learn from: look at the reward.", file=sys.stderr)  # fmt: skip
 
 
 def draw_images(run: "Run", chain: Chain, prompts: list[dict], args: Args) -> None:
@@ -521,6 +540,9 @@ def load_chain(args: Args) -> Chain:
             locate(args.model), dtype=torch.float32, use_safetensors=True, safety_checker=None,
             requires_safety_checker=False,
         )  # fmt: skip
+    words = pipe.tokenizer
+    is_whole = len(words) > len(words.all_special_ids) and words.model_max_length < 1e6
+    require(is_whole, f"{args.model}: files of the tokenizer are missing, without which it knows no word, or no limit")
     pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
     pipe.scheduler.set_timesteps(args.sample_num_steps)
     check_schedule(pipe.scheduler, args)
@@ -540,9 +562,13 @@ def check_schedule(scheduler, args: Args) -> None:
     is_normal = not scheduler.config.thresholding
     require(is_normal, f"{args.model}: a scheduler with thresholding has no normal distribution")
     zeros = torch.zeros(len(scheduler.timesteps), 1, 1, 1)
-    _, std = ddim_step(scheduler, zeros, scheduler.timesteps, zeros, args.sample_eta)
-    require(std.any(), f"--sample-num-steps {args.sample_num_steps}: no step has a deviation above 0; take more")
-    if not std.all():
+    steps = f"--sample-num-steps {args.sample_num_steps}"
+    with explain(f"{args.model}: its scheduler cannot be used with {steps}"):
+        _, std = ddim_step(scheduler, zeros, scheduler.timesteps, zeros, args.sample_eta)
+    drawn = std[std != 0]
+    require(len(drawn) and drawn.min() > 1e-5, f"{steps} and --sample-eta {args.sample_eta}: the deviations of steps "
+            "are 0, or too small for float32; take more steps, or a higher eta")  # fmt: skip
+    if len(drawn) < len(std):
         print("the last step has a deviation of 0 and is not trained on")
 
 
@@ -594,38 +620,40 @@ def function_reward(spec: str, prompts: list[dict], chain: Chain, args: Args) ->
     """
     function = load_function(spec)
 
-    def ask(images: Tensor, examples: list[dict]) -> Tensor:
-        """(b,) what the function says of some images (b, 3, height, width)."""
-        texts = [x[args.prompt_column] for x in examples]
+    def reward(part: Rollout) -> Tensor:
+        """(b,) rewards of the images (b, 3, height, width) of this process."""
+        texts = [x[args.prompt_column] for x in part.examples]
         with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
-            result = function(images.clone(), texts, deepcopy(examples))
+            result = function(part.images.clone(), texts, deepcopy(part.examples))
             if isinstance(result, tuple):
                 result = result[0]
-            scores = torch.as_tensor(result).detach().float()
-        fits = scores.shape == (len(images),)
-        require(fits, f"the reward function {spec} gave {scores.tolist()} for {len(images)} images: it is to give one "
-                "number for each")  # fmt: skip
-        return scores.to(args.torch_device)
-
-    def reward(part: Rollout) -> Tensor:
-        """(b,) rewards of the images of this process."""
-        scores = ask(part.images, part.examples)
-        require(scores.isfinite().all(), f"the reward function {spec} gave {scores.tolist()}: not all are finite")
+            scores = torch.as_tensor(result).detach().to(args.torch_device, torch.float32, copy=True)
+        is_bad = ~(scores.abs() < 1e15)  # the sum of their squares could be infinite
+        fits = scores.shape == (len(texts),)
+        require(fits and not is_bad.any(), f"the reward function {spec} gave numbers of shape {tuple(scores.shape)} "
+                f"for {len(texts)} images, {is_bad.sum()} of them NaN, infinite or above 1e15: it is to give one for "
+                "each")  # fmt: skip
         return scores
 
-    size = chain.policy.config.sample_size * chain.pipe.vae_scale_factor
-    blank = torch.zeros(2, 3, size, size, device=args.torch_device)
-    ask(blank, (prompts * 2)[:2])  # a wrong function fails now
+    noise = chain.draw_noise(2, torch.Generator())
+    reward(sample_images(chain, (prompts * 2)[:2], noise, args))  # a wrong function, or a broken model, fails now
     return reward
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
-def load_prompts(args: Args) -> list[dict]:
-    """The rows of the dataset, each with its prompt."""
+def load_prompts(args: Args, chain: Chain) -> list[dict]:
+    """The rows of the dataset, each with its prompt; counts those that are cut."""
     data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    read_column(data, args.prompt_column, args.dataset, "--prompt-column")
+    prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column")
+    tokenizer = chain.pipe.tokenizer
+    limit = tokenizer.model_max_length
+    texts = tokenizer([*prompts, args.negative_prompts or ""])["input_ids"]
+    num_cut = sum(len(ids) > limit for ids in texts)
+    if num_cut:
+        print(f"cut {num_cut} of {len(texts)} prompts, the negative one among them, to the {limit} tokens that are "
+              "read")  # fmt: skip
     return data.to_list()
 
 
@@ -666,8 +694,6 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 # --- The same text in every script, from here to the end: mistakes, data by name, processes, the run ------------------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -687,7 +713,7 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
@@ -700,10 +726,12 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
             raise
@@ -868,10 +896,8 @@ def check_unused(args: Args) -> None:
 
 
 def check_values(args: Args) -> None:
-    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    """Raises UserError for a value that its type in Args does not allow."""
     values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
-    for name, value in values.items():
-        require(value != "", f"--{name.replace('_', '-')} is an empty text")
     try:
         TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
@@ -1005,7 +1031,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def is_due(self, every: int) -> bool:
@@ -1094,7 +1120,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -1192,10 +1218,29 @@ def read_command_line() -> Args:
     return args
 
 
+class Terminal:
+    """A stream that may end before the run does, as behind `| head`: what it no longer takes is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        """Writes at once, so that an error comes here."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    terminal = sys.stderr
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = Terminal(sys.stdout)
+    sys.stderr = terminal = Terminal(sys.stderr)
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
@@ -1211,7 +1256,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

@@ -47,7 +47,6 @@ et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17
 Shapes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), V vocabulary.
 """
 
-import inspect
 import json
 import math
 import os
@@ -67,7 +66,9 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while the libraries load: no traceback
 
 import datasets
 import numpy as np
@@ -87,6 +88,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
@@ -94,14 +96,20 @@ from transformers import get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
 MinorShare = Annotated[float, Field(ge=0, lt=0.5)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass
@@ -116,7 +124,7 @@ class Args:
 
     # --- Optimisation
     learning_rate: Positive | None = None  # AdamW's; by default from the policy's size, ten times as high with LoRA
-    lr_scheduler_type: str = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
+    lr_scheduler_type: Name = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -129,23 +137,23 @@ class Args:
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Model: a folder, or a name on the hub
-    model: str = "toy/sft"  # the policy to start from, which is also the reference
+    model: Name = "toy/sft"  # the policy to start from, which is also the reference
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: str | None = None  # regular expression for their layers, or all-linear; default: peft's
+    lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
-    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
+    attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
     # --- Data
-    dataset: str = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
-    dataset_config: str | None = None  # configuration of a hub dataset that has several
-    dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: str | None = None  # split to evaluate on, or none; by default validation, if there is one
-    chosen_column: str = "chosen"  # preferred completions: texts, or lists of {role, content} messages
-    rejected_column: str = "rejected"  # the others
-    prompt_column: str = "prompt"  # what both continue; without this column, what the two have in common at the start
+    dataset: Name = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: Name = "train"  # split to train on
+    dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
+    chosen_column: Name = "chosen"  # preferred completions: texts, or lists of {role, content} messages
+    rejected_column: Name = "rejected"  # the others
+    prompt_column: Name = "prompt"  # what both continue; without this column, what the two have in common at the start
     max_length: Count = 512  # tokens of prompt and completion; in longer pairs first the prompt is cut, then the ends
     max_prompt_length: Count = 128  # tokens of a prompt that is cut (TRL 0.7)
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a prompt stays when it is cut (TRL)
@@ -154,22 +162,22 @@ class Args:
     num_eval_prompts: Count = 64  # prompts that are answered in an evaluation
     response_length: Count = 53  # most tokens in an answer (ppo.py's)
     temperature: Positive = 0.7  # divides the logits of the answers, and in the KL measured on them (ppo.py's)
-    gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
+    gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     seed: Natural = 1  # seed of the order of pairs and of the answers
 
     # --- Run. Settings from here on may change when a run is resumed
-    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
     num_train_epochs: Positive = 1.0  # passes over the pairs
-    exp_name: str = "dpo"  # name of this run, in its folder and on W&B
-    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
-    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    exp_name: Name = "dpo"  # name of this run, in its folder and on W&B
+    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: Name | None = None  # cpu, cuda, mps; by default the best there is
     save_steps: Count = 100  # steps between checkpoints, each of which holds everything that a run consists of
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 100  # steps between evaluations; there is one at the end, too
     num_sample_generations: Natural = 3  # how often a table of the reference's and the policy's responses is printed
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    wandb_project_name: str = "rlhf"  # W&B project, with --track
-    wandb_entity: str | None = None  # W&B team, with --track
+    wandb_project_name: Name = "rlhf"  # W&B project, with --track
+    wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N
     zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
@@ -197,7 +205,6 @@ def train(args: Args) -> None:
         for model in (policy, reference):
             shard(model, args)
         check_padding(policy, args)
-        check_causal(policy, args)
 
         pairs, eval_pairs = load_pairs(args, policy)  # 1
         lengths = [len(pair) for pair in pairs]
@@ -212,7 +219,7 @@ def train(args: Args) -> None:
         known = torch.full((len(pairs), 2), math.nan)  # log pi_ref, as far as the reference has read the pairs
         eval_known = torch.full((len(eval_pairs), 2), math.nan)
         data = Hasher.hash([sum(pair.chosen) - sum(pair.rejected) for pair in pairs])
-        state = {"data": data, "known": known}  # what a checkpoint holds besides
+        state = {"data": data, "known": known}  # also in a checkpoint
         run = Run(args, args.num_steps, policy, optimizer, state)
         if args.precompute_ref:
             read_all(state["known"], pairs, policy, reference, args)
@@ -445,7 +452,7 @@ def mini_batch_gradient(
     `ref_logps` (n, 2) are the reference's. How the batch is cut, into micro-batches and among processes, changes
     nothing (except for kto_pair, whose KL is a mean over a micro-batch, as in TRL).
     """
-    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    policy.train(args.gradient_checkpointing)  # which works in training mode alone; dropout is off in any case
     n = len(mini_batch)
     sums = defaultdict(float)
     for rows, counts in micro_batches(range(n), args):
@@ -581,9 +588,9 @@ def sample(
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
     cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once: it never grows
-    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass; the rest have one row for each
-    tokens = prompts  # (rows, P), after the first pass (rows, 1)
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # likewise
+    rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
+    tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     for t in range(T):
@@ -668,7 +675,7 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
     """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
     It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
-    value per row. If the prompts are messages, so are the completions. It may change what it is given.
+    value per row. If the prompts are messages, so are the completions. It is given copies.
     """
     function = load_function(spec)
 
@@ -681,17 +688,12 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
         given["completion_ids"] = completion_ids
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        try:
-            inspect.signature(function).bind(**given)
-        except TypeError as error:
-            raise UserError(f"{spec} is to be f(prompts, completions, **columns), but: {error}; the data have "
-                            f"{', '.join(examples[0])}") from error  # fmt: skip
-        with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
+        with explain(f"the reward function {spec}, called as f(prompts, completions, **columns) with the columns "
+                     f"{', '.join(rows[0])}, failed"), torch.set_grad_enabled(True):  # fmt: skip
             said = function(**given)
-            require(not isinstance(said, dict), f"{spec} gave a dict: it is to give a list, of one number per row")
-            rewards = [math.nan if x is None else float(x) for x in said]
-        require(len(rewards) == len(rows), f"{spec} gave {len(rewards)} rewards for {len(rows)} completions")
-        return rewards
+            is_list = len(said) == len(rows) and not isinstance(said, (dict, set, str))
+            require(is_list, f"{spec} gave {len(said)} rewards for {len(rows)} completions: it is to give a list")
+            return [math.nan if x is None else float(x) for x in said]
 
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, of which each process asks for its share."""
@@ -713,6 +715,8 @@ def encode_pairs(data, tokenizer: AutoTokenizer, args: Args, limit: int) -> list
         example.setdefault(args.prompt_column, tokenizer.decode(pair.prompt, skip_special_tokens=True))
         pair.example = example
         pairs.append(pair)
+    last = max(max(pair.prompt + pair.chosen + pair.rejected, default=0) for pair in pairs)
+    require(last < tokenizer.num_embeddings, f"--dataset {args.dataset}: the model embeds no token {last}")
     cut = [cut_to_fit(pair, limit, args) for pair in pairs]
     return keep_different(pairs, cut, limit, args)
 
@@ -738,10 +742,10 @@ def check_args(args: Args) -> None:
 
 @torch.no_grad()
 def check_padding(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads the start of a text behind padding, and before more text, not as it does alone.
+    """Refuses a model whose logits for a text change if padding precedes it, or more text follows.
 
     Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
-    and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
+    and RoBERTa's kind counts from elsewhere. They err by a thousandth of the logits' deviation or more, rounding by a
     millionth (on a GPU and in bfloat16 by up to a hundredth).
     """
     ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
@@ -753,10 +757,11 @@ def check_padding(policy: nn.Module, args: Args) -> None:
             input_ids=F.pad(ids, (16, 0)), attention_mask=mask, position_ids=positions, use_cache=False
         ).logits[:, 16:21].float()  # fmt: skip
     reshard(policy)
+    require(alone.std() > 0, f"{args.model} gives all tokens the same logit, or none that is a number")
     error = ((behind - alone).abs().mean() / alone.std()).item()
     bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
     require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding, or before more text, "
-            f"not as alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
+            f"otherwise than alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
 
 
 def default_rate(args: Args, policy: nn.Module) -> float:
@@ -774,6 +779,7 @@ def default_rate(args: Args, policy: nn.Module) -> float:
 def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
     """Token ids of a conversation through the tokenizer's chat template."""
     require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    require(all("role" in message for message in messages), f"a message without a role: {messages!r}")
     with explain(f"the tokenizer's chat template refuses {messages!r}"):
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
@@ -825,7 +831,7 @@ def read_pairs(data, args: Args) -> Iterator[tuple]:
     if args.prompt_column in data.column_names:
         prompts = read_column(data, args.prompt_column, name, "--prompt-column", kind)
     rows = list(zip(prompts, chosen, rejected))
-    return tqdm(rows, desc="encoding pairs", leave=False)
+    return tqdm(rows, desc="encoding pairs", leave=False, disable=None)
 
 
 def keep_different(pairs: list, cut: list, limit: int, args: Args) -> list:
@@ -900,32 +906,6 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
     )  # fmt: skip
 
 
-@torch.no_grad()
-def check_causal(model: nn.Module, args: Args) -> None:
-    """Refuses a model that reads the start of a text otherwise if the text goes on, or is padded behind, than alone.
-
-    A text of any tokens tells. If a trained model looks ahead or does not heed the attention mask, its output is off by
-    a tenth of its standard deviation or more, an untrained one's by a hundredth; by rounding, by a millionth (on a GPU
-    and in bfloat16 by up to a hundredth).
-    """
-    body = model
-    if hasattr(model, "score"):
-        body = model.base_model
-    ids = torch.arange(5, 14, device=args.torch_device).repeat(2, 1)  # (2, 9)
-    mask = torch.ones_like(ids)
-    mask[1, 5:] = 0
-    with autocast(args):
-        alone = body(input_ids=ids[:, :5])[0].float()  # (2, 5, V or D)
-        beside = body(input_ids=ids, attention_mask=mask)[0][:, :5].float()  # likewise
-    reshard(model)
-    error = ((beside - alone).abs().mean() / alone.std()).item()
-    bound = 1e-3
-    if args.bf16 or args.torch_device != "cpu":
-        bound = 0.05
-    require(not error > bound, f"{model.name_or_path} ({type(model).__name__}) reads a text beside padding or further "
-            f"tokens not as alone, by {error:.2g} of the outputs' deviation: it cannot be used here")  # fmt: skip
-
-
 def shard_rows(n: int) -> Tensor:
     """(m,) numbers of those of n rows that this process computes: every WORLD_SIZE-th.
 
@@ -946,8 +926,6 @@ def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -967,7 +945,7 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
@@ -980,10 +958,12 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
             raise
@@ -1026,26 +1006,25 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
+    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
     """
     path = locate(name)
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-        with torch.device("meta"):
-            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
-        model.auto_class = auto_class
-        model.tokenizer = load_tokenizer(name, args, model)
-        return model
     is_adapter = Path(path, "adapter_config.json").exists()
     require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    wrong = set()
     with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        model, info = auto_class.from_pretrained(path, **options)
-    wrong = info["missing_keys"] | info["unexpected_keys"]
+        if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(path, **options)
+                model = auto_class.from_config(config, dtype=torch.float32)
+        else:
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below
+            model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
+            wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
         wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
-    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {sorted(wrong)[:3]}")
     model.auto_class = auto_class
     model.tokenizer = load_tokenizer(name, args, model)
     return model
@@ -1062,6 +1041,7 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     rows = model.get_input_embeddings().num_embeddings
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
+    tokenizer.num_embeddings = rows
     return tokenizer
 
 
@@ -1165,13 +1145,10 @@ def make_seed(*numbers: int) -> int:
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    S = max(len(row) for row in rows)
-    ids = torch.full((len(rows), S), value)
-    mask = torch.zeros(len(rows), S, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        where = slice(S - len(row), S) if left else slice(len(row))
-        ids[i, where] = torch.tensor(row, dtype=torch.long)
-        mask[i, where] = True
+    side = "left" if left else "right"
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = pad_sequence(tokens, True, value, side)
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True, False, side)
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -1195,7 +1172,7 @@ def set_learning_rates(schedule: LambdaLR, step: int) -> None:
         group["lr"] = peak * share(step - 1)
 
 
-# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
+# Many processes
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -1252,7 +1229,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    """Ties again the weights that share one tensor: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1338,10 +1315,8 @@ def check_unused(args: Args) -> None:
 
 
 def check_values(args: Args) -> None:
-    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    """Raises UserError for a value that its type in Args does not allow."""
     values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
-    for name, value in values.items():
-        require(value != "", f"--{name.replace('_', '-')} is an empty text")
     try:
         TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
@@ -1475,7 +1450,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
@@ -1593,7 +1568,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -1698,10 +1673,29 @@ def read_command_line() -> Args:
     return args
 
 
+class Terminal:
+    """A stream that may end before the run does, as behind `| head`: what it no longer takes is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        """Writes at once, so that an error comes here."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    terminal = sys.stderr
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = Terminal(sys.stdout)
+    sys.stderr = terminal = Terminal(sys.stderr)
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
@@ -1717,7 +1711,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

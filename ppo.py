@@ -53,7 +53,6 @@ Shapes: B rows of a batch, b of a micro-batch, P prompt tokens (left-padded), T 
 of any text, V vocabulary, D hidden size.
 """
 
-import inspect
 import json
 import math
 import os
@@ -73,7 +72,9 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while the libraries load: no traceback
 
 import datasets
 import numpy as np
@@ -93,6 +94,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
@@ -101,15 +103,21 @@ from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass
@@ -119,7 +127,7 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     cliprange_value: Positive = 0.2  # eps_v of the clipped value (TRL, N+ details)
-    vf_coef: NonNegative = 0.1  # weight of the value loss (TRL); a separate critic feels it in gradient clipping alone
+    vf_coef: NonNegative = 0.1  # weight of the value loss (TRL); if the critic is separate, AdamW hardly heeds it
     gamma: Share = 1.0  # discount; 1 because an episode is short
     lam: Share = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
     whiten_rewards: bool = False  # scale per-token rewards to variance 1, keeping their mean (TRL)
@@ -132,7 +140,7 @@ class Args:
 
     # --- KL to the reference
     kl_coef: NonNegative = 0.05  # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: little moves
-    # per-token estimate: k1 = kl = log-ratio; abs; k2 = mse = half its square; k3; full = exact, over the vocabulary
+    # per token, with d = log(pi/ref): k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
     kl_estimator: Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"] = "k1"
     adaptive_kl: bool = False  # let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)
     kl_target: Positive = 6.0  # KL in nats per response that the controller aims at (TRL 0.7)
@@ -142,7 +150,7 @@ class Args:
     response_length: Count = 53  # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
     response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
-    stop_token: str = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
+    stop_token: Name = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
     missing_eos_penalty: NonNegative | None = None  # subtracted from scores of responses that never stop (TRL)
     local_rollout_forward_batch_size: Count = 64  # responses sampled at once (TRL); no effect on the result
 
@@ -150,7 +158,7 @@ class Args:
     learning_rate: Positive | None = None  # AdamW's; by default from the policy's size, ten times as high with LoRA
     critic_learning_rate: Positive | None = None  # the critic's; by default the policy's
     critic_warmup_updates: Natural = 0  # first updates, in which only the critic learns
-    lr_scheduler_type: str = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
+    lr_scheduler_type: Name = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
@@ -160,36 +168,36 @@ class Args:
     # --- Batch sizes
     batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's way: the micro_batch_size; times gradient_accumulation_steps, num_mini_batches and GPUs, the batch_size
+    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Models: a folder, or a name on the hub
-    model: str = "toy/sft"  # the policy to start from, which is also the reference that KL is measured against
-    reward_model: str = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
-    reward_label: str | None = None  # the label whose logit is the reward, for a classifier that has several
-    reward_fn: tuple[str, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; of several, the sum
-    reward_weights: tuple[Finite, ...] = ()  # the weights of their sum; by default all 1 (TRL)
-    gold_reward_fn: str | None = None  # a second opinion, logged as objective/gold_scores and never trained on
+    model: Name = "toy/sft"  # the policy to start from, which is also the reference that KL is measured against
+    reward_model: Name = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
+    reward_label: Name | None = None  # the label whose logit is the reward, for a classifier that has several
+    reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; of several, the sum
+    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL)
+    gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     critic: Literal["separate", "shared"] = "separate"  # its own network, or a head on the policy's trunk (TRL 0.7)
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: str | None = None  # regular expression for their layers, or all-linear; default: peft's
+    lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
-    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
+    attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
     # --- Data
-    dataset: str = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
-    dataset_config: str | None = None  # configuration of a hub dataset that has several
-    dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: str | None = None  # split to evaluate on, or none; by default validation, if there is one
-    prompt_column: str = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: Name = "train"  # split to train on
+    dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
+    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
     max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
 
     # --- Additions to PPO
-    pretrain_data: str | None = None  # folder, file or hub name of texts (column text, split train): PPO-ptx
+    pretrain_data: Name | None = None  # folder, file or hub name of texts (column text, split train): PPO-ptx
     ptx_coef: NonNegative = 0.0  # weight of their language-modelling loss (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
     aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss; depends on micro-batches
@@ -198,19 +206,19 @@ class Args:
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run. Settings from here on may change when a run is resumed
-    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
     total_episodes: Count | None = None  # responses sampled in the whole run; by default 2048
     num_train_epochs: Positive | None = None  # passes over the prompts; total_episodes wins over it
-    exp_name: str = "ppo"  # name of this run, in its folder and on W&B
-    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
-    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    exp_name: Name = "ppo"  # name of this run, in its folder and on W&B
+    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: Name | None = None  # cpu, cuda, mps; by default the best there is
     save_steps: Count = 10  # updates between checkpoints, each of which holds everything that a run consists of
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 10  # updates between evaluations; there is one at the end, too
     num_sample_generations: Natural = 10  # tables of responses to print, besides one after the first update (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    wandb_project_name: str = "rlhf"  # W&B project, with --track
-    wandb_entity: str | None = None  # W&B team, with --track
+    wandb_project_name: Name = "rlhf"  # W&B project, with --track
+    wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N
     zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
@@ -250,7 +258,7 @@ def train(args: Args) -> None:
         optimizer = make_optimizer(args, policy, critic)
         schedule = make_schedule(args, optimizer, args.num_updates)
         follow(ema, policy, optimizer, args)
-        state = {"data": Hasher.hash(prompts), "kl_coef": args.kl_coef, "scores": []}  # what a checkpoint holds besides
+        state = {"data": Hasher.hash(prompts), "kl_coef": args.kl_coef, "scores": []}  # also in a checkpoint
         run = Run(args, args.num_updates, policy, optimizer, state, critic=critic, ema=ema)
     with run:
         for update in run.steps():
@@ -328,7 +336,7 @@ class Rollout:
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """The episodes with these row numbers, without columns in which none of them has a token: the same numbers.
+        """The episodes with these row numbers, cut to the longest prompt and response among them; no result changes.
 
         Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
         """
@@ -359,11 +367,11 @@ class Rollout:
         """(B, T) from a function of b episodes to (b, T) or (b, 1): micro-batches of them, each process its share."""
         result = torch.zeros_like(self.old_logprobs)
         order = self.by_length(torch.arange(len(result), device=result.device))
-        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):  # of every batch, each process has its share
+        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):
             part = self.select(index)
             with autocast(args):
                 result[index, : part.mask.shape[1]] = function(part)
-        return all_reduce(result)
+        return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
 def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
@@ -416,9 +424,9 @@ def sample(
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
     cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once: it never grows
-    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass; the rest have one row for each
-    tokens = prompts  # (rows, P), after the first pass (rows, 1)
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # likewise
+    rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
+    tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     for t in range(T):
@@ -462,7 +470,7 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
     require(logprobs.isfinite().all(), "the policy's logits are not finite (NaN or inf): the model is broken, or a "
             "--learning-rate that is too high has broken it")  # fmt: skip
     rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
-    return rollout.select(torch.arange(len(examples), device=prompts.device))
+    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without empty columns
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
@@ -517,7 +525,8 @@ def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, a
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
 
-    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative.
+    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative. On padding
+    anything may stand, infinities too: fill it with 0 before it enters a loss.
     """
     k1 = logprobs - ref_logprobs
     k2 = 0.5 * k1**2
@@ -554,7 +563,7 @@ class Critic(nn.Module):
         if self.body is not None:
             states = self.body(**r.inputs(), use_cache=False).last_hidden_state
         T = r.mask.shape[1]
-        return self.head(states[:, -T - 1 : -1]).float().sum(-1)  # over one output: not a view, which FSDP warns of
+        return self.head(states[:, -T - 1 : -1]).float().sum(-1)  # squeeze(-1), but as a copy: FSDP warns of views
 
 
 def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
@@ -574,7 +583,7 @@ def score_responses(rollout: Rollout, reward: Callable[[Rollout], dict[str, Tens
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
-    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN has nothing to say of its row."""
+    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN counts as 0."""
     table = torch.stack(list(rewards.values()))  # (K, B)
     if weights:
         table = table * table.new_tensor(weights)[:, None]
@@ -595,7 +604,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Variance over real tokens with Bessel's correction (TRL); the uncorrected one, 0, for a single token."""
+    """Variance over real tokens with Bessel's correction (TRL); 0 for a single token."""
     return x[mask].var(correction=min(1, int(mask.sum()) - 1))
 
 
@@ -678,7 +687,7 @@ def value_loss(
 
 
 def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
-    """A random partition of the batch into mini-batches of row numbers, each cut into micro-batches; once per epoch.
+    """In each epoch another random partition of the batch into mini-batches of row numbers, cut into micro-batches.
 
     The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
     is a sum over its rows: how it is cut changes nothing. Each process gets its share.
@@ -724,6 +733,7 @@ def mini_batch_gradient(
         is_shared = args.critic == "shared"
         logprobs, entropy, aux_loss, states = policy_forward(policy, r, args, output_hidden_states=is_shared)  # (b, T)
         pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
+        # aux_loss is one number: added to every token, it counts by the micro-batch's share of the tokens
         policy_part = (pg_loss + args.aux_loss_coef * aux_loss)[r.mask].sum() / num_tokens
         if not is_shared:
             policy_part.backward()  # now, so that the policy's activations are gone when the critic's are made
@@ -758,7 +768,7 @@ def optimize(
     args: Args,
 ) -> dict[str, float]:  # fmt: skip
     """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all tokens seen."""
-    policy.train(args.gradient_checkpointing)  # dropout is off in both modes
+    policy.train(args.gradient_checkpointing)  # which works in training mode alone; dropout is off in any case
     critic.train(args.gradient_checkpointing)
     sums = Counter()
     norms = Counter()
@@ -769,7 +779,7 @@ def optimize(
         means = {name: x / here["tokens"] for name, x in here.items()}
         if not sums:
             check_first_ratio(means["ratio_error"], args)  # it is 1: nothing has moved yet
-        sums.update(here)
+        sums.update(here)  # a Counter adds
         if args.target_kl and means["policy/approxkl_avg"] > 1.5 * args.target_kl:
             break
         if means["val/ratio"] > args.ratio_threshold:
@@ -795,7 +805,7 @@ def optimize(
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
-    """The metrics that describe a batch before the update."""
+    """The metrics that describe a batch before the update, by the formulas of step 3 (change them together)."""
     per_row = lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()  # noqa: E731
     kl = per_row(rollout.kl)
     score = rollout.scores.mean().item()
@@ -816,7 +826,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation of what each of --reward-fn gave, over the rows of which it had something to say."""
+    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
@@ -1026,7 +1036,7 @@ def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
 
 def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> Critic:
     """A copy of the reward model if it reads the policy's tokens (N+ details), else of the initial policy, or with
-    --critic shared a head on the policy's own trunk; V then starts at 0."""
+    --critic shared a head on the policy's own trunk; in the last two cases V starts at 0."""
     has_head = hasattr(reward_model, "score") and reward_model.config.num_labels == 1
     if args.critic == "separate" and has_head and same_tokens(policy, reward_model):
         print("critic: starts from the reward model")
@@ -1061,7 +1071,7 @@ def make_optimizer(args: Args, policy: nn.Module, critic: Critic) -> torch.optim
     )  # fmt: skip
 
 
-# --- From here to the end: the same text as in rloo.py, but for one of the checks in check_args
+# --- References, rewards and data
 
 
 def make_reference(args: Args, policy: nn.Module) -> nn.Module:
@@ -1105,7 +1115,7 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     ).last_hidden_state  # (B, S, D)
     last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
     rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
-    return rewards + getattr(model.config, "reward_bias", 0.0)
+    return rewards + getattr(model.config, "reward_bias", 0.0)  # where reward_model.py may put its shift
 
 
 def make_reward(
@@ -1130,11 +1140,11 @@ def make_reward(
         """Rewards (B,) by name; raises UserError if a response has none at all, or an infinite one."""
         rewards = {name: function(rollout) for name, function in functions.items()}
         table = torch.stack(list(rewards.values()))  # (K, B)
-        is_bad = table.isnan().all(0) | table.isinf().any(0)
+        is_bad = table.isnan().all(0) | (table.abs() > 1e18).any(0)  # whose squares are beyond float32
         first = int(is_bad.long().argmax())
         prompt = rollout.examples[first][args.prompt_column]
         values = {name: x[first].item() for name, x in rewards.items()}
-        require(not is_bad.any(), f"the rewards of a response to {prompt!r} are {values}: none can be used, or not all")
+        require(not is_bad.any(), f"the rewards of a response to {prompt!r} are {values}: all None, or one is infinite")
         return rewards
 
     return reward
@@ -1172,7 +1182,7 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
     """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
     It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
-    value per row. If the prompts are messages, so are the completions. It may change what it is given.
+    value per row. If the prompts are messages, so are the completions. It is given copies.
     """
     function = load_function(spec)
 
@@ -1185,17 +1195,12 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
         given["completion_ids"] = completion_ids
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        try:
-            inspect.signature(function).bind(**given)
-        except TypeError as error:
-            raise UserError(f"{spec} is to be f(prompts, completions, **columns), but: {error}; the data have "
-                            f"{', '.join(examples[0])}") from error  # fmt: skip
-        with explain(f"the reward function {spec} failed"), torch.set_grad_enabled(True):  # whatever it switches
+        with explain(f"the reward function {spec}, called as f(prompts, completions, **columns) with the columns "
+                     f"{', '.join(rows[0])}, failed"), torch.set_grad_enabled(True):  # fmt: skip
             said = function(**given)
-            require(not isinstance(said, dict), f"{spec} gave a dict: it is to give a list, of one number per row")
-            rewards = [math.nan if x is None else float(x) for x in said]
-        require(len(rewards) == len(rows), f"{spec} gave {len(rewards)} rewards for {len(rows)} completions")
-        return rewards
+            is_list = len(said) == len(rows) and not isinstance(said, (dict, set, str))
+            require(is_list, f"{spec} gave {len(said)} rewards for {len(rows)} completions: it is to give a list")
+            return [math.nan if x is None else float(x) for x in said]
 
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, of which each process asks for its share."""
@@ -1228,7 +1233,7 @@ def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
     """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
     prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
     kept = []
-    for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False)):
+    for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False, disable=None)):
         row["input_ids"] = encode_prompt(prompt, tokenizer)
         if 0 < len(row["input_ids"]) <= args.max_prompt_length:
             kept.append(row)
@@ -1287,9 +1292,7 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
     require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is not divisible by {args.num_mini_batches} "
             f"mini-batches x {WORLD_SIZE} process(es); {-(-args.batch_size // parts) * parts} is")  # fmt: skip
     if args.micro_batch_size is None:
-        logits_mb = args.response_length * policy.config.get_text_config().vocab_size * 4 / 2**20  # of one row
-        fits_cpu = max(1, int(min(16, max(4, 16 / logits_mb), 64 / logits_mb)))  # 4 to 16 rows, by their memory
-        args.micro_batch_size = per_device or (fits_cpu if on_cpu else args.batch_size // parts)
+        args.micro_batch_size = per_device or (8 if on_cpu else args.batch_size // parts)
     episodes = args.total_episodes or 2048
     if args.num_train_epochs and args.total_episodes is None:
         episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
@@ -1305,10 +1308,10 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
 
 @torch.no_grad()
 def check_padding(policy: nn.Module, args: Args) -> None:
-    """Refuses a model that reads the start of a text behind padding, and before more text, not as it does alone.
+    """Refuses a model whose logits for a text change if padding precedes it, or more text follows.
 
     Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
-    and RoBERTa's kind counts from elsewhere. Off by a thousandth of the logits' deviation or more; by rounding, by a
+    and RoBERTa's kind counts from elsewhere. They err by a thousandth of the logits' deviation or more, rounding by a
     millionth (on a GPU and in bfloat16 by up to a hundredth).
     """
     ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
@@ -1320,10 +1323,11 @@ def check_padding(policy: nn.Module, args: Args) -> None:
             input_ids=F.pad(ids, (16, 0)), attention_mask=mask, position_ids=positions, use_cache=False
         ).logits[:, 16:21].float()  # fmt: skip
     reshard(policy)
+    require(alone.std() > 0, f"{args.model} gives all tokens the same logit, or none that is a number")
     error = ((behind - alone).abs().mean() / alone.std()).item()
     bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
     require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding, or before more text, "
-            f"not as alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
+            f"otherwise than alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
 
 
 def check_first_ratio(error: float, args: Args) -> None:
@@ -1341,8 +1345,6 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -1362,7 +1364,7 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
@@ -1375,10 +1377,12 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
             raise
@@ -1421,26 +1425,25 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
+    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
     """
     path = locate(name)
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-        with torch.device("meta"):
-            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
-        model.auto_class = auto_class
-        model.tokenizer = load_tokenizer(name, args, model)
-        return model
     is_adapter = Path(path, "adapter_config.json").exists()
     require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    wrong = set()
     with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        model, info = auto_class.from_pretrained(path, **options)
-    wrong = info["missing_keys"] | info["unexpected_keys"]
+        if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(path, **options)
+                model = auto_class.from_config(config, dtype=torch.float32)
+        else:
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below
+            model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
+            wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
         wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
-    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {sorted(wrong)[:3]}")
     model.auto_class = auto_class
     model.tokenizer = load_tokenizer(name, args, model)
     return model
@@ -1457,6 +1460,7 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     rows = model.get_input_embeddings().num_embeddings
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
+    tokenizer.num_embeddings = rows
     return tokenizer
 
 
@@ -1568,24 +1572,31 @@ def make_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, or of a conversation, by the chat template, up to where the assistant is to speak."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
+def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
+    """Token ids of a conversation through the tokenizer's chat template."""
     require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
-    with explain(f"the tokenizer's chat template refuses {prompt!r}"):
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    require(all("role" in message for message in messages), f"a message without a role: {messages!r}")
+    with explain(f"the tokenizer's chat template refuses {messages!r}"):
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+
+
+def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = apply_template(prompt, tokenizer, add_generation_prompt=True)
+    last = max(ids, default=0)
+    require(last < tokenizer.num_embeddings, f"the model embeds no token {last}, which is in {prompt!r}")
+    return ids
 
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    S = max(len(row) for row in rows)
-    ids = torch.full((len(rows), S), value)
-    mask = torch.zeros(len(rows), S, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        where = slice(S - len(row), S) if left else slice(len(row))
-        ids[i, where] = torch.tensor(row, dtype=torch.long)
-        mask[i, where] = True
+    side = "left" if left else "right"
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = pad_sequence(tokens, True, value, side)
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True, False, side)
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -1609,7 +1620,7 @@ def set_learning_rates(schedule: LambdaLR, step: int) -> None:
         group["lr"] = peak * share(step - 1)
 
 
-# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
+# Many processes
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -1666,7 +1677,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    """Ties again the weights that share one tensor: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1752,10 +1763,8 @@ def check_unused(args: Args) -> None:
 
 
 def check_values(args: Args) -> None:
-    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    """Raises UserError for a value that its type in Args does not allow."""
     values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
-    for name, value in values.items():
-        require(value != "", f"--{name.replace('_', '-')} is an empty text")
     try:
         TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
@@ -1889,7 +1898,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
@@ -2007,7 +2016,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -2112,10 +2121,29 @@ def read_command_line() -> Args:
     return args
 
 
+class Terminal:
+    """A stream that may end before the run does, as behind `| head`: what it no longer takes is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        """Writes at once, so that an error comes here."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    terminal = sys.stderr
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = Terminal(sys.stdout)
+    sys.stderr = terminal = Terminal(sys.stderr)
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
@@ -2131,7 +2159,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

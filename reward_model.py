@@ -55,7 +55,9 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for ever on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while the libraries load: no traceback
 
 import datasets
 import numpy as np
@@ -75,6 +77,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
@@ -82,13 +85,19 @@ from transformers import get_scheduler, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
+# and draw the same random numbers; of every batch, each computes its share
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 @dataclass
@@ -100,7 +109,7 @@ class Args:
 
     # --- Optimisation
     learning_rate: Positive | None = None  # AdamW's; by default from the size of the model, ten times as high with LoRA
-    lr_scheduler_type: str = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
+    lr_scheduler_type: Name = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -113,39 +122,39 @@ class Args:
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Model: a folder, or a name on the hub
-    model: str = "toy/sft"  # the model to start from, ideally the policy that sft.py made; any causal architecture
+    model: Name = "toy/sft"  # the model to start from, ideally the policy that sft.py made; any causal architecture
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the head is trained whole
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: str | None = None  # regular expression for their layers, or all-linear; default: peft's
+    lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
-    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
+    attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
     # --- Data
-    dataset: str = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
-    dataset_config: str | None = None  # configuration of a hub dataset that has several
-    dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: str | None = None  # split to evaluate on, or none; by default validation, if there is one
-    chosen_column: str = "chosen"  # preferred texts, or lists of {role, content} messages
-    rejected_column: str = "rejected"  # the other texts
-    prompt_column: str = "prompt"  # what both texts continue, if there is such a column
-    margin_column: str = "margin"  # how much better the chosen text is (Llama 2, eq. 2), if there is such a column
+    dataset: Name = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    dataset_train_split: Name = "train"  # split to train on
+    dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
+    chosen_column: Name = "chosen"  # preferred texts, or lists of {role, content} messages
+    rejected_column: Name = "rejected"  # the other texts
+    prompt_column: Name = "prompt"  # what both texts continue, if there is such a column
+    margin_column: Name = "margin"  # how much better the chosen text is (Llama 2, eq. 2), if there is such a column
     seed: Natural = 1  # seed of the order of pairs, of dropout, and of the new head
 
     # --- Run. Settings from here on may change when a run is resumed
-    resume: str | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
     num_train_epochs: Positive = 1.0  # passes over the pairs (N+ details: 1; more overfits at once)
-    exp_name: str = "reward_model"  # name of this run, in its folder and on W&B
-    output_dir: str | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
-    device: str | None = None  # cpu, cuda, mps; by default the best there is
+    exp_name: Name = "reward_model"  # name of this run, in its folder and on W&B
+    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    device: Name | None = None  # cpu, cuda, mps; by default the best there is
     save_steps: Count = 100  # steps between checkpoints, each of which holds everything that a run consists of
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 100  # steps between evaluations; there is one at the end, too
     num_sample_generations: Natural = 2  # how often a table of pairs with their rewards is printed
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    wandb_project_name: str = "rlhf"  # W&B project, with --track
-    wandb_entity: str | None = None  # W&B team, with --track
+    wandb_project_name: Name = "rlhf"  # W&B project, with --track
+    wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N
     zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
@@ -177,7 +186,7 @@ def train(args: Args) -> None:
         optimizer = make_optimizer(args, model)
         schedule = make_schedule(args, optimizer, args.num_steps)
         data = Hasher.hash([sum(pair.chosen) - sum(pair.rejected) for pair in pairs])
-        state = {"data": data, "reward_bias": 0.0}  # what a checkpoint holds besides
+        state = {"data": data, "reward_bias": 0.0}  # also in a checkpoint
         run = Run(args, args.num_steps, model, optimizer, state)
         model.config.reward_bias = state["reward_bias"]
     with run:
@@ -279,7 +288,7 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     ).last_hidden_state  # (B, S, D)
     last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
     rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
-    return rewards + getattr(model.config, "reward_bias", 0.0)
+    return rewards + getattr(model.config, "reward_bias", 0.0)  # where reward_model.py may put its shift
 
 
 def pair_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
@@ -444,6 +453,8 @@ def encode_pairs(data, tokenizer: AutoTokenizer, args: Args, limit: int) -> list
         for pair, margin in zip(pairs, margins):
             require(math.isfinite(margin), f"--dataset {args.dataset}: {margin} in {args.margin_column!r}")
             pair.margin = float(margin)
+    last = max(max(pair.chosen + pair.rejected, default=0) for pair in pairs)
+    require(last < tokenizer.num_embeddings, f"--dataset {args.dataset}: the model embeds no token {last}")
     cut = [Pair(pair.chosen[:limit], pair.rejected[:limit], pair.margin) for pair in pairs]
     return keep_different(pairs, cut, limit, args)
 
@@ -472,6 +483,7 @@ def default_rate(args: Args, model: nn.Module) -> float:
 def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
     """Token ids of a conversation through the tokenizer's chat template."""
     require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
+    require(all("role" in message for message in messages), f"a message without a role: {messages!r}")
     with explain(f"the tokenizer's chat template refuses {messages!r}"):
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
@@ -523,7 +535,7 @@ def read_pairs(data, args: Args) -> Iterator[tuple]:
     if args.prompt_column in data.column_names:
         prompts = read_column(data, args.prompt_column, name, "--prompt-column", kind)
     rows = list(zip(prompts, chosen, rejected))
-    return tqdm(rows, desc="encoding pairs", leave=False)
+    return tqdm(rows, desc="encoding pairs", leave=False, disable=None)
 
 
 def keep_different(pairs: list, cut: list, limit: int, args: Args) -> list:
@@ -650,8 +662,6 @@ def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
 
 # --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
 
@@ -671,7 +681,7 @@ def explain(sentence: str) -> Iterator[None]:
     """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
@@ -684,10 +694,12 @@ def explain(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """What a library says against the settings ends in one sentence. An error in a line of this script is a bug, or a
+    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
     fork's, and keeps its traceback."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
             raise
@@ -730,26 +742,25 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; those of a new head may lack.
+    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
     """
     path = locate(name)
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-        with torch.device("meta"):
-            model = auto_class.from_config(config, attn_implementation=args.attn_implementation, dtype=torch.float32)
-        model.auto_class = auto_class
-        model.tokenizer = load_tokenizer(name, args, model)
-        return model
     is_adapter = Path(path, "adapter_config.json").exists()
     require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    wrong = set()
     with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        model, info = auto_class.from_pretrained(path, **options)
-    wrong = info["missing_keys"] | info["unexpected_keys"]
+        if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(path, **options)
+                model = auto_class.from_config(config, dtype=torch.float32)
+        else:
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below
+            model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
+            wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
     if new_head:
         wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
-    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {sorted(wrong)[:3]}")
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {sorted(wrong)[:3]}")
     model.auto_class = auto_class
     model.tokenizer = load_tokenizer(name, args, model)
     return model
@@ -766,6 +777,7 @@ def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
     rows = model.get_input_embeddings().num_embeddings
     require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
             "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
+    tokenizer.num_embeddings = rows
     return tokenizer
 
 
@@ -848,13 +860,10 @@ def make_seed(*numbers: int) -> int:
 
 def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    S = max(len(row) for row in rows)
-    ids = torch.full((len(rows), S), value)
-    mask = torch.zeros(len(rows), S, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        where = slice(S - len(row), S) if left else slice(len(row))
-        ids[i, where] = torch.tensor(row, dtype=torch.long)
-        mask[i, where] = True
+    side = "left" if left else "right"
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids = pad_sequence(tokens, True, value, side)
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True, False, side)
     return ids.to(args.torch_device), mask.to(args.torch_device)
 
 
@@ -878,7 +887,7 @@ def set_learning_rates(schedule: LambdaLR, step: int) -> None:
         group["lr"] = peak * share(step - 1)
 
 
-# Many processes: all read the same data and draw the same numbers; of every batch, each computes its share
+# Many processes
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -935,7 +944,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Makes those weights one again that are one in the models inside of this one: a move from `meta` parts them."""
+    """Ties again the weights that share one tensor: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1008,10 +1017,8 @@ def check_unused(args: Args) -> None:
 
 
 def check_values(args: Args) -> None:
-    """Raises UserError for a value that its type in Args does not allow, and for an empty text."""
+    """Raises UserError for a value that its type in Args does not allow."""
     values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
-    for name, value in values.items():
-        require(value != "", f"--{name.replace('_', '-')} is an empty text")
     try:
         TypeAdapter(Args).validate_python(values)
     except ValidationError as error:
@@ -1145,7 +1152,7 @@ class Run:
         self.written += 1
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite in five steps in a row (most often the "
+        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
                 "learning rate is too high); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
@@ -1263,7 +1270,7 @@ def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
     for file in files:
         with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # its checksums; the last entry
+            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
                 return file, state
         print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
     return None, None
@@ -1368,10 +1375,29 @@ def read_command_line() -> Args:
     return args
 
 
+class Terminal:
+    """A stream that may end before the run does, as behind `| head`: what it no longer takes is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        """Writes at once, so that an error comes here."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
 def main() -> None:
     """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    terminal = sys.stderr
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = Terminal(sys.stdout)
+    sys.stderr = terminal = Terminal(sys.stderr)
     if RANK:  # only the first process writes to the terminal
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
@@ -1387,7 +1413,7 @@ def main() -> None:
             sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
         sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (of images --train-batch-size); more in docs/guide.md"
+            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
         elif not isinstance(error, UserError):
             raise
         time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first

@@ -3,6 +3,7 @@
     python benchmarks/memory.py             # on paper: 1B, 7B and 70B policies on 8 and 64 GPUs
     python benchmarks/memory.py --ladder    # what each step saves when memory runs out
     python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
+    python benchmarks/memory.py --starting  # 1, 2 and 4 processes until the first update, on Linux; three minutes
 
 The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; W processes, S of which share one set of
 shards; b rows of P + T tokens in a micro-batch, of which T are the response; B rows sampled at once:
@@ -29,6 +30,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -193,23 +196,24 @@ def climb() -> None:
 # Measured
 
 SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 256 * 512, tied=True)
+MIDDLE = Shape(12, 768, 16000, 768, 12 * 12 * 768**2 + 16000 * 768 + 256 * 768, tied=True)
 RESPONSE, PROMPT = 16, 8
 
 
-def make_models(folder: Path) -> None:
-    """A GPT-2 of SMALL's shape and a reward model of the same, with random weights; a tokenizer and prompts."""
+def make_models(folder: Path, m: Shape = SMALL) -> None:
+    """A GPT-2 of this shape and a reward model of the same, with random weights; a tokenizer and prompts."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-    words = {f"w{i}": i for i in range(SMALL.vocab - 2)} | {"<eos>": SMALL.vocab - 2, "<pad>": SMALL.vocab - 1}
+    words = {f"w{i}": i for i in range(m.vocab - 2)} | {"<eos>": m.vocab - 2, "<pad>": m.vocab - 1}
     tokenizer = Tokenizer(WordLevel(words, "<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     config = GPT2Config(
-        vocab_size=SMALL.vocab, n_embd=SMALL.width, n_layer=SMALL.layers, n_head=8, n_positions=256, num_labels=1,
+        vocab_size=m.vocab, n_embd=m.width, n_layer=m.layers, n_head=8, n_positions=256, num_labels=1,
         bos_token_id=None, eos_token_id=words["<eos>"], pad_token_id=words["<pad>"],
     )  # fmt: skip
     torch.manual_seed(0)
@@ -288,6 +292,66 @@ def measure() -> None:
     print_rows(head, rows)
 
 
+def until_the_first_update(processes: int, flags: list[str]) -> float:
+    """The peak of the memory of all processes together, in bytes, from the start of rloo.py until it shows its folder.
+
+    What processes share, such as the pages of a library, counts once (PSS).
+    """
+    import psutil
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    given = ["--zero-stage", "3", "--device", "cpu", "--dataset-test-split", "none", "--num-sample-generations", "0"]
+    run = subprocess.Popen(
+        [*launcher, "rloo.py", *given, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    peak, is_over = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_over.wait(0.05):
+            with suppress(psutil.Error):
+                peak = max(peak, sum(p.memory_full_info().pss for p in psutil.Process(run.pid).children(recursive=True)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for line in run.stdout:
+        if line.startswith("output:"):
+            is_over.set()
+    is_over.set()
+    watcher.join()
+    if run.wait():
+        raise SystemExit(f"rloo.py {' '.join(flags)} failed on {processes} processes")
+    return peak
+
+
+def starting() -> None:
+    """What the models of a run take on a node, by the number of its processes: started, and resumed.
+
+    The same with a model of 0.4M weights, which is Python and its libraries, is taken off.
+    """
+    weights = 4 * MIDDLE.weights
+    rows, kept = [], []
+    with tempfile.TemporaryDirectory() as work:
+        make_models(Path(work), MIDDLE)
+        large = ["--model", f"{work}/policy", "--dataset", f"{work}/prompts.jsonl"]
+        for processes in (1, 2, 4):
+            found = {}
+            for name, flags in (("large", large), ("toy", [])):
+                folder = f"{work}/{name}{processes}"
+                given = [*flags, "--reward-fn", "toy/make.py:gold_score", "--output-dir", folder, "--total-episodes", "8",
+                         "--batch-size", "8", "--response-length", "4", "--learning-rate", "1e-5"]  # fmt: skip
+                started = until_the_first_update(processes, given)
+                resumed = until_the_first_update(processes, ["--resume", folder])
+                found[name] = {"started": started, "resumed": resumed}
+                print(processes, name, f"{started / GB:.2f} {resumed / GB:.2f} GB", file=sys.stderr)
+            times = {when: (found["large"][when] - found["toy"][when]) / weights for when in ("started", "resumed")}
+            kept.append({"processes": processes, "bytes": found, "models": times})
+            rows.append([str(processes), *(f"{found['large'][x] / GB:.2f}, {times[x]:.1f}" for x in times)])
+    (ROOT / "benchmarks/results/memory-starting.json").write_text(json.dumps(kept, indent=1) + "\n")
+    print_rows(["processes", "started: GB, models", "resumed: GB, models"], rows)
+
+
 def main() -> None:
     """The command line."""
     if sys.argv[1:2] == ["--train"]:
@@ -296,9 +360,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="small models on this machine, beside the formulas")
     parser.add_argument("--ladder", action="store_true", help="what to try when memory runs out, for a 7B policy")
+    parser.add_argument("--starting", action="store_true", help="1, 2 and 4 processes until the first update")
     args = parser.parse_args()
     if args.measure:
         measure()
+    elif args.starting:
+        starting()
     elif args.ladder:
         climb()
     else:

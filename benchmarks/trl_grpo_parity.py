@@ -3,7 +3,7 @@
     python benchmarks/trl_grpo_parity.py     # needs a package index; makes a venv in /tmp/trl116, a minute at most
 
 The trainer runs there, on the CPU in float32, on a tiny Llama with the tokenizer of toy/sort, fixed weights, prompts and
-completions: only `_generate_single_turn` is replaced. (Not a GPT-2: TRL passes no positions, so that the learned
+completions: only `_generate_single_turn` is replaced, and rows are not shuffled into mini-batches. (Not a GPT-2: TRL passes no positions, so that the learned
 positions of a GPT-2 count the padding on the left.) What it computed (advantages, losses, gradients, metrics) and the
 weights that it left go to tests/golden/trl116_grpo.safetensors and .json; the test builds the same from our functions.
 The same machine writes the same bytes again.
@@ -37,6 +37,8 @@ CASES = {
     "parts_dapo": ACCUMULATE, "parts_grpo": ACCUMULATE | {"loss_type": "grpo"},
     "parts_dr_grpo": ACCUMULATE | {"loss_type": "dr_grpo"},
     "weights": {"reward_weights": [1.0, -0.5]},
+    "minis_dapo": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "minis_cispo": {"per_device_train_batch_size": 6, "steps_per_generation": 2, "loss_type": "cispo", "epsilon_high": 1.02},
 }  # fmt: skip
 COMMON = {
     "num_generations": G, "max_completion_length": LONGEST, "temperature": 0.8, "num_iterations": 2,
@@ -82,7 +84,9 @@ def run_case(case: str, folder: Path, arrays: dict) -> dict:
     from datasets import Dataset
     from transformers import LlamaForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer import grpo_trainer
 
+    grpo_trainer.shuffle_sequence_dict = lambda batch: batch
     settings = COMMON | CASES[case]
     config = GRPOConfig(
         output_dir=str(folder / "out"), max_steps=2, shuffle_dataset=False, max_grad_norm=0.0, logging_steps=1,

@@ -40,6 +40,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,7 +52,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging, pipeline
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import logging, pipeline
 
 KEY = os.environ.get("OPENAI_API_KEY", "").strip()  # of the judge; sent to --judge-url, and written nowhere
 
@@ -122,8 +124,9 @@ def compare(args: Args) -> None:
     b = load_side("B", args.other, prompts, args) if args.other else None
     judge = make_judge(args, device, rows)
     with explain(f"--output-dir {args.output_dir} cannot be written, or is in use"):
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        file = open(Path(args.output_dir) / "pairs.jsonl", "x")  # from here on nothing can be wrong with the input
+        file = Path(args.output_dir) / "pairs.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(exist_ok=False)  # from here on nothing can be wrong with the input
 
     in_a = respond(a, args.seed, args, device)  # 1
     if b:
@@ -133,11 +136,11 @@ def compare(args: Args) -> None:
         in_b = [(text, len(tokens), True) for text, tokens in zip(references, ids)]
     texts = prompts if isinstance(prompts[0], str) else a.tokenizer.decode(a.prompts, skip_special_tokens=True)
     pairs = [Pair(row, texts[row], *in_a[row], *in_b[row]) for row in range(len(texts))]
-    with file, tqdm(total=len(pairs), desc="judging", dynamic_ncols=True) as bar:
+    with tqdm(total=len(pairs), desc="judging", dynamic_ncols=True) as bar:
 
         def keep(pair: Pair) -> None:
-            file.write(json.dumps(asdict(pair)) + "\n")
-            file.flush()
+            with explain(f"{file} cannot be written"), file.open("a") as lines:
+                lines.write(json.dumps(asdict(pair)) + "\n")
             bar.update()
             if pair.error:  # shown at once, and not after an hour without an answer
                 bar.set_postfix_str(f"not judged: {printable(pair.error)}")
@@ -173,7 +176,7 @@ def respond(side: Side, seed: int, args: Args, device: torch.device) -> list[tup
     for i in tqdm(range(0, len(side.prompts), args.batch_size), desc=f"sampling {side.name}", dynamic_ncols=True):
         prompts = side.prompts[i : i + args.batch_size]
         batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+        with explain(f"{side.name} cannot be sampled"), torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             output = policy.generate(**batch, generation_config=config)[:, batch["input_ids"].shape[1] :]
         for prompt, tokens in zip(prompts, output.tolist()):
             ended = eos in tokens
@@ -190,16 +193,18 @@ def respond(side: Side, seed: int, args: Args, device: torch.device) -> list[tup
 # 2. Judge
 
 
-def judge_by_score(pairs: list[Pair], keep: Callable, score: Callable, batch_size: int) -> None:
+def judge_by_score(pairs: list[Pair], keep: Callable, score: Callable, args: Args) -> None:
     """The higher score wins. Equal texts are scored once, so that rounding cannot make one of them the winner."""
-    for i in range(0, len(pairs), batch_size):
-        batch = pairs[i : i + batch_size]
+    for i in range(0, len(pairs), args.batch_size):
+        batch = pairs[i : i + args.batch_size]
         keys = [((p.row, p.prompt, p.a, p.ended_a), (p.row, p.prompt, p.b, p.ended_b)) for p in batch]
         unique = list(dict.fromkeys(key for both in keys for key in both))
-        with explain("the reward should be one number for each text"):
-            scores = {key: float(x) for key, x in zip(unique, score(unique), strict=True)}
-        for (_, prompt, response, _), x in scores.items():
-            require(math.isfinite(x), f"the reward is {x} for the text {prompt + response!r}")
+        with explain(f"the reward {args.reward_fn or args.reward_model} cannot be used"):
+            rewards = [float(x) for x in score(unique)]
+            require(len(rewards) == len(unique), f"it gave {len(rewards)} numbers for {len(unique)} texts")
+            for x, (_, prompt, response, _) in zip(rewards, unique):
+                require(math.isfinite(x), f"it is {x} for the text {prompt + response!r}")
+        scores = dict(zip(unique, rewards))
         for pair, (a, b) in zip(batch, keys):
             pair.score_a, pair.score_b = scores[a], scores[b]
             pair.winner = "a" if scores[a] > scores[b] else "b" if scores[b] > scores[a] else "tie"
@@ -236,7 +241,7 @@ async def judge_by_model(pairs: list[Pair], keep: Callable, template: str, args:
                     pair.error = str(error)
                 keep(pair)
 
-        await asyncio.gather(*(work() for _ in range(args.judge_concurrency)))
+        await asyncio.gather(*(work() for _ in range(min(args.judge_concurrency, len(pairs)))))
 
 
 async def ask_both_orders(client: httpx2.AsyncClient, pair: Pair, template: str, args: Args) -> None:
@@ -353,7 +358,9 @@ def summarize(pairs: list[Pair]) -> dict:
 
 def report(pairs: list[Pair], summary: dict, args: Args) -> None:
     """winrate.json, and its figures on the terminal; exit code 1 if not one pair was judged."""
-    (Path(args.output_dir) / "winrate.json").write_text(json.dumps(summary | {"args": asdict(args)}, indent=2) + "\n")
+    file = Path(args.output_dir) / "winrate.json"
+    with explain(f"{file} cannot be written"):
+        file.write_text(json.dumps(summary | {"args": asdict(args)}, indent=2) + "\n")
     if summary["unjudged"] == len(pairs):
         sys.exit(f"winrate.py: not one of {len(pairs)} pairs was judged: {printable(summary['last_error'])}")
     examples = [[p.prompt, p.a, p.b, p.winner or "not judged"] for p in pairs[:3]]
@@ -364,8 +371,8 @@ def report(pairs: list[Pair], summary: dict, args: Args) -> None:
             table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
         Console().print(table)
     rate, low, high = (100 * summary[name] for name in ("win_rate", "win_rate_low", "win_rate_high"))
-    print(f"A, {args.model}, wins {rate:.1f} % [{low:.1f}, {high:.1f}] against B, "
-          f"{args.other or args.reference_column}; see {args.output_dir}")  # fmt: skip
+    print(printable(f"A, {args.model}, wins {rate:.1f} % [{low:.1f}, {high:.1f}] against B, "
+                    f"{args.other or args.reference_column}; see {args.output_dir}"))  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -374,6 +381,8 @@ def report(pairs: list[Pair], summary: dict, args: Args) -> None:
 
 def check_args(args: Args) -> torch.device:
     """Refuses arguments that make no comparison, names the output folder, and picks the device."""
+    empty = [f"--{name.replace('_', '-')}" for name, value in vars(args).items() if value == ""]
+    require(not empty, f"{', '.join(empty)} must not be empty; leave it out for its default")
     judges = [args.reward_model, args.reward_fn, args.judge_url]
     require(sum(map(bool, judges)) == 1, "give one judge: --reward-model, --reward-fn or --judge-url")
     require(bool(args.judge_url) == bool(args.judge_model), "--judge-url and --judge-model go together")
@@ -383,6 +392,7 @@ def check_args(args: Args) -> torch.device:
     require(KEY.isascii() and KEY.isprintable(), "OPENAI_API_KEY holds characters that no key has; copy it again")
     least = min(args.response_length, args.batch_size, args.num_prompts, args.judge_concurrency)
     require(least >= 1, "--response-length, --batch-size, --num-prompts and --judge-concurrency must be 1 or more")
+    require(0 <= args.seed < 2**63, "--seed must be between 0 and 2^63")
     require(0 <= args.temperature < math.inf, f"--temperature {args.temperature} must be 0 or more")
     require(args.judge_timeout > 0 and args.judge_retries >= 0, "--judge-timeout or --judge-retries is too small")
     args.output_dir = args.output_dir or f"runs/winrate__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -403,16 +413,29 @@ def load_rows(args: Args) -> tuple[list, list | None, list[dict]]:
         prompts = list(data[args.prompt_column])
         references = list(data[args.reference_column]) if args.reference_column else None
     for i, prompt in enumerate(prompts):
+        roles = [x.get("role") if isinstance(x, dict) else None for x in prompt] if isinstance(prompt, list) else []
+        require(all(roles), f"--dataset {args.dataset}: row {i} has a message without a role")
         is_text = prompt and isinstance(prompt, (str, list)) and (not references or isinstance(references[i], str))
         require(is_text, f"--dataset {args.dataset}: row {i} has no prompt, or no text to compare with")
     return prompts, references, data.to_list()
 
 
+def load_model(auto_class: type, name: str, args: Args) -> torch.nn.Module:
+    """A model on the CPU. Refuses one that lacks weights, which the library would draw at random, or has others."""
+    with explain(f"{name!r} could not be loaded, as a folder here or from the hub"):
+        model, info = auto_class.from_pretrained(
+            name, use_safetensors=True, attn_implementation=args.attn_implementation, dtype=torch.float32,
+            trust_remote_code=args.trust_remote_code, output_loading_info=True,
+        )  # fmt: skip
+    wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: one of the two lacks {wrong[:3]}")
+    return model.eval()
+
+
 def load_side(letter: str, name: str, prompts: list, args: Args) -> Side:
     """A policy on the CPU, and the prompts in its tokens. Raises UserError if these and the response do not fit."""
-    with explain(f"{name!r} could not be loaded, as a folder here or from the hub"):
-        options = {"use_safetensors": True, "attn_implementation": args.attn_implementation, "dtype": torch.float32}
-        policy = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=args.trust_remote_code, **options).eval()
+    policy = load_model(AutoModelForCausalLM, name, args)
+    with explain(f"the tokenizer of {name} could not be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     is_finite = all(weight.isfinite().all() for weight in policy.parameters())
     require(is_finite, f"the weights of {name} are not finite (NaN or inf); use an earlier checkpoint")
@@ -432,18 +455,19 @@ def make_judge(args: Args, device: torch.device, rows: list[dict]) -> Callable[[
     """The function that judges pairs, and calls its second argument with each pair as soon as it is judged."""
     if args.judge_url:
         with explain(f"--judge-template {args.judge_template} cannot be used"):
-            template = Path(args.judge_template).read_text() if args.judge_template else TEMPLATE
+            template = Path(args.judge_template).read_text("utf-8") if args.judge_template else TEMPLATE
             for part in ("{prompt}", "{first}", "{second}"):
                 require(part in template, f"it lacks {part}")
         return lambda pairs, keep: asyncio.run(judge_by_model(pairs, keep, template, args))
     if args.reward_fn:
-        file, _, name = args.reward_fn.partition(":")
+        file, _, name = args.reward_fn.rpartition(":")
         with explain(f"--reward-fn {args.reward_fn} could not be loaded; it should be file.py:name"):
             function = runpy.run_path(file)[name]
 
         def score(keys: list[tuple[int, str, str, bool]]) -> list[float]:
             """By f(prompts, completions, **columns), TRL's signature, called by keyword as the scripts call it."""
-            given = {name: [rows[row][name] for row, *_ in keys] for name in rows[0]}
+            copies = [deepcopy(rows[row]) for row, *_ in keys]  # a function may change what it is given
+            given = {name: [row[name] for row in copies] for name in rows[0]}
             given["prompts"] = given[args.prompt_column]
             given["completions"] = [response for _, _, response, _ in keys]
             if isinstance(given["prompts"][0], list):
@@ -451,23 +475,26 @@ def make_judge(args: Args, device: torch.device, rows: list[dict]) -> Callable[[
             try:
                 inspect.signature(function).bind(**given)
             except TypeError as error:
-                raise UserError(f"{args.reward_fn} is to be f(prompts, completions, **columns), but: {error}; the data "
-                                f"have {', '.join(rows[0])}") from error  # fmt: skip
-            return function(**given)
+                raise UserError(f"it is to be f(prompts, completions, **columns), but: {error}; the data have "
+                                f"{', '.join(rows[0])}") from error  # fmt: skip
+            scores = function(**given)
+            has_order = not isinstance(scores, (dict, set, str, bytes))
+            require(has_order, f"it gave a {type(scores).__name__}; it is to give a list of one number for each text")
+            return scores
 
     else:
         score = reward_scorer(args, device)
     trial = Pair(0, "A text", " that ends", 0, True, " and goes on", 0, False)
-    judge_by_score([trial], lambda pair: None, score, 1)  # a faulty reward should fail now, not after the sampling
-    return lambda pairs, keep: judge_by_score(pairs, keep, score, args.batch_size)
+    judge_by_score([trial], lambda pair: None, score, args)  # a faulty reward should fail now, not after the sampling
+    return lambda pairs, keep: judge_by_score(pairs, keep, score, args)
 
 
 def reward_scorer(args: Args, device: torch.device) -> Callable[[list[tuple[int, str, str, bool]]], list[float]]:
     """The function from rows, their prompts, responses, and whether these ended, to the rewards of --reward-model."""
-    with explain(f"{args.reward_model!r} could not be loaded, as a folder here or from the hub"):
-        options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}
-        judge = pipeline("text-classification", args.reward_model, device=device, dtype=torch.float32,
-                         trust_remote_code=args.trust_remote_code, model_kwargs=options)  # fmt: skip
+    model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
+    with explain(f"the tokenizer of {args.reward_model} could not be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(args.reward_model, trust_remote_code=args.trust_remote_code)
+        judge = pipeline("text-classification", model, tokenizer=tokenizer, device=device)
     config, tokenizer = judge.model.config, judge.tokenizer
     labels = list(config.id2label.values())
     label = args.reward_label or (labels[0] if len(labels) == 1 else "")
@@ -507,7 +534,9 @@ def explain(sentence: str):
     """Other people's code runs inside: whatever it raises becomes a UserError, the sentence with their reason."""
     try:
         yield
-    except Exception as error:
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # sys.exit, too
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         raise UserError(" ".join(f"{sentence}: {kind}{error}".split())[:1000]) from error
 
@@ -523,7 +552,8 @@ def command_line() -> None:
         print(f"winrate.py: error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(f"interrupted; what was judged is in {args.output_dir}")
+        print(printable(f"interrupted; what was judged is in {args.output_dir}"), file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

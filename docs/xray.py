@@ -4,15 +4,14 @@
 
 The run's samples.jsonl has the texts and what the run kept of each token, its metrics.jsonl the curves (the page does
 without them if there is no such file). A run that is resumed appends to samples.jsonl: the last line of each update and
-row counts. The page holds its data and loads nothing. Data reach it as JSON, and are shown as text: whatever a model
-writes, it is not taken for HTML.
+row counts; damaged lines are left out, and counted. The page holds its data and loads nothing. Data reach it as JSON, and
+are shown as text: whatever a model writes, it is not taken for HTML.
 """
 
 import argparse
 import json
-import math
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 # column of samples.jsonl -> name, whether colours diverge from 0 (else they go from 0 downwards), what it is
@@ -42,24 +41,37 @@ class UserError(Exception):
     """A mistake in the input, shown as one sentence."""
 
 
-def read_lines(file: Path) -> dict[int, dict]:
-    """The objects of a jsonl file by the number of their line. One that was cut off, when its run was, is left out."""
-    rows = {}
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        with suppress(ValueError):  # of JSON, and of UTF-8
-            rows[number] = json.loads(line)
-            if not isinstance(rows[number], dict):
-                raise UserError(f"{file}, line {number}: cannot be read: not a JSON object")
-    return rows
+def require(condition: object, sentence: str) -> None:
+    """Raises UserError with the sentence unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+def read_lines(file: Path, read: Callable[[dict], dict]) -> list[dict | None]:
+    """What `read` makes of each line of a jsonl file; None for a line that it cannot use, or that was cut off.
+
+    Tells how many these are. Raises UserError if all are.
+    """
+    found = []
+    trouble = []
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            require(isinstance(row, dict), "not a JSON object")
+            found.append(read(row))
+        except Exception as error:  # of JSON, of UTF-8, or because something is missing or has a wrong type
+            found.append(None)
+            trouble.append(f"line {number}: {error}")
+    if trouble:
+        sentence = f"{file}: {len(trouble)} of {len(found)} lines cannot be used; {trouble[0]}"
+        require(len(trouble) < len(found), sentence)
+        print(f"xray.py: warning: {sentence}", file=sys.stderr)
+    return found
 
 
 def is_number(x: object) -> bool:
-    """True of what can be drawn: not of None, NaN and the infinities."""
-    return isinstance(x, (int, float)) and math.isfinite(x)
+    """True of what can be drawn: not of None, NaN, the infinities and whole numbers beyond all floats."""
+    return isinstance(x, (int, float)) and abs(x) <= sys.float_info.max
 
 
 def rounded(x: object) -> float | None:
@@ -67,23 +79,26 @@ def rounded(x: object) -> float | None:
     return float(f"{x:.4g}") if is_number(x) else None
 
 
-def read_sample(row: dict, where: str) -> dict:
+def read_sample(row: dict) -> dict:
     """What the page shows of a response: texts, rewards, and every list that has one number for each token."""
     tokens = row.get("tokens")
-    if not (isinstance(row.get("update"), int) and isinstance(tokens, list)):
-        raise UserError(f"{where}: there is no update, or there are no tokens; is it the samples.jsonl of a run?")
+    is_sample = type(row.get("update")) is int and isinstance(tokens, list)
+    require(is_sample, "there is no update, or there are no tokens; is it the samples.jsonl of a run?")
     columns = {
         name: [rounded(x) for x in xs]
         for name, xs in row.items()
-        if name != "tokens" and isinstance(xs, list) and len(xs) == len(tokens) and any(map(is_number, xs))
+        if name != "tokens" and isinstance(xs, list) and len(xs) == len(tokens)
     }
+    short = QUANTITIES.keys() & row.keys() - columns.keys()
+    require(not short, f"there is not one number for each token in {', '.join(sorted(short))}")
     named = {"score": row.get("score"), **row.get("rewards_by_name", {})}
     return {
         "update": row["update"],
+        "row": row.get("row"),
         "prompt": str(row.get("prompt", "")),
         "tokens": [str(token) for token in tokens],
         "scores": {name: rounded(x) for name, x in named.items()},
-        "columns": columns,
+        "columns": {name: xs for name, xs in columns.items() if any(map(is_number, xs))},
     }
 
 
@@ -97,21 +112,21 @@ def describe(name: str, samples: list[dict]) -> dict:
 
 def make_page(run: Path) -> str:
     """The page of a run's folder."""
-    if not run.is_dir():
-        raise UserError(f"{run}: there is no such folder; name the --output-dir of a run")
+    require(run.is_dir(), f"{run}: there is no such folder; name the --output-dir of a run")
     file = run / "samples.jsonl"
-    if not file.exists():
-        raise UserError(f"{run} has no samples.jsonl: ppo.py, rloo.py and grpo.py write it (unless told "
-                        "--num-sample-generations 0), the other scripts do not")  # fmt: skip
+    require(file.exists(), f"{run} has no samples.jsonl: ppo.py, rloo.py and grpo.py write it (unless told "
+            "--num-sample-generations 0), the other scripts do not")  # fmt: skip
     last = {}  # of a run that was resumed, the last line of each update and row
-    for number, row in read_lines(file).items():
-        last[row.get("update"), row.get("row", f"line {number}")] = read_sample(row, f"{file}, line {number}")
+    for number, sample in enumerate(read_lines(file, read_sample), 1):
+        if sample:
+            row = sample.pop("row")
+            last[sample["update"], f"line {number}" if row is None else str(row)] = sample
     samples = list(last.values())
     names = {name for sample in samples for name in sample["columns"]}
-    if not names:
-        raise UserError(f"{file} has no response with numbers for its tokens")
+    require(names, f"{file} has no response with numbers for its tokens")
     ordered = [name for name in QUANTITIES if name in names] + sorted(names - set(QUANTITIES))
-    metrics = list(read_lines(run / "metrics.jsonl").values()) if (run / "metrics.jsonl").exists() else []
+    file = run / "metrics.jsonl"
+    metrics = [row or {} for row in read_lines(file, dict)] if file.exists() else []
     curves = []
     for title, lines in CURVES.items():
         points = {label: [rounded(row.get(name)) for row in metrics] for label, name in lines.items()}
@@ -133,6 +148,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the folder of a run, with samples.jsonl and metrics.jsonl")
     parser.add_argument("--output", type=Path, help="the page to write; by default xray.html in that folder")
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal has not
     output = args.output or args.run / "xray.html"
     try:
         page = make_page(args.run)

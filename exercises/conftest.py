@@ -1,6 +1,12 @@
-"""Which file is graded, and the last lines of the report."""
+"""Which file is graded, in a process of its own, and the last lines of the report."""
 
+import faulthandler
+import os
 import runpy
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +17,47 @@ FILE = Path(__file__).resolve().parent / "functions.py"
 
 def pytest_addoption(parser):
     parser.addoption("--solutions", default=str(FILE), help="the file to grade, by default exercises/functions.py")
+    parser.addoption("--seconds", default=30.0, type=float, help="the longest that an exercise may take")
+
+
+def pytest_cmdline_main(config):
+    """Grades in a second process, since a function may end its process, crash it, or stay in a loop for ever.
+
+    The second one keeps a file in which stands what is under way, and removes it in the end; the first looks there.
+    """
+    if "EXERCISE_UNDER_WAY" in os.environ:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "under_way")
+        command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
+        process = subprocess.Popen(command, env=os.environ | {"EXERCISE_UNDER_WAY": str(file)})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the second one, which has a report to make
+        code = process.wait()
+        if not file.exists():
+            return code
+        what, *stack = file.read_text("utf-8", "replace").splitlines()
+    seconds, solutions = config.getoption("--seconds"), config.getoption("--solutions")
+    own = [line.rpartition("line ")[2] for line in stack if f'"{solutions}"' in line]  # "30 in gae", innermost first
+    place = f" (line {own[0]})" if own else ""
+    happened = f"took more than {seconds:g} seconds{place}" if stack else f"ended Python with exit code {code}"
+    print(f"\n{what} {happened}. What comes after it is not graded.", file=sys.stderr)
+    return 2
+
+
+def begin(config, what: str) -> None:
+    """Leaves word of what is under way. If it takes too long, the process writes there where it is, and ends."""
+    if file := os.environ.get("EXERCISE_UNDER_WAY"):
+        Path(file).write_text(f"{what}\n", "utf-8")
+        faulthandler.dump_traceback_later(config.getoption("--seconds"), exit=True, file=open(file, "a"))
+
+
+def pytest_runtest_call(item):
+    begin(item.config, f"The exercise {item.name.removeprefix('test_')}")
+
+
+def pytest_enter_pdb():
+    """Whoever looks around in the debugger may take their time."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_configure(config):
@@ -21,6 +68,7 @@ def pytest_configure(config):
 def student(request):
     """The functions of the file that is graded."""
     file = request.config.getoption("--solutions", str(FILE))
+    begin(request.config, f"Reading {file}")
     try:
         return SimpleNamespace(**runpy.run_path(file))
     except (Exception, SystemExit) as error:
@@ -42,5 +90,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def pytest_sessionfinish(session):
     """What is not done has not passed: the exit code says so."""
+    faulthandler.cancel_dump_traceback_later()
+    if file := os.environ.get("EXERCISE_UNDER_WAY"):
+        Path(file).unlink(missing_ok=True)
     if session.exitstatus == 0 and exercises(session.config, "skipped"):
         session.exitstatus = 1

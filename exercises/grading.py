@@ -81,7 +81,9 @@ def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
             results = function(*given)
         except NotImplementedError:
             trouble = "not done yet"
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit, too
             file = getattr(student, "__file__", None)
             own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == file]
             place = f"\nLine {own[-1].lineno}: {own[-1].line}" if own else ""

@@ -546,9 +546,12 @@ def test_a_gradient_that_is_not_finite_makes_no_step(norms):
 # --- What is loaded ---------------------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_cut():
-    """To what the text encoder can read."""
-    chain = toy_chain()
+def test_a_long_prompt_is_cut(tmp_path, capsys):
+    """To what the text encoder can read, and it is said how many are."""
+    chain = toy_chain(negative_prompts="y" * 40, dataset=str(tmp_path / "d.jsonl"))
+    (tmp_path / "d.jsonl").write_text("".join(f'{{"prompt": "{"x" * n}"}}\n' for n in (22, 23, 99)))
+    assert len(ddpo.load_prompts(chain.args, chain)) == 3
+    assert "cut 3 of 4 prompts, the negative one among them, to the 24 tokens" in capsys.readouterr().out
     short, long = (ddpo.encode(chain.pipe, ["x" * n], chain.args) for n in (40, 99))
     assert short.shape == (1, 24, 32) and torch.equal(short, long)
 
@@ -754,7 +757,7 @@ def test_images_prompts_and_metadata_are_one_image_s(tmp_path, rollouts):
 def test_a_policy_that_broke(tmp_path):
     """Its images are no images, and the reward function is not asked."""
     with pytest.raises(ddpo.UserError, match="images are not finite .NaN or inf.: the model is broken"):
-        run(ddpo, tmp_path, train_learning_rate=1e30, **TINY)
+        run(ddpo, tmp_path, train_learning_rate=1e9, **TINY)
 
 
 def test_history_of_prompts(tmp_path, rollouts):
@@ -899,8 +902,11 @@ def test_peft_is_missing(refused, monkeypatch):
 @pytest.mark.parametrize(
     "flag, value, sentence",
     [
-        ("sample_eta", 0, "--sample-eta 0.0: Input should be greater than 0"),
-        ("sample_eta", "nan", "--sample-eta nan: Input should be a finite number"),
+        ("sample_eta", 0, "--sample-eta 0.0: the deviations of steps are 0, or too small for float32"),
+        ("sample_eta", "nan", "--sample-eta nan: Input should be less than or equal to 1"),
+        ("sample_eta", 1.1, "--sample-eta 1.1: Input should be less than or equal to 1"),
+        ("sample_eta", 1e-30, "--sample-eta 1e-30: the deviations of steps are 0, or too small for float32"),
+        ("sample_num_steps", 1001, "the run could not start: ValueError"),
         ("sample_num_steps", 0, "--sample-num-steps 0: Input should be greater than or equal to 1"),
         ("kl_coef", -1, "--kl-coef -1.0: Input should be greater than or equal to 0"),
         ("train_timestep_fraction", 1.5, "--train-timestep-fraction 1.5: Input should be less than or equal to 1"),
@@ -922,10 +928,12 @@ def test_settings_that_cannot_be(refused, flag, value, sentence):
 @pytest.mark.parametrize(
     "body, sentence",
     [
-        ("[1.0]", "[1.0] for 2 images: it is to give one number for each"),
-        ("[float('nan')] * n", "nan"),
-        ("[float('inf')] * n", "inf"),
-        ("[[1.0]] * n", "one number for each"),
+        ("[1.0]", "of shape (1,) for 2 images"),
+        ("[[1.0]] * n", "of shape (2, 1) for 2 images"),
+        ("images", "of shape (2, 3, 8, 8) for 2 images"),
+        ("[1.0, float('nan')]", "1 of them NaN, infinite or above 1e15"),
+        ("[float('-inf')] * n", "2 of them NaN, infinite or above 1e15"),
+        ("[1e38] * n", "2 of them NaN, infinite or above 1e15"),
         ("['good'] * n", "failed: "),
         ("None", "failed: "),
         ("images[9]", "IndexError"),
@@ -933,18 +941,40 @@ def test_settings_that_cannot_be(refused, flag, value, sentence):
 )
 def test_rewards_that_are_no_rewards(tmp_path, body, sentence):
     (tmp_path / "r.py").write_text(f"def reward(images, prompts, metadata):\n    n = len(images)\n    return {body}\n")
-    policy, pipe = SimpleNamespace(config=SimpleNamespace(sample_size=8)), SimpleNamespace(vae_scale_factor=1)
-    chain, rows = SimpleNamespace(policy=policy, pipe=pipe), [{"prompt": ""}]
+    chain = toy_chain()
     with pytest.raises(ddpo.UserError, match=re.escape(sentence)) as error:
-        reward = ddpo.function_reward(f"{tmp_path}/r.py:reward", rows, chain, ddpo.Args())
-        reward(SimpleNamespace(images=torch.zeros(8, 3, 8, 8), examples=rows * 8))
-    assert f"the reward function {tmp_path}/r.py:reward" in str(error.value)
+        ddpo.function_reward(f"{tmp_path}/r.py:reward", [{"prompt": ""}], chain, chain.args)
+    assert f"the reward function {tmp_path}/r.py:reward" in str(error.value) and len(str(error.value)) < 400
+
+
+def test_rewards_in_a_tensor_that_is_used_again(tmp_path):
+    """And that has a gradient."""
+    (tmp_path / "r.py").write_text(
+        "import torch\nkept = torch.zeros(2)\n\n\ndef reward(images, prompts, metadata):\n"
+        "    kept.add_(1)\n    return kept if len(metadata[0]) > 1 else kept.clone().requires_grad_()\n"
+    )
+    chain = toy_chain()
+    reward = ddpo.function_reward(f"{tmp_path}/r.py:reward", [{"prompt": ""}], chain, chain.args)
+    parts = [SimpleNamespace(images=torch.zeros(2, 3, 8, 8), examples=[{"prompt": "", "n": 0}] * 2) for _ in range(3)]
+    assert [reward(part).tolist() for part in parts] == [[2, 2], [3, 3], [4, 4]]
+    given = [reward(part) for part in parts]
+    assert [scores.tolist() for scores in given] == [[5, 5], [6, 6], [7, 7]] and not given[0].requires_grad
 
 
 @pytest.mark.parametrize("flag", ["reward_fn", "gold_reward_fn"])
 def test_a_reward_that_is_no_number_ends_the_run(refused, tmp_path, flag):
     (tmp_path / "r.py").write_text("def reward(images, prompts, metadata):\n    return [float('nan')] * len(images)\n")
-    assert "nan" in refused(**{flag: f"{tmp_path}/r.py:reward"})
+    assert "2 of them NaN" in refused(**{flag: f"{tmp_path}/r.py:reward"})
+
+
+@pytest.mark.parametrize("per_prompt", [False, True])
+def test_equal_rewards(per_prompt, tmp_path, capsys):
+    """Nothing is learnt from them, which is said once. In float32 the mean of 16 times 57.1 is another number."""
+    (tmp_path / "r.py").write_text("def reward(images, prompts, metadata):\n    return [57.1] * len(images)\n")
+    lines = run(ddpo, tmp_path / "out", reward_fn=f"{tmp_path}/r.py:reward", per_prompt_stat_tracking=per_prompt,
+                per_prompt_stat_tracking_min_count=1, **TINY)  # fmt: skip
+    assert capsys.readouterr().err.count("so there is nothing to learn from") == 1
+    assert all(line["grad_norm"] == 0 for line in lines)
 
 
 def test_a_prompt_that_is_no_text(refused, tmp_path):
@@ -964,8 +994,29 @@ def test_a_folder_that_is_in_use(tmp_path, name):
 def test_schedules_that_cannot_be(refused, tmp_path):
     """No step with noise; or a clipping of images that depends on the image."""
     model = other_schedule(tmp_path / "a", set_alpha_to_one=True)
-    assert "--sample-num-steps 1: no step has a deviation above 0" in refused(model=model, sample_num_steps=1)
+    assert "--sample-num-steps 1 and --sample-eta 1.0: the dev" in refused(model=model, sample_num_steps=1)
     assert "thresholding" in refused(model=other_schedule(tmp_path / "b", thresholding=True))
+    offset = other_schedule(tmp_path / "d", steps_offset=1)
+    assert "its scheduler cannot be used with --sample-num-steps 1000" in refused(model=offset, sample_num_steps=1000)
+    banana = other_schedule(tmp_path / "c", prediction_type="banana")
+    assert "scheduler_config.json: the prediction_type 'banana' is unknown" in refused(model=banana)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"])
+def test_a_pipeline_without_a_tokenizer(refused, tmp_path, name):
+    """What the library makes of nothing takes all words for one."""
+    shutil.copytree(TOY, tmp_path / "sd")
+    (tmp_path / "sd" / name).rename(tmp_path / "gone")
+    assert "files of the tokenizer are missing" in refused(model=tmp_path / "sd")
+
+
+def test_a_unet_of_another_text_encoder(refused, tmp_path):
+    """That a pipeline's parts do not fit is found before the first epoch."""
+    shutil.copytree(TOY, tmp_path / "sd")
+    config = TOY / "unet/config.json"
+    unet = UNet2DConditionModel(**json.loads(config.read_text()) | {"cross_attention_dim": 24})
+    unet.save_pretrained(tmp_path / "sd/unet")
+    assert "the run could not start: RuntimeError: mat1 and mat2" in refused(model=tmp_path / "sd")
 
 
 # --- It learns --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Wrong input: one clear sentence on stderr, exit code 2, before any training."""
 
+import io
 import json
 import shlex
 import shutil
@@ -97,7 +98,7 @@ def test_fewer_episodes_than_a_batch(run):
 def test_numbers_out_of_range(module):
     """By the type of a setting; NaN and infinity, which a parser takes for numbers, too."""
     wrong = {
-        "temperature cliprange learning_rate max_grad_norm num_train_epochs beta sample_eta": "0 -1 nan inf",
+        "temperature cliprange learning_rate max_grad_norm num_train_epochs beta": "0 -1 nan inf",
         "kl_coef missing_eos_penalty weight_decay vf_coef sample_guidance_scale": "-1 nan inf -inf",
         "lam gamma warmup_ratio eos_dropout train_timestep_fraction": "-0.1 1.5 nan inf",
         "ema_decay train_adam_beta1": "-0.1 1 nan inf",
@@ -128,10 +129,10 @@ def test_a_number_out_of_range_ends_in_a_sentence(run, module, flag, value):
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("f(texts): return [1.0] * len(texts)", "f(prompts, completions, **columns), but: missing a required argument: 'texts'"),
-        ("f(prompts, completions): return [1.0]", "but: got an unexpected keyword argument"),
+        ("f(texts): return [1.0] * len(texts)", "called as f(prompts, completions, **columns) with the columns prompt, input_ids, failed: TypeError"),
+        ("f(prompts, completions): return [1.0]", "got an unexpected keyword argument"),
         ("f(**_): return [1.0]", "1 rewards for 2 completions"),
-        ("f(completions, **_): return {'f': 1.0}", "gave a dict: it is to give a list"),
+        ("f(completions, **_): return {1: 1.0, 2: 2.0}", "it is to give a list"),
         ("f(prompts, **_):\n  raise KeyError('mood')", "failed: KeyError: 'mood' ({file}, line 2)"),
         ("f(**_):\n  return g('no')\n\nimport json\ndef g(text):\n  return json.loads(text)", "({file}, line 6)"),
         ("f(prompts, **_): return prompts", "ValueError"),
@@ -347,7 +348,7 @@ def test_groups(run):
         (["--lr-scheduler-type", "greedy"], "take one that depends on the step alone"),
         (["--attn-implementation", "none_such"], "none_such"),
         (["--dataset-test-split", "tset"], "tset"),
-        (["--model", ""], "--model is an empty text"),
+        (["--model", ""], "--model : String should have at least 1 character"),
     ],
     ids=str,
 )
@@ -357,19 +358,61 @@ def test_options_that_cannot_be(run, flags, expected):
 
 
 def test_messages_that_the_template_refuses(run, tmp_path):
-    """One without a role: the sentence shows it."""
+    """The sentence shows it, and the reason."""
     toy = Path(ppo.__file__).parent / "toy/sft"
     tokenizer = AutoTokenizer.from_pretrained(toy)
     tokenizer.chat_template = "{{ raise_exception('a role is missing') }}"
     tokenizer.save_pretrained(tmp_path / "m")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(toy / name, tmp_path / "m")
-    messages = [{"content": "Hello"}]
+    messages = [{"role": "user", "content": "Hello"}]
     row = {"prompt": messages, "messages": messages, "chosen": messages, "rejected": messages * 2}
     data = write_rows(tmp_path / "d.jsonl", [row] * 4)
     for module in (ppo, dpo, sft, reward_model):
         message = run(module, "--model", tmp_path / "m", "--dataset", data)
-        assert "refuses [{'content': 'Hello'}" in message and "a role is missing" in message
+        assert "refuses [{'role': 'user'" in message and "a role is missing" in message
+
+
+def test_messages_without_a_role(run, tmp_path):
+    """Most templates would leave the role out without a word."""
+    toy = Path(ppo.__file__).parent / "toy/sft"
+    shutil.copytree(toy, tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(toy)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "m")
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": [{"content": "Hello"}], "messages": [{"content": "Hello"}]}] * 4)
+    for module in (ppo, sft):
+        assert "without a role: [{'content'" in run(module, "--model", tmp_path / "m", "--dataset", data)
+
+
+def test_a_token_that_the_model_does_not_embed(run, tmp_path):
+    toy = Path(ppo.__file__).parent / "toy/sft"
+    shutil.copytree(toy, tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(toy)
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(tmp_path / "m")
+    text = "a film <image>"
+    row = {"prompt": text, "text": text, "chosen": text, "rejected": "a film"}
+    data = write_rows(tmp_path / "d.jsonl", [row] * 4)
+    for module in (ppo, dpo, sft, reward_model):
+        message = run(module, "--model", tmp_path / "m", "--dataset", data)
+        assert f"the model embeds no token {len(tokenizer) - 1}" in message
+
+
+def test_a_run_goes_on_without_its_terminal(monkeypatch, tmp_path):
+    """As behind `| head`, which reads no more after ten lines."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    folder = tmp_path / "run"
+    tiny = ["--total-episodes", "8", "--batch-size", "8", "--response-length", "4", "--output-dir", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--device", "cpu", *tiny])
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "stderr", Closed())
+    ppo.main()
+    assert (folder / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("module", [ppo, rloo])

@@ -1,6 +1,7 @@
 """The exercises: the scripts solve them, an edit of a script is named for what it is, and an empty file is not red."""
 
 import inspect
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -175,35 +176,60 @@ def test_no_mistake_hides_another(name, monkeypatch):
         assert sentence in [grading.diagnose(mistakes, read, x, seen[x]) for x in wrong], sentence
 
 
-def run_pytest(capsys, *options):
-    """Exit code and output of pytest on the folder, in this process, which has loaded torch already.
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """run(*options) -> exit code and output of pytest on the folder, in this process, which has loaded torch already.
 
     At its end pytest would collect all garbage of this process several times, to warn of errors in it.
     """
-    options = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", *options]
-    code = pytest.main([str(ROOT / "exercises"), *options])
-    return code, capsys.readouterr().out
+    monkeypatch.setenv("EXERCISE_UNDER_WAY", str(tmp_path / "under_way"))  # as if in the process that is started for it
+
+    def call(*options):
+        options = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", *options]
+        code = pytest.main([str(ROOT / "exercises"), *options])
+        return code, capsys.readouterr().out
+
+    return call
 
 
-def test_an_empty_file_is_not_done_and_shows_no_traceback(capsys):
-    code, text = run_pytest(capsys)
+def solved(path, **bodies):
+    """The option for a copy of the file, written there, in which some functions have these bodies."""
+    text = (ROOT / "exercises/functions.py").read_text("utf-8")
+    for name, body in bodies.items():
+        text = text.replace(f'raise NotImplementedError("{name}")', body)
+    path.write_text(text, "utf-8")
+    return f"--solutions={path}"
+
+
+def test_an_empty_file_is_not_done_and_shows_no_traceback(run):
+    code, text = run()
     assert code == 1 and f" 0 done, 0 wrong, {len(NAMES)} not done yet, masked_mean is the next " in text, text
     assert "Traceback" not in text and "Error" not in text and len(text.splitlines()) < 15, text
 
 
-def test_a_file_half_done(capsys, tmp_path):
+def test_a_file_half_done(run, tmp_path):
     """The student's line is shown, and none of the grader's."""
-    text = (ROOT / "exercises/functions.py").read_text("utf-8")
-    text = text.replace('raise NotImplementedError("masked_mean")', "return x[mask].sum() / max(mask.sum(), 1)")
-    text = text.replace('raise NotImplementedError("gae")', "return rewards, 1 / 0")
-    (tmp_path / "half.py").write_text(text, "utf-8")
-    code, text = run_pytest(capsys, f"--solutions={tmp_path}/half.py")
-    assert code == 1 and f" 1 done, 1 wrong, {len(NAMES) - 2} not done yet, response_mask is the next " in text, text
+    bodies = {"gae": "return rewards, 1 / 0", "dpo_loss": "raise SystemExit(0)"}
+    half = solved(tmp_path / "half.py", masked_mean="return x[mask].sum() / max(mask.sum(), 1)", **bodies)
+    code, text = run(half)
+    assert code == 1 and f" 1 done, 2 wrong, {len(NAMES) - 3} not done yet, response_mask is the next " in text, text
     assert "ZeroDivisionError: division by zero" in text and "return rewards, 1 / 0" in text
+    assert "It stopped with SystemExit: 0" in text
     assert "Traceback" not in text and "grading.py" not in text, text
 
 
-def test_a_file_that_is_no_python(capsys, tmp_path):
+def test_a_file_that_is_no_python(run, tmp_path):
     (tmp_path / "broken.py").write_text("def gae(:")
-    code, text = run_pytest(capsys, f"--solutions={tmp_path}/broken.py")
+    code, text = run(f"--solutions={tmp_path}/broken.py")
     assert code == 2 and "broken.py cannot be read: SyntaxError" in text and "Traceback" not in text, text
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [("import os; os._exit(0)", "ended Python with exit code 0"),
+     ("\n    while True:\n        pass", "took more than 1 seconds (line ")],
+)  # fmt: skip
+def test_a_function_that_ends_python_or_never_ends_is_named(tmp_path, body, words):
+    command = [sys.executable, "-m", "pytest", ROOT / "exercises", "-p", "no:cacheprovider", "--seconds=1", "-k", "gae"]
+    done = subprocess.run([*command, solved(tmp_path / "a.py", gae=body)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and f"The exercise gae {words}" in done.stderr, done

@@ -180,7 +180,8 @@ def test_dropout_is_off_in_training_mode_too():
 def test_padding_is_read_as_nothing(saved, train, script, monkeypatch):
     """A model that mistakes which side of a row is padded is refused, and without this fault it is not."""
     plain = LlamaModel.forward
-    script.check_causal(make("llama"), script.Args())
+    check = script.check_padding if script is dpo else script.check_causal
+    check(make("llama"), script.Args())
 
     def shifted(self, *args, attention_mask=None, **kwargs):
         mask = None if attention_mask is None else attention_mask.flip(1)
@@ -328,3 +329,22 @@ def test_a_path_with_a_colon_before_the_name_of_a_function(tmp_path):
     """C:\\folder\\file.py:name, on a system whose file names may hold colons."""
     (tmp_path / "C:file.py").write_text("def reward(prompts, completions, **columns):\n    return [1.0]\n")
     assert ppo.load_function(f"{tmp_path}/C:file.py:reward")(["a"], ["b"]) == [1.0]
+
+
+def test_weights_of_another_shape(saved, train):
+    """As after an edit of the config; the library would draw those anew."""
+    folder = Path(saved("gpt2", n_positions=64))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_positions": 48}))
+    assert "transformer.wpe.weight" in refusal(train, ppo, model=str(folder))
+
+
+def test_weights_that_say_nothing(saved, train):
+    """All zero, or not a number: not a matter of padding."""
+    for value in (0.0, float("nan")):
+        folder = Path(saved("gpt2", n_positions=96 if value == 0 else 80))
+        weights = load_file(folder / "model.safetensors")
+        for x in weights.values():
+            x.fill_(value)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        assert "gives all tokens the same logit" in refusal(train, ppo, model=str(folder))

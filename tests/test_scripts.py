@@ -29,10 +29,10 @@ SHARED = {  # in which scripts a function or method has the same text; another's
     "ppo rloo grpo dpo sft reward_model ddpo": """
         UserError require explain setting_up hub_answers on_disk locate load_split read_column shuffled make_seed
         autocast all_reduce clip_gradient check_values read_checkpoint machine printable peak_memory_mb write_card
-        draw_curves read_command_line main Run.__init__ Run.open_folder Run.start_wandb Run.__enter__ Run.heed
+        draw_curves read_command_line Terminal main Run.__init__ Run.open_folder Run.start_wandb Run.__enter__ Run.heed
         Run.__exit__ Run.steps Run.clock Run.write Run.is_due Run.save Run.stop Run.restore""",
     "ppo rloo grpo dpo sft reward_model": """
-        load_model load_tokenizer use_bfloat16 add_adapter context_length load_data pad make_schedule
+        apply_template load_model load_tokenizer use_bfloat16 add_adapter context_length load_data pad make_schedule
         set_learning_rates shard tie split reshard start_run check_unused save_model Run.keep_samples Run.is_turn
         Run.warn Run.table Run.finish""",
     "ppo rloo grpo dpo reward_model ddpo": "all_gather",
@@ -54,9 +54,9 @@ SHARED = {  # in which scripts a function or method has the same text; another's
         pretrain_gradient load_pretrain_texts follow""",
     "rloo grpo": "repeat equal_groups make_optimizer",
     "dpo sft reward_model": """
-        apply_template as_turns with_eos check_causal shard_rows micro_batches choose_sizes make_optimizer""",
+        as_turns with_eos shard_rows micro_batches choose_sizes make_optimizer""",
     "dpo reward_model": "encode_conversation load_pairs read_pairs keep_different length_grouped_batch",
-    "sft reward_model": "separate_dropout",
+    "sft reward_model": "check_causal separate_dropout",
 }
 
 

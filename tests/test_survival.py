@@ -329,6 +329,15 @@ def heeded():
     assert handlers == {number: signal.signal(number, handler) for number, handler in before.items()}
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_while_the_libraries_load(script, heeded, tmp_path):
+    """No traceback; `datasets` is the first of them, and here it presses the keys."""
+    shutil.copy(ROOT / f"{script}.py", tmp_path)
+    (tmp_path / "datasets.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    run = subprocess.run([sys.executable, tmp_path / f"{script}.py"], capture_output=True, cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (130, b"", b"")
+
+
 def test_signals_end_the_run_after_the_step_and_name_the_way_back(heeded, whole, tiny, tmp_path, monkeypatch, capsys):
     """In a command that a shell understands, whatever the folder is called; and in the last step nothing is left to stop."""
     folder, sample, awaited = tmp_path / "the user's run", rloo.sample_batch, []
@@ -470,7 +479,7 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script, tiny, tmp_path, mon
         assert [line["val/skipped_steps"] for line in metrics(tmp_path / "once")] == [1, 0, 0]
     if script == "rloo":
         is_bad = lambda: True  # noqa: E731
-        with pytest.raises(rloo.UserError, match="NaN or infinite in five steps in a row"):
+        with pytest.raises(rloo.UserError, match="NaN or infinite five times in a row"):
             rloo.train(arguments(script, tiny, tmp_path / "always", total_episodes=48))
         assert all(x.isfinite().all() for x in weights_of(tmp_path / "always").values())
 

@@ -1,6 +1,7 @@
 """toy/verifiers.py: right answers, wrong ones, and what people's models have been found to write."""
 
 import sys
+import time
 from fractions import Fraction
 
 import pytest
@@ -26,7 +27,9 @@ def one(function, completion, **columns):
         (r"hence \boxed{72}", "72"), (r"\boxed{\frac{3}{4}}", "3/4"), (r"\boxed{0.75}", r"\boxed{\dfrac{3}{4}}"),
         ("#### 5\n#### 7", 7), (r"\boxed{5}, no: \boxed{7}", 7), (r"#### 5 is wrong, \boxed{7}", 7),
         ("#### 18", "Natalia sold 48/2 = <<48/2=24>>24\n#### 18"), ("#### 50%", 50), ("#### .5", 0.5), ("#### 7/2", 3.5),
-        ("#### 1,234,567", 1234567), (r"\boxed{1{,}000}", "#### 1{,}000"),
+        ("#### 1,234,567", 1234567), (r"\boxed{1{,}000}", "#### 1{,}000"), (r"\boxed{10,\!000}", 10000),
+        ("#### −3", -3), ("#### 1" + "0" * 16, 1e16), ("#### 0.00001", 1e-05), ("#### 1e+16", 10**16), ("#### -$7", -7),
+        ("#### $-7$", -7),
     ],
 )  # fmt: skip
 def test_right_numbers(text, answer):
@@ -38,7 +41,8 @@ def test_right_numbers(text, answer):
     "text",
     ["72", "", "####", "#### ", "#### 7 2 1", "#### 71", "#### 1e999999999", "#### 9**9**9**9", r"\boxed{72", r"\boxed{}",
      "#### 72 apples and 3 pears", "#### inf", "#### nan", "#### 1/0", "#### 72/00", "#### __import__('os')", "#### ７２",
-     "#### 72,5", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### 1,2,3", "#### \x00"],
+     "#### 72,5", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### 1,2,3", "#### \x00", "#### 7 2",
+     "#### 7$2", "#### 7%2", "#### %72", "#### 0,072", r"\boxed{7\frac{2}{1}}", "#### 7 2/1", "#### " + "0" * 198 + "725"],
 )  # fmt: skip
 def test_wrong_numbers(text):
     """None of them raises, or takes any time."""
@@ -48,6 +52,8 @@ def test_wrong_numbers(text):
 def test_a_row_without_a_number_to_compare_with():
     assert one(verifiers.right_number, "#### 3", answer=None) is None
     assert one(verifiers.right_number, "#### 3", answer="a parabola") is None
+    assert one(verifiers.exact_match, "None", answer=None) is None and one(verifiers.exact_match, "3 ", answer=3) == 1
+    assert one(verifiers.countdown, "", target=None, nums=None) is None
 
 
 @given(st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=10**6))
@@ -64,6 +70,7 @@ def test_numbers_survive_being_written(x):
         ("<answer>8 / 3 * 3</answer>", 8, [8, 3, 3], 1),  # exact, where floats may miss
         ("<answer>1/3 + 1/3 + 1/3</answer>", 1, [1, 3, 1, 3, 1, 3], 1),
         ("<answer>1</answer> no, <answer>2 + 1</answer>", 3, [1, 2], 1),  # the last one
+        ("<answer>1 + 2</answer>", "3", ["1", "2"], 1),  # columns of texts
         ("<answer>4 + 5</answer>", 9, [1, 2, 3], 0),  # other numbers
         ("<answer>1 + 2 + 3 + 3</answer>", 9, [1, 2, 3], 0),  # one twice
         ("<answer>9</answer>", 9, [9, 1], 0),  # one left out
@@ -102,6 +109,15 @@ def test_nothing_but_arithmetic_is_worked_out(expression):
 )  # fmt: skip
 def test_tags(prompt, text, reward):
     assert verifiers.tagged(prompts=[prompt], completions=[text]) == [reward]
+
+
+@pytest.mark.parametrize("piece", ["</think><answer>", "<think>", "<answer>", "<answer></answer>", "\\boxed{", "#", " "])
+def test_a_text_takes_time_in_proportion_to_its_length(piece):
+    start = time.process_time()
+    for text in (piece * 20_000, f"<think>a</think>{piece * 20_000}<answer>"):
+        for function in (verifiers.tagged, verifiers.countdown, verifiers.right_number):
+            assert one(function, text, target=3, nums=[1, 2], answer=3) == 0
+    assert time.process_time() - start < 2
 
 
 def test_repetition_penalty():

@@ -600,6 +600,8 @@ LOCAL = [*JUDGE, "http://localhost:1/v1"]
         ([*LOCAL, "--judge-template", "LICENSE"], "LICENSE cannot be used: it lacks {prompt}"),
         ([*FAIR, "--response-length", 159], "toy/sft reads 160"),
         ([*FAIR, "--output-dir", "LICENSE/out"], "cannot be written"),
+        ([*FAIR, "--model", "", "--judge-template", ""], "--model, --judge-template must not be empty"),
+        ([*FAIR, "--seed", 10**30], "--seed"),
     ],
 )  # fmt: skip
 def test_mistakes(error, arguments, sentence):
@@ -614,15 +616,34 @@ def test_a_key_with_characters_that_no_header_can_have(error, monkeypatch, key):
 
 
 def test_faulty_files(error, tmp_path):
-    """An empty file, an empty prompt, weights that are NaN, a function with too few scores."""
+    """An empty file, an empty prompt, a message without a role, weights that are NaN or not those of a policy."""
     (tmp_path / "d.jsonl").write_text("")
     assert "is empty" in error(*FAIR, "--dataset", tmp_path / "d.jsonl")
     data = write_rows(tmp_path / "e.jsonl", {"prompt": "A"}, {"prompt": ""})
     assert "row 1" in error(*FAIR, "--dataset", data)
     assert "not finite" in error(*FAIR, "--model", scaled(tmp_path / "nan", float("nan")))
-    (tmp_path / "r.py").write_text("def one(**_):\n    return [1.0]\n\n\ndef old(texts):\n    return [1.0]\n")
-    for name, sentence in (("one", "one number for each text"), ("old", "f(prompts, completions, **columns), but: ")):
-        assert sentence in error("--other", "toy/sft", "--reward-fn", f"{tmp_path}/r.py:{name}")
+    data = write_rows(tmp_path / "m.jsonl", {"prompt": [{"role": "user", "content": "A"}, {"content": "B"}]})
+    assert "row 0 has a message without a role" in error(*FAIR, "--dataset", data)
+    assert "not saved as a GPT2LMHeadModel" in error(*FAIR, "--model", "toy/reward_model")
+    assert "not saved as a GPT2ForSeq" in error("--other", "toy/sft", "--reward-model", "toy/sft")
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("return [1.0]", "1 numbers for 2 texts"),
+        ("return None", "'NoneType' object is not iterable"),
+        ("return {0.0: 1, 1.0: 2}", "it gave a dict; it is to give a list of one number for each text"),
+        ("return '10'", "it gave a str; "),
+        ("return [None, None]", "not 'NoneType'"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("raise BaseException('enough')", "BaseException: enough"),
+    ],
+)
+def test_faulty_reward_functions(error, tmp_path, body, sentence):
+    (tmp_path / "r.py").write_text(f"def f(**_):\n    {body}\n")
+    message = error("--other", "toy/sft", "--reward-fn", f"{tmp_path}/r.py:f")
+    assert f"the reward {tmp_path}/r.py:f cannot be used: " in message and sentence in message
 
 
 def test_reward_label_picks_the_column(tmp_path, says):
@@ -661,6 +682,19 @@ def test_an_output_folder_in_use(error, tmp_path):
     assert (tmp_path / "used/pairs.jsonl").read_text() == "{}\n"
 
 
+@pytest.mark.parametrize("name", ["pairs.jsonl", "winrate.json"])
+def test_results_that_cannot_be_written(error, tmp_path, monkeypatch, name):
+    """Since a folder is in the place of the file from when the responses were drawn."""
+
+    def respond(*_):
+        shutil.rmtree(tmp_path / "out")
+        (tmp_path / "out" / name).mkdir(parents=True)
+        return [("x", 1, True)] * 4
+
+    monkeypatch.setattr(winrate, "respond", respond)
+    assert f"{name} cannot be written: " in error(*FAIR, sampling=True)
+
+
 def test_nan_reward_names_the_text_and_keeps_what_was_judged(error, tmp_path, says):
     body = "def f(completions, **_):\n    return [float('nan') if 'bad' in x else 1.0 for x in completions]\n"
     (tmp_path / "r.py").write_text(body)
@@ -668,7 +702,7 @@ def test_nan_reward_names_the_text_and_keeps_what_was_judged(error, tmp_path, sa
     message = error(
         "--other", "toy/sft", "--reward-fn", f"{tmp_path}/r.py:f", "--num-prompts", 3, "--batch-size", 1, sampling=True
     )
-    assert "the reward is nan for the text" in message and "bad" in message and "\x1b" not in message
+    assert "r.py:f cannot be used: it is nan for the text" in message and "bad" in message and "\x1b" not in message
     assert [p["winner"] for p in read_pairs(tmp_path / "out")] == ["tie", "tie"]
 
 
@@ -687,12 +721,13 @@ def test_every_argument_is_read_and_has_a_sentence():
 
 
 def test_a_reward_function_with_columns(tmp_path):
-    """TRL's signature, as in the scripts: all columns, row by row; one that is not there, or not taken, is named."""
-    rows = [{"prompt": f"The film {i}", "answer": f"answer {i}", "n": i} for i in range(6)]
+    """TRL's signature, as in the scripts: all columns, row by row; one that is not there, or not taken, is named. A
+    function may change what it is given."""
+    rows = [{"prompt": f"The film {i}", "answer": [f"answer {i}"], "n": i} for i in range(6)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "r.py").write_text(
         "def f(prompts, completions, answer, n, **_):\n"
-        "    assert all(p == f'The film {i}' and a == f'answer {i}' for p, a, i in zip(prompts, answer, n))\n"
+        "    assert all(p == f'The film {i}' and a.pop() == f'answer {i}' for p, a, i in zip(prompts, answer, n))\n"
         "    return [float(len(c)) for c in completions]\n\n\n"
         "def g(completions, solution, **_):\n    return [0.0] * len(completions)\n\n\n"
         "def h(prompts, completions):\n    return [0.0] * len(completions)\n"
@@ -702,5 +737,5 @@ def test_a_reward_function_with_columns(tmp_path):
     _, pairs = run(tmp_path / "out", reward_fn=f"{tmp_path}/r.py:f", batch_size=4, **data)
     assert all(p["score_a"] == len(p["a"]) and p["score_b"] == len(p["b"]) for p in pairs) and len(pairs) == 6
     for name, wrong in (("g", "missing a required .*: 'solution'"), ("h", "unexpected keyword argument 'prompt'")):
-        with pytest.raises(winrate.UserError, match=f"r.py:{name} is to be f.prompts, comp.*{wrong}.*the data have prompt, answer, n"):
+        with pytest.raises(winrate.UserError, match=f"r.py:{name} .* is to be f.prompts, comp.*{wrong}.*the data have prompt, answer, n"):
             run(tmp_path / name, reward_fn=f"{tmp_path}/r.py:{name}", **data)

@@ -100,12 +100,29 @@ def test_a_run_that_was_resumed(run):
     assert [(x["tokens"], x["columns"]["advantages"]) for x in samples] == [([" c"], [3]), ([" b"], [2])]
 
 
+def test_damaged_lines_are_left_out_and_counted(run):
+    """What cannot be a number is none. A metric that is lost leaves a gap, and does not move those after it."""
+    damaged = [
+        "[]", "{", "[" * 10**5, sample([" a"], advantages=[1.0, 2.0]), sample([" a"], advantages="x"),
+        sample([" a"], "1", advantages=[1.0]), sample([" a"], advantages=[1.0], rewards_by_name=[1]),
+    ]  # fmt: skip
+    good = sample([" a", "b"], row=[], advantages=[10**400, 1.0])
+    (run / "samples.jsonl").write_text("\n".join([*damaged, good]))
+    (run / "metrics.jsonl").write_text('{"objective/scores": 1}\n{"objec\n{"objective/scores": 3}\n')
+    done = xray(str(run))
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert "samples.jsonl: 7 of 8 lines cannot be used; line 1: not a" in done.stderr
+    data = json.loads(Elements((run / "xray.html").read_text("utf-8")).data)
+    assert [x["columns"] for x in data["samples"]] == [{"advantages": [None, 1]}]
+    assert data["curves"][0]["lines"] == {"score": [1, None, 3]}
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
         (None, "has no samples.jsonl"),
         ("", "no response with numbers"),
-        ("\udcff\n[1, 2]\n", "line 2: cannot be read: not a JSON object"),
+        ("[1, 2]\n\udcff\n", "2 of 2 lines cannot be used; line 1: not a JSON object"),
         ('{"update": 1}\n', "line 1: there is no update, or there are no tokens"),
         (sample([" a"]) + "\n", "no response with numbers"),
     ],

@@ -24,10 +24,10 @@ def text_of(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
 
 
-def exact_match(completions: list, answer: list[str], **_) -> list[float]:
-    """1 if the completion is the text in the column `answer`, but for spaces around it, else 0."""
+def exact_match(completions: list, answer: list, **_) -> list[float | None]:
+    """1 if the completion is the text in the column `answer`, but for spaces around it, else 0. None without a text."""
     pairs = zip(completions, answer, strict=True)
-    return [float(text_of(completion).strip() == wanted.strip()) for completion, wanted in pairs]
+    return [None if x is None else float(text_of(completion).strip() == str(x).strip()) for completion, x in pairs]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -50,14 +50,25 @@ def final_answer(text: str) -> str | None:
     return None
 
 
+NUMBER = re.compile(r"""
+    (\\?\$\s*)? [+-]? \s* (\\?\$\s*)?                    # $7, -$7 or $-7
+    ( \d* | [1-9]\d{0,2} ((,|\{,\}|,?\\[,!;])\d{3})+ )     # 1234, or 1,234 with a comma as in texts or in LaTeX
+    ( (?<=\d) \s*/\s* 0*[1-9]\d*                         # over a whole number,
+    | (\.\d+)? (?<=\d) ([eE][+-]?\d{1,3})? )             # or with decimals, and times a power of 10
+    \s* (\\?[$%])?
+    """, re.ASCII | re.VERBOSE)  # fmt: skip
+
+
 def read_number(text: str) -> Fraction | None:
-    r"""1,234.50 or $7 or -3/4 or \frac{3}{4} as an exact number; None for everything else, such as 1e999999999."""
-    text = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text.strip().rstrip(".")[:LONGEST])
-    text = re.sub(r"\\?[$%]|\\[,!;]|\s", "", text).replace("{,}", ",")
-    text = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text)
-    if not re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+|\d+/0*[1-9]\d*)", text, re.ASCII):
+    r"""1,234.50 or $7 or 50% (as 50) or -3/4 or \frac{3}{4} or 1e-05 as an exact number.
+
+    None for all else, such as `1 2`, 1\frac{1}{2}, 1.234,5, 1e9999, and what has more than LONGEST characters.
+    """
+    text = text.strip().rstrip(".").replace("−", "-")
+    if len(text) > LONGEST:
         return None
-    return Fraction(text.rstrip("."))
+    text = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2", text).strip()  # 1\frac{1}{2} does not become 11/2
+    return Fraction(re.sub(r"[^\d./eE+-]", "", text)) if NUMBER.fullmatch(text) else None
 
 
 def right_number(completions: list, answer: list, **_) -> list[float | None]:
@@ -98,16 +109,19 @@ def work_out(expression: str) -> tuple[Fraction | None, list[int]]:
         return None, []
 
 
-def countdown(completions: list, target: list, nums: list, **_) -> list[float]:
+def countdown(completions: list, target: list, nums: list, **_) -> list[float | None]:
     """1 if the last <answer> holds an expression that uses each of `nums` once and equals `target`, else 0 (TinyZero).
+    None for a row without numbers in these two columns.
 
     `3 + 4 = 7` is read up to the equals sign.
     """
     rewards = []
     for completion, goal, given in zip(completions, target, nums, strict=True):
+        goal, *given = (read_number(str(x)) for x in [goal, *(given or [None])])
         answers = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text_of(completion), re.DOTALL)
         result, used = work_out(answers[-1].partition("=")[0].strip() if answers else "")
-        rewards.append(float(result == goal and Counter(used) == Counter(given)))
+        is_right = result == goal and Counter(used) == Counter(given)
+        rewards.append(None if None in (goal, *given) else float(is_right))
     return rewards
 
 
@@ -122,8 +136,8 @@ def tagged(prompts: list, completions: list, **_) -> list[float]:
     """
     texts = ["<think>" * text_of(p).rstrip().endswith("<think>") + text_of(c) for p, c in zip(prompts, completions)]
     form = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
-    tags = "<think>", "</think>", "<answer>", "</answer>"
-    return [float(form.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in tags)) for text in texts]
+    tags = "<think>", "</think>", "<answer>", "</answer>"  # counted first: the form is slow to fit where they abound
+    return [float(all(text.count(tag) == 1 for tag in tags) and form.fullmatch(text) is not None) for text in texts]
 
 
 def repetition_penalty(completions: list, n: int = 3, **_) -> list[float]:

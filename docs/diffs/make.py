@@ -1,9 +1,9 @@
-"""Writes the pages beside it: what changes in the algorithm part from one script to the next.
+"""Writes the pages beside it: what changes from one of the short forms in lecture/ to the next.
 
-    python docs/diffs/make.py     # after a change to a script; a test fails as long as the pages are old
+    python docs/diffs/make.py     # after a change to lecture/; a test fails as long as the pages are old
 
-A page names the functions that fall away, come in and stay the same text, and shows the others as a diff. Docstrings,
-settings and everything below "The algorithm ends here" are left out.
+A page names the functions, and cells, that fall away, come in and stay the same text, and shows the others as a diff.
+Docstrings are left out.
 """
 
 import ast
@@ -11,7 +11,6 @@ import difflib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-END = "# === The algorithm ends here"
 STEPS = {
     ("ppo", "rloo"): """The critic falls away, and with it the values, GAE, the value loss and half of the networks in
 training. That is allowed because any number that does not depend on the response may be subtracted from its reward
@@ -35,18 +34,25 @@ once, and that nobody ever judges what the policy itself would write.""",
 SAME_ROLE = {"Preference": "Pair", "encode_preference": "encode_pair", "dpo_loss": "preference_loss"}  # new -> old name
 
 
-def functions(script: str) -> dict[str, list[str]]:
-    """Name -> lines, without its docstring, of each function and class in a script's algorithm part, in order."""
-    text = (HERE.parent.parent / f"{script}.py").read_text("utf-8").split(END)[0]
-    lines, found = text.splitlines(), {}
+def parts(script: str) -> dict[str, list[str]]:
+    """Name -> lines of each function of a short form, without its docstring, and of what else stands in each cell."""
+    text = (HERE.parent.parent / "lecture" / f"{script}.py").read_text("utf-8")
+    lines = text.splitlines()
+    found, inside = {}, {}
     for node in ast.parse(text).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "Args":
-            own = lines[node.lineno - 1 : node.end_lineno]
-            if ast.get_docstring(node):
-                first = node.body[0]
-                del own[first.lineno - node.lineno : first.end_lineno - node.lineno + 1]
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            doc = node.body[0]
+            own = lines[first - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
             found[node.name] = own
-    return found
+            inside |= dict.fromkeys(range(first, node.end_lineno + 1))
+    cell = None  # the module's docstring stands before the first
+    for number, line in enumerate(lines, 1):
+        if line.startswith("# %% "):
+            cell = line.removeprefix("# %% ").split(",")[0].split(":")[0]
+        elif cell and number not in inside and (line or found.get(cell, [""])[-1]):
+            found.setdefault(cell, []).append(line)
+    return {name: own for name, own in found.items() if any(own)}
 
 
 def named(names: list[str]) -> str:
@@ -56,15 +62,15 @@ def named(names: list[str]) -> str:
 
 def page(before: str, after: str) -> str:
     """The Markdown page of a step."""
-    a, b = functions(before), functions(after)
+    a, b = parts(before), parts(after)
     partners = {name: name for name in b if name in a}
     partners |= {new: old for new, old in SAME_ROLE.items() if new in b and old in a}
     changed = [name for name in b if name in partners and a[partners[name]] != b[name]]
     titles = {name: name if name == old else f"{old} → {name}" for name, old in partners.items()}
     new = [name for name in b if name not in partners]
-    out = [f"# From `{before}.py` to `{after}.py`", "", STEPS[before, after], ""]
-    out += ["Made by [`make.py`](make.py) from the two algorithm parts; docstrings are left out.", ""]
-    out += ["| | functions |", "|---|---|"]
+    out = [f"# From `lecture/{before}.py` to `lecture/{after}.py`", "", STEPS[before, after], ""]
+    out += [f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py); docstrings are left out.", ""]
+    out += ["| | functions and cells |", "|---|---|"]
     out += [f"| fall away | {named([name for name in a if name not in partners.values()])} |"]
     out += [f"| come in | {named(new)} |", f"| change | {named([titles[name] for name in changed])} |"]
     out += [f"| stay, word for word | {named([name for name in b if name in partners and name not in changed])} |", ""]
