@@ -70,6 +70,13 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(near(a, b).all())
 
 
+def place_of(error: BaseException, student) -> str:
+    """The last line of the student's file on the way to an error."""
+    file = getattr(student, "__file__", None)
+    own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == file]
+    return f"\nLine {own[-1].lineno}: {own[-1].line}" if own else ""
+
+
 def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
     """The student's function, which answers bad form with a sentence: errors, results missing, inputs changed."""
     function = getattr(student, name, None)
@@ -84,10 +91,7 @@ def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit, too
-            file = getattr(student, "__file__", None)
-            own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == file]
-            place = f"\nLine {own[-1].lineno}: {own[-1].line}" if own else ""
-            trouble = f"It stopped with {type(error).__name__}: {error}{place}"
+            trouble = f"It stopped with {type(error).__name__}: {error}{place_of(error, student)}"
         if trouble:  # said out here, where pytest does not show the error once more
             (pytest.skip if trouble == "not done yet" else fail)(trouble)
         results = results if isinstance(results, tuple) else (results,)
