@@ -135,6 +135,7 @@ def group_advantages(scores, G, scale):
     [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures.
     """
     groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
+    groups = groups - groups[:, :1]  # so that equal scores give 0, whatever rounding does to a mean
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
@@ -162,13 +163,13 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
 
 
-def token_weights(mask, args):
+def token_weights(mask, num_tokens, args):
     """(B, T) what the tokens' losses are multiplied by, to be added up to that of a mini-batch."""
     if args.loss_type == "grpo":  # all responses alike; in a long one, a token counts less
         return mask / mask.sum(1, keepdim=True) / len(mask)
     if args.loss_type == "dr_grpo":  # all tokens alike, by a constant
         return mask / (len(mask) * args.response_length)
-    return mask / mask.sum()  # dapo: all tokens alike, by their number
+    return mask / num_tokens  # dapo: all tokens of the batch alike, in whichever mini-batch
 
 
 # %% Models and data
@@ -237,6 +238,7 @@ for update in (bar := trange(1, num_updates + 1)):
     advantages = group_advantages(scores, G, args.scale_rewards)[:, None]  # (B, 1)
 
     # 4. Loss, and 5. update
+    num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
     logs = []
     for _ in range(args.num_ppo_epochs):
         for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
@@ -248,14 +250,15 @@ for update in (bar := trange(1, num_updates + 1)):
             kl = torch.zeros_like(losses)  # (b, T)
             if args.beta:  # times the ratio, which makes its gradient that of the true KL
                 kl = kl_estimate(logprobs, ref_logprobs[i], "k3") * ratio
-            loss = ((losses + args.beta * kl) * token_weights(mask[i], args)).sum()
+            loss = ((losses + args.beta * kl) * token_weights(mask[i], num_tokens, args)).sum()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            logs.append(torch.stack([clipped, ratio, kl]).detach()[:, mask[i]])  # (3, tokens)
+            seen = torch.stack([clipped, ratio, kl]).detach()  # (3, b, T)
+            logs.append(seen[:, mask[i]].mean(1))  # (3,)
 
-    stats = dict(zip(METRICS, torch.cat(logs, 1).mean(1).tolist()))  # over all tokens and steps
+    stats = dict(zip(METRICS, torch.stack(logs).mean(0).tolist()))  # over the steps
     stats["reward"] = scores.mean().item()
     is_equal = scores.view(-1, G) == scores[::G, None]  # (B/G, G)
     stats["frac_reward_zero_std"] = is_equal.all(1).float().mean().item()
