@@ -29,8 +29,8 @@ FULL = {  # what a short form does not have
     "ppo": ROLLOUTS | dict(ratio_threshold=1e9),
     "rloo": ROLLOUTS,
     "sft": dict(num_sample_generations=0),
-    "reward_model": dict(micro_batch_size=3, num_sample_generations=0),
-    "dpo": dict(micro_batch_size=3, num_sample_generations=0, eval_steps=100, dataset_test_split="none"),
+    "reward_model": dict(micro_batch_size=8, num_sample_generations=0),
+    "dpo": dict(micro_batch_size=3, max_prompt_length=40, dataset_test_split="none", num_sample_generations=0),
 }
 
 
@@ -76,9 +76,9 @@ def texts(tmp_path_factory):
     digits = AutoTokenizer.from_pretrained(ROOT / "toy/sort/sft")
     for world, parts in {"toy": (toy, tokenizer), "llama": (llama, digits)}.items():
         [part.save_pretrained(folder / world) for part in parts]
-    rows = {"toy": lines_of("toy/data/preferences/train.jsonl")[:12], "llama": lines_of("toy/sort/data/sft/train.jsonl")}
-    for world, lines in rows.items():
-        pairs = [json.loads(line) for line in lines[:410]]
+    rows = {"toy": ("toy/data/preferences/train.jsonl", 12), "llama": ("toy/sort/data/sft/train.jsonl", 410)}
+    for world, (file, n) in rows.items():
+        pairs = [json.loads(line) for line in lines_of(file)[:n]]
         for i, pair in enumerate(pairs):
             pair.setdefault("chosen", pair.get("completion"))
             pair.setdefault("completion", pair["chosen"])
@@ -121,6 +121,7 @@ def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, li
     responses, weights = [], []
     watched(vars(module), responses)
     module.Run.finish = lambda run: weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
+    module.shift_rewards = lambda model, shift: weights.append(torch.tensor(shift))  # no weight of the short form
     module.train(module.Args(**settings, **FULL[script], output_dir=str(folder / "full"), device="cpu"))
     return responses, [json.loads(line) for line in open(folder / "full/metrics.jsonl")], weights
 
@@ -139,7 +140,10 @@ def run_lecture(script: str, settings: dict, folder, monkeypatch) -> tuple[list,
         if "def response_mask" in cell:
             watched(names, responses)
     assert list((folder / "lecture").glob("*.safetensors"))
-    return responses, names["history"], [p for group in names["optimizer"].param_groups for p in group["params"]]
+    weights = [p for group in names["optimizer"].param_groups for p in group["params"]]
+    if script == "reward_model":
+        weights.insert(0, torch.tensor(names["model"].config.reward_bias))
+    return responses, names["history"], weights
 
 
 CASES = [(script, "toy", 1) for script in SETTINGS]
