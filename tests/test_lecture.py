@@ -25,6 +25,7 @@ SETTINGS = {  # away from the defaults
     "dpo": TEXTS | dict(lr_scheduler_type="cosine", beta=0.5),
 }
 ROLLOUTS = dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0)
+ON_TEXTS = ["sft", "reward_model", "dpo"]  # those that draw no responses
 FULL = {  # what a short form does not have
     "ppo": ROLLOUTS | dict(ratio_threshold=1e9),
     "rloo": ROLLOUTS,
@@ -82,7 +83,7 @@ def texts(tmp_path_factory):
         for i, pair in enumerate(pairs):
             pair.setdefault("chosen", pair.get("completion"))
             pair.setdefault("completion", pair["chosen"])
-            pair.setdefault("rejected", f" {i % 7} {i % 3}")
+            pair.setdefault("rejected", f" {i % 7}" * (i % 9 + 1))
             pair["margin"] = i % 3 / 4
         (folder / world / "data").mkdir()
         (folder / world / "data/train.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs))
@@ -146,7 +147,7 @@ def run_lecture(script: str, settings: dict, folder, monkeypatch) -> tuple[list,
     return responses, names["history"], weights
 
 
-CASES = [(script, "toy", 1) for script in SETTINGS]
+CASES = [(script, "toy", 1) for script in SETTINGS] + [(script, "llama", 1) for script in ON_TEXTS]
 SLOW = [(script, world, seed) for script in SETTINGS for world in ("toy", "llama") for seed in (1, 2, 3)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
 
@@ -154,7 +155,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not
 @pytest.mark.parametrize(("script", "world", "seed"), [*CASES, *SLOW])
 def test_the_short_form_is_the_script(script, world, seed, worlds, texts, tmp_path, monkeypatch):
     """Responses token for token; to 1e-8 every metric that both log, and all weights."""
-    given = texts(script, world) if script in ("sft", "reward_model", "dpo") else worlds(world)
+    given = texts(script, world) if script in ON_TEXTS else worlds(world)
     settings = SETTINGS[script] | given | {"seed": seed}
     torch.set_default_dtype(torch.float64)
     try:
