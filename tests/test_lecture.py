@@ -6,6 +6,7 @@ change nothing beyond 1e-9. The two are written apart from each other, so that e
 
 import json
 import re
+import shutil
 import sys
 from types import ModuleType
 
@@ -26,7 +27,13 @@ SETTINGS = {  # away from the defaults
     "sft": TEXTS | dict(lr_scheduler_type="linear", micro_batch_size=3, max_length=40),
     "reward_model": TEXTS | dict(lr_scheduler_type="linear", center_rewards_coefficient=0.1, max_length=30),
     "dpo": TEXTS | dict(lr_scheduler_type="cosine", beta=0.5),
+    "ddpo": dict(
+        num_epochs=3, sample_num_steps=4, sample_eta=0.8, sample_batch_size=6, sample_num_batches_per_epoch=2,
+        train_batch_size=3, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=0.01,
+        train_adv_clip_max=1.2, train_learning_rate=3e-4,
+    ),
 }
+WORLDS = {"ddpo": ("shapes", "stable")}  # those of the others are toy and llama
 OF_A_SEED = {  # instead, and besides
     ("grpo", 2): dict(scale_rewards="group", loss_type="dr_grpo"),
     ("grpo", 3): dict(scale_rewards="none", loss_type="dapo", beta=0.0),
@@ -40,7 +47,17 @@ FULL = {  # what a short form does not have
     "sft": dict(num_sample_generations=0),
     "reward_model": dict(micro_batch_size=8, num_sample_generations=0),
     "dpo": dict(micro_batch_size=3, max_prompt_length=40, dataset_test_split="none", num_sample_generations=0),
+    "ddpo": {},
 }
+STABLE = {  # Stable Diffusion 1.5's schedule
+    "_class_name": "PNDMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
+    "clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
+}  # fmt: skip
+INK = """
+def ink(images, prompts, metadata):  # of one column, for each prompt another
+    columns = [len(prompt) % 8 for prompt in prompts]
+    return [image[0, :, i].mean().item() for image, i in zip(images, columns)]
+"""
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +65,7 @@ def worlds(tmp_path_factory):
     """worlds(script, name) -> settings: models whose responses often end within eight tokens, data and a reward.
 
     In the toy world EOS is the full stop, and the padding, too; the tiny Llama, drawn at random, has fifteen tokens.
+    The shapes are drawn by the toy pipeline, once with Stable Diffusion's schedule.
     """
     folder = tmp_path_factory.mktemp("worlds")
     sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=15)
@@ -64,8 +82,14 @@ def worlds(tmp_path_factory):
         for part in (auto_class.from_config(config), digits):
             part.save_pretrained(folder / "llama" / role)
     (folder / "reward.py").write_text("def length(completions, **_):\n    return [len(x) % 7 / 7 for x in completions]")
+    (folder / "ink.py").write_text(INK)
+    shutil.copytree(ROOT / "toy/shapes/sd", folder / "stable")
+    (folder / "stable/scheduler/scheduler_config.json").write_text(json.dumps(STABLE))
 
     def settings(script: str, world: str) -> dict[str, str]:
+        if script == "ddpo":
+            pipelines = {"shapes": ROOT / "toy/shapes/sd", "stable": folder / "stable"}
+            return {"model": str(pipelines[world]), "reward_fn": f"{folder}/ink.py:ink"}
         data = {"toy": "toy/data/prompts", "llama": "toy/sort/data/prompts"}[world]
         given = {"model": f"{folder}/{world}/model", "dataset": f"{ROOT}/{data}"}
         if script == "grpo":
@@ -117,9 +141,17 @@ def in_float64(file: str) -> str:
     return text_of(file).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
 
 
-def watched(names: dict, responses: list) -> None:
-    """Has the script write down what it draws, up to the stop token: mask and responses meet in one function."""
-    plain = names.get("response_mask")
+def watched(names: dict, responses: list, images: list) -> None:
+    """Has the script write down what it draws, up to the stop token: mask and responses meet in one function.
+
+    Of images it writes down how likely each step was, now and when it was drawn.
+    """
+    if "response_mask" not in names:
+        if "policy_loss" in names:
+            loss = names["policy_loss"]
+            names["policy_loss"] = lambda *inputs: (images.extend(x.detach() for x in inputs[:2]), loss(*inputs))[1]
+        return
+    plain = names["response_mask"]
 
     def response_mask(tokens, stop_token_id):
         mask, ended = plain(tokens, stop_token_id)
@@ -130,14 +162,14 @@ def watched(names: dict, responses: list) -> None:
 
 
 def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, list[dict], list]:
-    """Responses, metrics and trained weights of the script."""
+    """Responses, metrics and trained weights of the script; with these what was drawn, if it was images."""
     module = ModuleType(f"{script}_in_float64")
     module.__file__ = str(ROOT / f"{script}.py")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclasses look for their types
     exec(compile(in_float64(f"{script}.py"), module.__file__, "exec"), vars(module))
     responses, weights = [], []
-    watched(vars(module), responses)
-    if "reward_fn" in settings:
+    watched(vars(module), responses, weights)
+    if script == "grpo":
         settings = settings | {"reward_fn": (settings["reward_fn"],)}
     module.Run.finish = lambda run: weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
     module.shift_rewards = lambda model, shift: weights.append(torch.tensor(shift))  # no weight of the short form
@@ -153,16 +185,17 @@ def run_lecture(script: str, settings: dict, folder, monkeypatch) -> tuple[list,
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     monkeypatch.setattr(sys, "argv", [file, *flags])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    responses = []
+    responses, images = [], []
+    watch = "def policy_loss" if script == "ddpo" else "def response_mask"
     for cell in re.split("^(?=# %%)", in_float64(file), flags=re.M):
         exec(compile(cell, file, "exec"), names)
-        if "def response_mask" in cell:
-            watched(names, responses)
-    assert list((folder / "lecture").glob("*.safetensors"))
+        if watch in cell:
+            watched(names, responses, images)
+    assert list((folder / "lecture").rglob("*.safetensors"))
     weights = [p for group in names["optimizer"].param_groups for p in group["params"]]
     if script == "reward_model":
         weights.insert(0, torch.tensor(names["model"].config.reward_bias))
-    return responses, names["history"], weights
+    return responses, names["history"], images + weights
 
 
 def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
@@ -170,8 +203,9 @@ def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
     return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-CASES = [(script, "toy", 1) for script in SETTINGS] + [(script, "llama", 1) for script in ON_TEXTS]
-SLOW = [(script, world, seed) for script in SETTINGS for world in ("toy", "llama") for seed in (1, 2, 3)]
+CASES = [(script, WORLDS.get(script, ("toy",))[0], 1) for script in SETTINGS]
+CASES += [(script, "llama", 1) for script in ON_TEXTS]
+SLOW = [(s, world, seed) for s in SETTINGS for world in WORLDS.get(s, ("toy", "llama")) for seed in (1, 2, 3)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
 
 
