@@ -20,7 +20,7 @@ Where everything stands, for a pair of 6 and 5 tokens whose prompt has 2:
   reward                             *       one per text, on its last real token: only there
                                  *           has a causal model read the whole text
 
-  python lecture/reward_model.py    # the toy world: EXPECT
+  python lecture/reward_model.py    # the toy world: 80 seconds on a CPU, accuracy .5 -> .75
   python lecture/reward_model.py --model gpt2 --learning-rate 1e-5 --batch-size 8 --dataset MINE
 
 Papers: Christiano 1706.03741, InstructGPT 2203.02155 (eq. 1), Llama 2 2307.09288 (margin), the N+
@@ -105,6 +105,7 @@ def preference_loss(chosen, rejected, margin, center_rewards_coefficient):
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(args.seed)
+# The head is new, which the library reports as a weight that is missing
 model = AutoModelForSequenceClassification.from_pretrained(
     args.model, num_labels=1, dtype=torch.float32
 ).to(device)
