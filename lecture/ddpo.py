@@ -137,8 +137,8 @@ def decode(pipe, x):
 def policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """Clipped losses (b,) (PPO, eq. 7), and the ratio.
 
-    The larger loss is flat where the ratio has left the range in the direction of the advantage: an
-    old batch says little about a policy so far away. If it went the other way, it is led back.
+    It is flat where the ratio has left the range on the side that A favours: an old batch says
+    little about a policy so far away. On the other side the ratio is led back.
     """
     ratio = (logprobs - old_logprobs).exp()
     unclipped = -advantages * ratio
@@ -171,7 +171,7 @@ def make_seed(*numbers):
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in the order in which pass `number` takes the prompts."""
+    """The order of n prompts in pass `number` over them."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 

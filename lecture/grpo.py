@@ -23,7 +23,7 @@ and 6 tokens (T = 6). A dot may be anything, until the mask takes it out.
 In RLOO a response is one action and KL a part of its reward; here each token is an action, clipped
 by itself, and KL, if beta is not 0, a term of the loss. A group of equal scores teaches nothing.
 
-  python lecture/grpo.py    # sorting digits: SECONDS on a CPU, of samples 20 % -> 85 % are right
+  python lecture/grpo.py    # sorting digits: half a minute on a CPU; 57 % -> 87 % are right
   python lecture/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 3e-6 --dataset MINE \\
       --reward-fn mine.py:reward --response-length 1024
 
@@ -73,27 +73,27 @@ class Args:
 
 # %% 1. Sample
 def forward(model, input_ids, attention_mask, **options):
-    """A model's output on texts (B, S). Positions count real tokens; GPT-2 counts padding, too."""
+    """Output on texts (B, S), or their newest tokens. Positions skip padding; GPT-2's do not."""
     options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
 
 @torch.no_grad()
 def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
-    """Responses (B, T) to prompts (B, P), and their logprobs (B, T), by uniform numbers (B, limit).
+    """Responses (B, T) to prompts (B, P), and logprobs (B, T), from uniforms (B, response_length).
 
-    They follow softmax(logits / temperature) alone, without top-k or top-p: the loss knows no more.
+    Drawn from softmax(logits / temperature) alone, without top-k or top-p, as the loss has neither.
     """
     responses, logprobs = [], []
-    tokens = prompts  # (B, P), after the first pass (B, 1)
+    tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
     attention_mask = prompt_mask  # (B, P), after each pass one wider
     cache = None
     for u in uniforms.split(1, dim=1):  # (B, 1)
         output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, V)
-        cdf = distribution.exp().cumsum(1)  # of probabilities .2 .5 .3 it is .2 .7 1; then u = .6
-        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) passes over one, draws the second
+        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, vocabulary)
+        cdf = distribution.exp().cumsum(1)  # of .2 .5 .3 it is .2 .7 1, or .99.. by rounding
+        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) u = .6 passes .2 alone: token 1
         responses.append(tokens)
         logprobs.append(distribution.gather(1, tokens))
         if (torch.cat(responses, 1) == stop_token_id).any(1).all():
@@ -105,8 +105,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
 def response_mask(responses, stop_token_id):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
-    Made from positions, not by comparing with the pad token: where EOS is also the padding, as with
-    GPT-2, that would hide the EOS that the policy drew and must learn when to draw. Stop token 0:
+    By position, not by the pad token: behind the stop token any token may stand, and where EOS is
+    also the padding, as with GPT-2, the EOS that was drawn would be lost. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = (responses == stop_token_id).long()
@@ -135,6 +135,7 @@ def group_advantages(scores, G, scale):
     [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures.
     """
     groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
+    groups = groups - groups[:, :1]  # so that equal scores give 0, whatever rounding does to a mean
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
@@ -147,8 +148,8 @@ def group_advantages(scores, G, scale):
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
 
-    The larger loss is flat where the ratio has left the range in the direction of the advantage: an
-    old batch says little about a policy so far away. If it went the other way, it is led back.
+    It is flat where the ratio has left the range on the side that A favours: an old batch says
+    little about a policy so far away. On the other side the ratio is led back.
     """
     ratio = ((logprobs - old_logprobs) * mask).exp()
     unclipped = -advantages * ratio
@@ -162,22 +163,22 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
 
 
-def token_weights(mask, args):
+def token_weights(mask, num_tokens, args):
     """(B, T) what the tokens' losses are multiplied by, to be added up to that of a mini-batch."""
     if args.loss_type == "grpo":  # all responses alike; in a long one, a token counts less
         return mask / mask.sum(1, keepdim=True) / len(mask)
     if args.loss_type == "dr_grpo":  # all tokens alike, by a constant
         return mask / (len(mask) * args.response_length)
-    return mask / mask.sum()  # dapo: all tokens alike, by their number
+    return mask / num_tokens  # dapo: all tokens of the batch alike, in whichever mini-batch
 
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# Without .train() dropout stays off: rollout, reference and loss must see one distribution
+# from_pretrained turns dropout off: sampling, reference and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
 reference = deepcopy(policy) if args.beta else None
-tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 file, _, function = args.reward_fn.rpartition(":")
 reward = runpy.run_path(file)[function]  # of prompts, completions and the columns of the dataset
@@ -187,12 +188,12 @@ prompts = tokenizer([example["prompt"] for example in examples])["input_ids"]
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: each update has its own, and can be run again alone."""
+    """One seed made of several numbers: what an update draws depends on no update before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in the order in which pass `number` takes the prompts."""
+    """The order of n prompts in pass `number` over them."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -216,7 +217,7 @@ for update in (bar := trange(1, num_updates + 1)):
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
-    uniforms = torch.rand(B, args.response_length).to(device)
+    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
     responses, old_logprobs = sample(policy, ids, attention_mask, uniforms, args.temperature, stop)
     mask, ended = response_mask(responses, stop)  # (B, T), (B,)
     ids = torch.cat([ids, responses], 1)  # (B, P+T)
@@ -237,6 +238,7 @@ for update in (bar := trange(1, num_updates + 1)):
     advantages = group_advantages(scores, G, args.scale_rewards)[:, None]  # (B, 1)
 
     # 4. Loss, and 5. update
+    num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
     logs = []
     for _ in range(args.num_ppo_epochs):
         for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
@@ -248,14 +250,15 @@ for update in (bar := trange(1, num_updates + 1)):
             kl = torch.zeros_like(losses)  # (b, T)
             if args.beta:  # times the ratio, which makes its gradient that of the true KL
                 kl = kl_estimate(logprobs, ref_logprobs[i], "k3") * ratio
-            loss = ((losses + args.beta * kl) * token_weights(mask[i], args)).sum()
+            loss = ((losses + args.beta * kl) * token_weights(mask[i], num_tokens, args)).sum()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            logs.append(torch.stack([clipped, ratio, kl]).detach()[:, mask[i]])  # (3, tokens)
+            seen = torch.stack([clipped, ratio, kl]).detach()  # (3, b, T)
+            logs.append(seen[:, mask[i]].mean(1))  # (3,)
 
-    stats = dict(zip(METRICS, torch.cat(logs, 1).mean(1).tolist()))  # over all tokens and steps
+    stats = dict(zip(METRICS, torch.stack(logs).mean(0).tolist()))  # over the steps
     stats["reward"] = scores.mean().item()
     is_equal = scores.view(-1, G) == scores[::G, None]  # (B/G, G)
     stats["frac_reward_zero_std"] = is_equal.all(1).float().mean().item()

@@ -11,7 +11,8 @@ tokens of good answers are made likelier, a little with each batch of B prompts:
                 return R_t = A_t + V_t;  then whiten A
   5. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy that drew the batch
                 policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
-                value:  mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ eps_v) - R_t)^2)
+                value:  mean_t 1/2 max((v_t - R_t)^2, (clip(v_t, V_t-eps_v, V_t+eps_v) - R_t)^2)
+                with v_t the value as it is now, and V_t that of step 2
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
   (7. adapt     kl_coef, towards a target: only in ../ppo.py, and off by default)
 
@@ -53,8 +54,8 @@ class Args:
     num_ppo_epochs: int = 4  # passes over each batch
     num_mini_batches: int = 1  # optimiser steps in one pass
     cliprange: float = 0.2  # eps: a ratio that has moved further earns nothing more
-    cliprange_value: float = 0.2  # eps_v: the same for the value
-    vf_coef: float = 0.1  # weight of the value loss
+    cliprange_value: float = 0.2  # eps_v: the same for a value, in units of the reward
+    vf_coef: float = 0.1  # weight of the value loss; AdamW hardly heeds it
     gamma: float = 1.0  # discount; 1 because an episode is short
     lam: float = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
     kl_coef: float = 0.05  # weight of KL in the reward. 0: the reward model is exploited
@@ -73,27 +74,27 @@ class Args:
 
 # %% 1. Sample
 def forward(model, input_ids, attention_mask, **options):
-    """A model's output on texts (B, S). Positions count real tokens; GPT-2 counts padding, too."""
+    """Output on texts (B, S), or their newest tokens. Positions skip padding; GPT-2's do not."""
     options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
 
 @torch.no_grad()
 def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
-    """Responses (B, T) to prompts (B, P), and their logprobs (B, T), by uniform numbers (B, limit).
+    """Responses (B, T) to prompts (B, P), and logprobs (B, T), from uniforms (B, response_length).
 
-    They follow softmax(logits / temperature) alone, without top-k or top-p: the loss knows no more.
+    Drawn from softmax(logits / temperature) alone, without top-k or top-p, as the loss has neither.
     """
     responses, logprobs = [], []
-    tokens = prompts  # (B, P), after the first pass (B, 1)
+    tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
     attention_mask = prompt_mask  # (B, P), after each pass one wider
     cache = None
     for u in uniforms.split(1, dim=1):  # (B, 1)
         output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, V)
-        cdf = distribution.exp().cumsum(1)  # of probabilities .2 .5 .3 it is .2 .7 1; then u = .6
-        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) passes over one, draws the second
+        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, vocabulary)
+        cdf = distribution.exp().cumsum(1)  # of .2 .5 .3 it is .2 .7 1, or .99.. by rounding
+        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) u = .6 passes .2 alone: token 1
         responses.append(tokens)
         logprobs.append(distribution.gather(1, tokens))
         if (torch.cat(responses, 1) == stop_token_id).any(1).all():
@@ -105,8 +106,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
 def response_mask(responses, stop_token_id):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
-    Made from positions, not by comparing with the pad token: where EOS is also the padding, as with
-    GPT-2, that would hide the EOS that the policy drew and must learn when to draw. Stop token 0:
+    By position, not by the pad token: behind the stop token any token may stand, and where EOS is
+    also the padding, as with GPT-2, the EOS that was drawn would be lost. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = (responses == stop_token_id).long()
@@ -128,7 +129,7 @@ def response_logprobs(logits, tokens, prompt_length, temperature):
 
 
 def read_head(model, input_ids, attention_mask):
-    """(B, S) what critic or reward model, transformers with a linear head, say at each position."""
+    """(B, S) a number for each position, by the linear head of a critic or reward model."""
     states = forward(model.base_model, input_ids, attention_mask).last_hidden_state  # (B, S, D)
     return model.score(states).squeeze(-1)
 
@@ -152,7 +153,7 @@ def gae(rewards, values, mask, gamma, lam):
 
     For gamma = 1, lam = .5, values .5: rewards [0, 0, 1] -> deltas [0, 0, .5], A [.125, .25, .5]
     """
-    values = values * mask  # after the last real token the episode is over: nothing is to come
+    values = values * mask  # the episode ends at the last real token, stopped or cut off
     advantages = rewards + gamma * F.pad(values, (0, 1))[:, 1:] - values  # so far, delta_t
     for t in reversed(range(rewards.shape[1] - 1)):
         advantages[:, t] += gamma * lam * advantages[:, t + 1]
@@ -165,7 +166,7 @@ def masked_mean(x, mask):
 
 
 def masked_whiten(x, mask):
-    """(B, T) with mean 0 and variance 1 over real tokens; 0 on padding."""
+    """(B, T) with mean 0 and variance 1 over real tokens, at any scale of rewards; 0 on padding."""
     return (x - masked_mean(x, mask)) * torch.rsqrt(x[mask].var() + 1e-8) * mask
 
 
@@ -173,8 +174,8 @@ def masked_whiten(x, mask):
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
 
-    The larger loss is flat where the ratio has left the range in the direction of the advantage: an
-    old batch says little about a policy so far away. If it went the other way, it is led back.
+    It is flat where the ratio has left the range on the side that A favours: an old batch says
+    little about a policy so far away. On the other side the ratio is led back.
     """
     ratio = ((logprobs - old_logprobs) * mask).exp()
     unclipped = -advantages * ratio
@@ -183,7 +184,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 
 def value_loss(values, old_values, returns, mask, cliprange_value):
-    """Half the squared errors (B, T), clipped likewise, and where the clipped was the larger."""
+    """Half the squared errors (B, T), flat once a value has gone eps_v towards R; and where."""
     near_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns) ** 2 * mask
     clipped = (near_values - returns) ** 2 * mask
@@ -193,7 +194,7 @@ def value_loss(values, old_values, returns, mask, cliprange_value):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# Without .train() dropout stays off: rollout, reference and loss must see one distribution
+# from_pretrained turns dropout off: sampling, reference and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
 reference = deepcopy(policy)
 reward_model = AutoModelForSequenceClassification.from_pretrained(
@@ -202,7 +203,7 @@ reward_model = AutoModelForSequenceClassification.from_pretrained(
 bias = getattr(reward_model.config, "reward_bias", 0.0)  # ../reward_model.py centres rewards by it
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
 critic = deepcopy(reward_model)  # it knows what is good; rloo.py does without a critic
-tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 same = policy.config.vocab_size == reward_model.config.vocab_size
 assert same, "the reward model must read the policy's tokens (../ppo.py translates)"
@@ -212,12 +213,12 @@ prompts = tokenizer(list(load_dataset(args.dataset, split="train")["prompt"]))["
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: each update has its own, and can be run again alone."""
+    """One seed made of several numbers: what an update draws depends on no update before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in the order in which pass `number` takes the prompts."""
+    """The order of n prompts in pass `number` over them."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -240,7 +241,7 @@ for update in (bar := trange(1, num_updates + 1)):
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
-    uniforms = torch.rand(B, args.response_length).to(device)
+    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
     responses, old_logprobs = sample(policy, ids, attention_mask, uniforms, args.temperature, stop)
     mask, ended = response_mask(responses, stop)  # (B, T), (B,)
     ids = torch.cat([ids, responses], 1)  # (B, P+T)
@@ -278,7 +279,7 @@ for update in (bar := trange(1, num_updates + 1)):
             loss = masked_mean(pg_loss, mask[i]) + args.vf_coef * masked_mean(vf_loss, mask[i])
             optimizer.zero_grad()
             loss.backward()
-            for model in (policy, critic):  # apart: a large gradient of one leaves the other's
+            for model in (policy, critic):  # apart, or a large gradient of one shrinks the other's
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             new = torch.stack([pg_loss, pg_clipped, vf_loss, vf_clipped, ratio])  # (5, b, T)

@@ -25,7 +25,7 @@ and 6 tokens (T = 6). A dot may be anything, until the mask takes it out.
 PPO has a critic to say what was to be expected; here the other responses to the prompt say it. They
 do not depend on this one, so the gradient is right on average. A whole response is one action.
 
-  python lecture/rloo.py    # the toy world: half a minute on a CPU, score 0 -> 4.4, KL 0 -> 20 nats
+  python lecture/rloo.py    # the toy world: a minute on a CPU, score 0 -> 3.5, KL 0 -> 16 nats
   python lecture/rloo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE
 
 Papers: RLOO 2402.14740, REINFORCE with a leave-one-out baseline (Kool et al. 2019), PPO 1707.06347.
@@ -70,27 +70,27 @@ class Args:
 
 # %% 1. Sample
 def forward(model, input_ids, attention_mask, **options):
-    """A model's output on texts (B, S). Positions count real tokens; GPT-2 counts padding, too."""
+    """Output on texts (B, S), or their newest tokens. Positions skip padding; GPT-2's do not."""
     options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
 
 @torch.no_grad()
 def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
-    """Responses (B, T) to prompts (B, P), and their logprobs (B, T), by uniform numbers (B, limit).
+    """Responses (B, T) to prompts (B, P), and logprobs (B, T), from uniforms (B, response_length).
 
-    They follow softmax(logits / temperature) alone, without top-k or top-p: the loss knows no more.
+    Drawn from softmax(logits / temperature) alone, without top-k or top-p, as the loss has neither.
     """
     responses, logprobs = [], []
-    tokens = prompts  # (B, P), after the first pass (B, 1)
+    tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
     attention_mask = prompt_mask  # (B, P), after each pass one wider
     cache = None
     for u in uniforms.split(1, dim=1):  # (B, 1)
         output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, V)
-        cdf = distribution.exp().cumsum(1)  # of probabilities .2 .5 .3 it is .2 .7 1; then u = .6
-        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) passes over one, draws the second
+        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, vocabulary)
+        cdf = distribution.exp().cumsum(1)  # of .2 .5 .3 it is .2 .7 1, or .99.. by rounding
+        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) u = .6 passes .2 alone: token 1
         responses.append(tokens)
         logprobs.append(distribution.gather(1, tokens))
         if (torch.cat(responses, 1) == stop_token_id).any(1).all():
@@ -102,8 +102,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
 def response_mask(responses, stop_token_id):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
-    Made from positions, not by comparing with the pad token: where EOS is also the padding, as with
-    GPT-2, that would hide the EOS that the policy drew and must learn when to draw. Stop token 0:
+    By position, not by the pad token: behind the stop token any token may stand, and where EOS is
+    also the padding, as with GPT-2, the EOS that was drawn would be lost. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = (responses == stop_token_id).long()
@@ -152,8 +152,8 @@ def leave_one_out(rewards, k):
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     """Clipped losses (B, 1) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
 
-    The larger loss is flat where the ratio has left the range in the direction of the advantage: an
-    old batch says little about a policy so far away. If it went the other way, it is led back.
+    It is flat where the ratio has left the range on the side that A favours: an old batch says
+    little about a policy so far away. On the other side the ratio is led back.
     """
     ratio = ((logprobs - old_logprobs) * mask).exp()
     unclipped = -advantages * ratio
@@ -164,7 +164,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# Without .train() dropout stays off: rollout, reference and loss must see one distribution
+# from_pretrained turns dropout off: sampling, reference and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
 reference = deepcopy(policy)
 reward_model = AutoModelForSequenceClassification.from_pretrained(
@@ -172,7 +172,7 @@ reward_model = AutoModelForSequenceClassification.from_pretrained(
 ).to(device)
 bias = getattr(reward_model.config, "reward_bias", 0.0)  # ../reward_model.py centres rewards by it
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
-tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 same = policy.config.vocab_size == reward_model.config.vocab_size
 assert same, "the reward model must read the policy's tokens (../rloo.py translates)"
@@ -182,12 +182,12 @@ prompts = tokenizer(list(load_dataset(args.dataset, split="train")["prompt"]))["
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: each update has its own, and can be run again alone."""
+    """One seed made of several numbers: what an update draws depends on no update before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in the order in which pass `number` takes the prompts."""
+    """The order of n prompts in pass `number` over them."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -210,7 +210,7 @@ for update in (bar := trange(1, num_updates + 1)):
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
-    uniforms = torch.rand(B, args.response_length).to(device)
+    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
     responses, old_logprobs = sample(policy, ids, attention_mask, uniforms, args.temperature, stop)
     mask, ended = response_mask(responses, stop)  # (B, T), (B,)
     ids = torch.cat([ids, responses], 1)  # (B, P+T)

@@ -236,6 +236,15 @@ def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
     module.train(dataclasses.replace(args, output_dir=str(tmp_path / "run"), **kept))
 
 
+def test_the_lengths_of_files_in_the_readme():
+    """Those of the short forms to the line, those of the scripts to a hundred."""
+    rows = re.findall(r"^\| \[`(\w+\.py)`\].*?, ([\d,]+) lines.*?`(lecture/\w+\.py)`.*?, (\d+) lines", text_of("README.md"), re.M)
+    assert [name for name, *_ in rows] == sorted(SCRIPTS, key=[name for name, *_ in rows].index) and len(rows) == len(SCRIPTS)
+    for script, about, short, exactly in rows:
+        assert abs(text_of(script).count("\n") - int(about.replace(",", ""))) <= 100, script
+        assert text_of(short).count("\n") == int(exactly), short
+
+
 def test_diffs_are_fresh():
     """Else run docs/diffs/make.py."""
     spec = importlib.util.spec_from_file_location("make_diffs", ROOT / "docs/diffs/make.py")

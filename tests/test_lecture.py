@@ -12,17 +12,21 @@ from types import ModuleType
 
 import pytest
 import torch
-from sources import ROOT, text_of
+from sources import ROOT, lines_of, text_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ALL = dict(batch_size=8, total_episodes=24)
 RL = ALL | dict(num_ppo_epochs=2, num_mini_batches=2, temperature=0.9, response_length=8, learning_rate=2e-3)
+TEXTS = dict(batch_size=8, warmup_ratio=0.4, learning_rate=2e-3)  # the first of three steps has a rate of 0
 SETTINGS = {  # away from the defaults
     "ppo": RL | dict(gamma=0.9, lam=0.8, kl_coef=0.3, cliprange=0.05, cliprange_value=0.02, vf_coef=0.7),
     "rloo": RL | dict(rloo_k=4, kl_coef=0.3, cliprange=0.05),
     "grpo": RL | dict(num_generations=4, epsilon=0.05, beta=0.3, scale_rewards="batch", loss_type="grpo"),
+    "sft": TEXTS | dict(lr_scheduler_type="linear", micro_batch_size=3, max_length=40),
+    "reward_model": TEXTS | dict(lr_scheduler_type="linear", center_rewards_coefficient=0.1, max_length=30),
+    "dpo": TEXTS | dict(lr_scheduler_type="cosine", beta=0.5),
     "ddpo": dict(
         num_epochs=3, sample_num_steps=4, sample_eta=0.8, sample_batch_size=6, sample_num_batches_per_epoch=2,
         train_batch_size=3, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=0.01,
@@ -35,10 +39,14 @@ OF_A_SEED = {  # instead, and besides
     ("grpo", 3): dict(scale_rewards="none", loss_type="dapo", beta=0.0),
 }
 ROLLOUTS = dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0)
+ON_TEXTS = ["sft", "reward_model", "dpo"]  # those that draw no responses
 FULL = {  # what a short form does not have
     "ppo": ROLLOUTS | dict(ratio_threshold=1e9),
     "rloo": ROLLOUTS,
     "grpo": ROLLOUTS,
+    "sft": dict(num_sample_generations=0),
+    "reward_model": dict(micro_batch_size=8, num_sample_generations=0),
+    "dpo": dict(micro_batch_size=3, max_prompt_length=40, dataset_test_split="none", num_sample_generations=0),
     "ddpo": {},
 }
 STABLE = {  # Stable Diffusion 1.5's schedule
@@ -91,6 +99,43 @@ def worlds(tmp_path_factory):
     return settings
 
 
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """texts(script, world) -> settings: a model, and data of which three steps take one and a half passes.
+
+    In the toy world EOS is the full stop, with which texts end, and the padding; its model is drawn for sft.py. The
+    tiny Llama reads 410 texts of digits, which length-grouped batches of 8 take in two groups.
+    """
+    folder = tmp_path_factory.mktemp("texts")
+    toy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
+    toy.config.embd_pdrop = toy.config.resid_pdrop = 0.1
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    tokenizer.eos_token = tokenizer.pad_token = "."
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=15)
+    torch.manual_seed(0)
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, pad_token_id=1, initializer_range=0.3))
+    digits = AutoTokenizer.from_pretrained(ROOT / "toy/sort/sft")
+    for world, parts in {"toy": (toy, tokenizer), "llama": (llama, digits)}.items():
+        [part.save_pretrained(folder / world) for part in parts]
+    rows = {"toy": ("toy/data/preferences/train.jsonl", 12), "llama": ("toy/sort/data/sft/train.jsonl", 410)}
+    for world, (file, n) in rows.items():
+        pairs = [json.loads(line) for line in lines_of(file)[:n]]
+        for i, pair in enumerate(pairs):
+            pair.setdefault("chosen", pair.get("completion"))
+            pair.setdefault("completion", pair["chosen"])
+            pair.setdefault("rejected", f" {i % 7}" * (i % 9 + 1))
+            pair["margin"] = i % 3 / 4
+        (folder / world / "data").mkdir()
+        (folder / world / "data/train.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs))
+
+    def settings(script: str, world: str) -> dict:
+        key = "from_scratch" if (script, world) == ("sft", "toy") else "model"
+        epochs = {"toy": 1.5, "llama": 3 / 52}[world]
+        return {key: f"{folder}/{world}", "dataset": f"{folder}/{world}/data", "num_train_epochs": epochs}
+
+    return settings
+
+
 def in_float64(file: str) -> str:
     """The text of a script that computes in float64."""
     return text_of(file).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
@@ -102,8 +147,9 @@ def watched(names: dict, responses: list, images: list) -> None:
     Of images it writes down how likely each step was, now and when it was drawn.
     """
     if "response_mask" not in names:
-        policy_loss = names["policy_loss"]
-        names["policy_loss"] = lambda *inputs: (images.extend(x.detach() for x in inputs[:2]), policy_loss(*inputs))[1]
+        if "policy_loss" in names:
+            loss = names["policy_loss"]
+            names["policy_loss"] = lambda *inputs: (images.extend(x.detach() for x in inputs[:2]), loss(*inputs))[1]
         return
     plain = names["response_mask"]
 
@@ -126,6 +172,7 @@ def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, li
     if script == "grpo":
         settings = settings | {"reward_fn": (settings["reward_fn"],)}
     module.Run.finish = lambda run: weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
+    module.shift_rewards = lambda model, shift: weights.append(torch.tensor(shift))  # no weight of the short form
     module.train(module.Args(**settings, **FULL[script], output_dir=str(folder / "full"), device="cpu"))
     return responses, [json.loads(line) for line in open(folder / "full/metrics.jsonl")], weights
 
@@ -146,6 +193,8 @@ def run_lecture(script: str, settings: dict, folder, monkeypatch) -> tuple[list,
             watched(names, responses, images)
     assert list((folder / "lecture").rglob("*.safetensors"))
     weights = [p for group in names["optimizer"].param_groups for p in group["params"]]
+    if script == "reward_model":
+        weights.insert(0, torch.tensor(names["model"].config.reward_bias))
     return responses, names["history"], images + weights
 
 
@@ -155,14 +204,16 @@ def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
 
 
 CASES = [(script, WORLDS.get(script, ("toy",))[0], 1) for script in SETTINGS]
+CASES += [(script, "llama", 1) for script in ON_TEXTS]
 SLOW = [(s, world, seed) for s in SETTINGS for world in WORLDS.get(s, ("toy", "llama")) for seed in (1, 2, 3)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
 
 
 @pytest.mark.parametrize(("script", "world", "seed"), [*CASES, *SLOW])
-def test_the_short_form_is_the_script(script, world, seed, worlds, tmp_path, monkeypatch):
+def test_the_short_form_is_the_script(script, world, seed, worlds, texts, tmp_path, monkeypatch):
     """Responses token for token; to 1e-8 every metric that both log, and all weights."""
-    settings = SETTINGS[script] | OF_A_SEED.get((script, seed), {}) | worlds(script, world) | {"seed": seed}
+    given = texts(script, world) if script in ON_TEXTS else worlds(script, world)
+    settings = SETTINGS[script] | OF_A_SEED.get((script, seed), {}) | given | {"seed": seed}
     monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm)
     torch.set_default_dtype(torch.float64)
     try:

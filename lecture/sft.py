@@ -1,0 +1,173 @@
+"""Supervised fine-tuning in short: ../sft.py without what only large models and long runs need.
+
+A language model learns to continue prompts from texts in which somebody has done it well. It is the
+first step of RLHF: PPO and DPO start from what it makes. For each batch of B texts x_1..x_n:
+
+  1. encode     prompt tokens, completion tokens, EOS (end of sequence)
+  2. loss       -mean_t log pi(x_t | x_1..x_{t-1}), over completions and EOS alone
+  3. update     AdamW, with the learning rate warmed up and annealed
+
+Where everything stands, for a prompt of 3 tokens with a completion of 2, and one of 2 with 1:
+
+  input_ids     p1  p2  p3  y1  y2  EOS      texts (B, S), right-padded
+                p1  p2  y1  EOS PAD PAD
+  mask           0   0   0   1   1   1       the tokens whose loss counts
+                 0   0   1   1   0   0
+  logprobs           *   *   *   *   *       (B, S-1) of all tokens but the first, which nothing
+                     *   *   *   .   .       predicts; each is read one position to its left
+
+Prompts carry no loss: the policy is asked to answer them, not to invent them. EOS does: a policy
+that is never shown where texts end will never end one.
+
+  python lecture/sft.py    # the toy world, from random weights: a minute on a CPU, loss 8.1 -> 3.1
+  python lecture/sft.py --model gpt2 --learning-rate 2e-5 --micro-batch-size 4 --dataset MINE
+
+Papers: InstructGPT 2203.02155, sec. 3.5; the N+ implementation details 2403.17031 (arXiv).
+"""
+
+# %% Settings, with the names and defaults of ../sft.py
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+import wandb
+from datasets import load_dataset
+from tqdm import trange
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+
+TOY = Path(globals().get("__file__", "sft.py")).resolve().parent.parent / "toy"  # notebooks, too
+
+
+@dataclass
+class Args:
+    max_length: int = 512  # longer texts lose their end
+    learning_rate: float = 3e-3  # the highest; for a pretrained model 2e-5
+    lr_scheduler_type: str = "cosine"  # how it falls to 0: any name that transformers knows
+    warmup_ratio: float = 0.03  # share of the run in which it rises, while Adam's averages are new
+    batch_size: int = 64  # B, the texts of a step
+    micro_batch_size: int = 16  # b, those in one forward and backward pass: as memory allows
+    num_train_epochs: float = 1.0  # passes over the texts
+    model: str | None = None  # the pretrained model to fine-tune: a folder, or a name on the hub
+    from_scratch: str = f"{TOY}/base"  # without one: its config and tokenizer, with random weights
+    dataset: str = f"{TOY}/data/sft"  # folder or hub name, with columns `prompt` and `completion`
+    output_dir: str = "runs/lecture_sft"  # where the trained policy is saved
+    seed: int = 1  # of the weights, the order of texts, and dropout
+    track: bool = False  # log to Weights & Biases
+
+
+# %% 1. Encode
+def encode(prompt, completion):
+    """Token ids of a text, and where its completion begins.
+
+    The two are encoded apart, as in use, when the prompt is encoded before a completion exists: a
+    token that straddles the border, as it may in the whole text, would never be met again.
+    """
+    head = tokenizer(prompt)["input_ids"]
+    tail = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    if tail[-1:] != [tokenizer.eos_token_id]:
+        tail = tail + [tokenizer.eos_token_id]
+    start = max(1, len(head))  # nothing predicts the first token of a text
+    return (head + tail)[: args.max_length], start
+
+
+def pad(texts):
+    """Texts as one tensor (B, S), where it is real and where it is completion, likewise (B, S)."""
+    batch = tokenizer.pad({"input_ids": [ids for ids, _ in texts]}, return_tensors="pt").to(device)
+    ids, attention_mask = batch["input_ids"], batch["attention_mask"]
+    starts = torch.tensor([[start] for _, start in texts], device=device)  # (B, 1)
+    is_completion = torch.arange(ids.shape[1], device=device) >= starts  # (B, S)
+    return ids, attention_mask, is_completion & attention_mask.bool()
+
+
+# %% 2. Loss
+def token_logprobs(logits, tokens):
+    """(B, T) log-probability of each token under logits (B, T, V)."""
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+# %% Model and data
+args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(args.seed)
+if args.model:
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+else:
+    config = AutoConfig.from_pretrained(args.from_scratch)
+    policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+policy.to(device).train()  # with dropout, if the model's config asks for it
+tokenizer = AutoTokenizer.from_pretrained(args.model or args.from_scratch, padding_side="right")
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+data = load_dataset(args.dataset, split="train")
+texts = [encode(*pair) for pair in zip(data["prompt"], data["completion"])]
+texts = [(ids, start) for ids, start in texts if len(ids) > start]  # something is left to learn
+
+
+def make_seed(*numbers):
+    """One seed made of several numbers: each step has its own, and can be run again alone."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def shuffled(n, seed, number):
+    """The numbers below n in the order in which pass `number` takes the texts."""
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    return torch.randperm(n, generator=generator).tolist()
+
+
+B, b = args.batch_size, args.micro_batch_size
+passes = range(math.ceil(args.num_train_epochs))
+orders = [shuffled(len(texts), args.seed, number) for number in passes]
+batches = [order[i : i + B] for order in orders for i in range(0, len(texts), B)]  # row numbers
+num_steps = math.ceil(args.num_train_epochs * len(batches) / len(passes))
+
+optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0)
+warmup_steps = int(args.warmup_ratio * num_steps)
+schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps, num_steps)
+
+# %% The loop: its numbers are those of the steps above
+wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
+history = []  # of the metrics, one dict for each step
+for step in (bar := trange(1, num_steps + 1)):
+    torch.manual_seed(make_seed(args.seed, step))  # of dropout
+
+    # 1. Encode
+    rows = sorted([texts[i] for i in batches[step - 1]], key=lambda text: len(text[0]))
+    num_labels = sum(len(ids) - start for ids, start in rows)
+    totals = 0
+    optimizer.zero_grad()
+    for part in [rows[i : i + b] for i in range(0, len(rows), b)]:  # of like length: little padding
+        ids, attention_mask, mask = pad(part)  # (b, S) each
+
+        # 2. Loss. Not the mean of each part: then labels in a part with few would count for more
+        logits = policy(input_ids=ids, attention_mask=attention_mask).logits  # (b, S, V)
+        logits, targets, mask = logits[:, :-1], ids[:, 1:], mask[:, 1:]  # each predicts the next
+        loss = -token_logprobs(logits, targets)[mask].sum() / num_labels
+        loss.backward()  # gradients add up over the parts
+        is_hit = logits.argmax(-1) == targets  # (b, S-1) whether the likeliest token was right
+        totals += torch.stack([loss.detach(), is_hit[mask].sum() / num_labels])  # (2,)
+
+    # 3. Update
+    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+
+    stats = dict(zip(["loss", "mean_token_accuracy"], totals.tolist()))
+    stats["grad_norm"] = grad_norm.item()
+    stats["lr"] = optimizer.param_groups[0]["lr"]
+    schedule.step()
+    history.append(stats)
+    wandb.log(stats, step=step)
+    bar.set_postfix_str(f"loss {stats['loss']:.2f}")
+
+# %% The trained policy
+policy.save_pretrained(args.output_dir)
+tokenizer.save_pretrained(args.output_dir)
+policy.eval()  # without dropout
+torch.manual_seed(args.seed)
+options = dict(do_sample=True, top_k=0, top_p=1.0)  # from the policy's own distribution
+options |= dict(max_new_tokens=53, eos_token_id=tokenizer.eos_token_id)
+for prompt in data["prompt"][:3]:
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)  # (1, P)
+    print(tokenizer.decode(policy.generate(ids, **options)[0]))
