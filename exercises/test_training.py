@@ -1,4 +1,4 @@
-"""The capstone, after the exercises: each script whose functions are all done trains with them."""
+"""The capstone, after the exercises: a script whose functions are all right trains with them."""
 
 import json
 
@@ -9,42 +9,45 @@ import test_functions
 from grading import fail, place_of
 
 
-@pytest.mark.capstone
-@pytest.mark.parametrize("script", capstone.scripts())
-def test_capstone(script, student, record_property, capsys):
-    def say(sentence):
-        record_property("said", f"capstone {script}: {sentence}")
-
-    names = capstone.functions_of(capstone.path_of(script).read_text("utf-8"))
-    needed = [name for name in names if hasattr(functions, name)]
-    missing = [name for name in needed if not is_right(name, student)]
-    if missing:
-        say(f"not yet: these are missing, or wrong: {', '.join(missing)}")
-        pytest.skip()
-    ours = json.loads(capstone.OURS.read_text("utf-8"))[script]
-    trouble = None
-    try:
-        with capsys.disabled():
-            print(f"\nyour {script.upper()} trains, for less than a minute", flush=True)
-            curve = capstone.train(script, {name: getattr(student, name) for name in needed})
-    except ModuleNotFoundError as error:
-        say(f"not yet: it needs {error.name} (pip install -r requirements.txt)")
-        pytest.skip()
-    except Exception as error:
-        trouble = f"It stopped with {type(error).__name__}: {error}{place_of(error, student, capstone.path_of(script))}"
-    if trouble:
-        fail(trouble)
-    reached, sentence = capstone.verdict(script, curve, ours)
-    sentence += f". The curves: {capstone.draw(script, curve, ours)}"
-    if not reached:
-        fail(f"capstone {script}: {sentence}. Too little, although each function is right by itself.")
-    say(sentence)
-
-
 def is_right(name: str, student) -> bool:
-    """Whether this exercise is done."""
+    """Whether an exercise is done."""
     try:
         getattr(test_functions, f"test_{name}")(student)
     except (pytest.skip.Exception, pytest.fail.Exception):
         return False
     return True
+
+
+@pytest.mark.capstone
+@pytest.mark.parametrize("script", capstone.scripts())
+def test_capstone(script, student, record_property, capsys):
+    def not_yet(reason: str) -> None:
+        record_property("said", f"capstone {script}: not yet: {reason}")
+        pytest.skip()
+
+    text = capstone.path_of(script).read_text("utf-8")
+    needed = [name for name in capstone.functions_of(text) if hasattr(functions, name)]
+    missing = [name for name in needed if not is_right(name, student)]
+    if missing:
+        not_yet(f"these are missing, or wrong: {', '.join(missing)}")
+    own = {name: getattr(student, name) for name in needed}
+    trouble = lacking = ""
+    try:
+        with capsys.disabled():
+            print(f"\nyour {script.upper()} trains, for less than a minute", flush=True)
+            curve = capstone.train(script, own)
+    except ModuleNotFoundError as error:
+        lacking = error.name
+    except Exception as error:
+        place = place_of(error, student.__file__, str(capstone.path_of(script)))
+        trouble = f"Your {script.upper()} stopped with {type(error).__name__}: {error}{place}"
+    if lacking:
+        not_yet(f"it needs {lacking} (pip install -r requirements.txt)")
+    if trouble:
+        fail(trouble)
+    ours = json.loads(capstone.OURS.read_text("utf-8"))[script]
+    reached, sentence = capstone.verdict(script, curve, ours)
+    sentence += f". The curves: {capstone.draw(script, curve, ours)}"
+    if not reached:
+        fail(f"capstone {script}: {sentence}\nThat is too little, although each function is right by itself.")
+    record_property("said", f"capstone {script}: {sentence}")
