@@ -35,24 +35,29 @@ def pytest_cmdline_main(config):
         code = process.wait()
         if not file.exists():
             return code
-        what, *stack = file.read_text("utf-8", "replace").splitlines()
-    seconds, solutions = config.getoption("--seconds"), config.getoption("--solutions")
+        what, seconds, *stack = file.read_text("utf-8", "replace").splitlines()
+    solutions = config.getoption("--solutions")
     own = [line.rpartition("line ")[2] for line in stack if f'"{solutions}"' in line]  # "30 in gae", innermost first
     place = f" (line {own[0]})" if own else ""
-    happened = f"took more than {seconds:g} seconds{place}" if stack else f"ended Python with exit code {code}"
+    happened = f"took more than {seconds} seconds{place}" if stack else f"ended Python with exit code {code}"
     print(f"\n{what} {happened}. What comes after it is not graded.", file=sys.stderr)
     return 2
 
 
-def begin(config, what: str) -> None:
+def begin(config, what: str, times: int = 1) -> None:
     """Leaves word of what is under way. If it takes too long, the process writes there where it is, and ends."""
     if file := os.environ.get("EXERCISE_UNDER_WAY"):
-        Path(file).write_text(f"{what}\n", "utf-8")
-        faulthandler.dump_traceback_later(config.getoption("--seconds"), exit=True, file=open(file, "a"))
+        seconds = times * config.getoption("--seconds")
+        Path(file).write_text(f"{what}\n{seconds:g}\n", "utf-8")
+        faulthandler.dump_traceback_later(seconds, exit=True, file=open(file, "a"))
 
 
 def pytest_runtest_call(item):
-    begin(item.config, f"The exercise {item.name.removeprefix('test_')}")
+    name = item.name.removeprefix("test_")
+    if item.get_closest_marker("capstone"):
+        begin(item.config, f"The {name}", times=20)
+    else:
+        begin(item.config, f"The exercise {name}")
 
 
 def pytest_enter_pdb():
@@ -83,6 +88,9 @@ def exercises(config, outcome: str) -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    reports = [x for outcome in ("passed", "skipped") for x in terminalreporter.stats.get(outcome, [])]
+    for said in (value for report in reports for key, value in report.user_properties if key == "said"):
+        terminalreporter.write_line(said)
     done, wrong, undone = (exercises(config, outcome) for outcome in ("passed", "failed", "skipped"))
     begin = f", {undone[0]} is the next" if undone else ""
     terminalreporter.section(f"{len(done)} done, {len(wrong)} wrong, {len(undone)} not done yet{begin}")

@@ -249,6 +249,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's clipped loss: losses (B, T), the ratio (B, T), and where the clipped branch was the larger one (B, T).
 
+    The advantages are (B, T), or (B, 1) if all tokens of a response have the same, as in GRPO.
+
         ratio = pi(y_t) / pi_old(y_t)
         loss = max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange))
 

@@ -70,6 +70,12 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(near(a, b).all())
 
 
+def place_of(error: BaseException, *files: str) -> str:
+    """The last line of these files on the way to an error."""
+    own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename in files]
+    return f"\nLine {own[-1].lineno}: {own[-1].line}" if own else ""
+
+
 def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
     """The student's function, which answers bad form with a sentence: errors, results missing, inputs changed."""
     function = getattr(student, name, None)
@@ -84,9 +90,7 @@ def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit, too
-            file = getattr(student, "__file__", None)
-            own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == file]
-            place = f"\nLine {own[-1].lineno}: {own[-1].line}" if own else ""
+            place = place_of(error, getattr(student, "__file__", ""))
             trouble = f"It stopped with {type(error).__name__}: {error}{place}"
         if trouble:  # said out here, where pytest does not show the error once more
             (pytest.skip if trouble == "not done yet" else fail)(trouble)

@@ -482,7 +482,9 @@ def test_policy_loss(student):
         "No gradient flows: the ratio was detached, or computed without one.":
             loss(lambda new, old: (new - old).exp().detach()),
     }  # fmt: skip
-    grade(student, "policy_loss", outputs, cases, mistakes, partial(read_loss, outputs))
+    alike = [case("a row of advantages that are all 1, given as (B, 1)", logs, logs * 0, row(1), bits("11111"), 0.2,
+                  losses=row(-1.2, -0.5, -1.2, -0.5, -1.2))]  # fmt: skip
+    grade(student, "policy_loss", outputs, cases + alike, mistakes, partial(read_loss, outputs))
 
 
 def test_value_loss(student):

@@ -1,6 +1,7 @@
 """The exercises: the scripts solve them, an edit of a script is named for what it is, and an empty file is not red."""
 
 import inspect
+import json
 import subprocess
 import sys
 from functools import partial
@@ -19,6 +20,7 @@ import rloo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "exercises"))
 
+import capstone  # noqa: E402
 import functions  # noqa: E402
 import grading  # noqa: E402
 import test_functions as graders  # noqa: E402
@@ -204,7 +206,8 @@ def solved(path, **bodies):
 def test_an_empty_file_is_not_done_and_shows_no_traceback(run):
     code, text = run()
     assert code == 1 and f" 0 done, 0 wrong, {len(NAMES)} not done yet, masked_mean is the next " in text, text
-    assert "Traceback" not in text and "Error" not in text and len(text.splitlines()) < 15, text
+    assert "capstone ppo: not yet: these are missing, or wrong: response_mask, token_logprobs, " in text, text
+    assert "Traceback" not in text and "Error" not in text and len(text.splitlines()) < 18, text
 
 
 def test_a_file_half_done(run, tmp_path):
@@ -233,3 +236,31 @@ def test_a_function_that_ends_python_or_never_ends_is_named(tmp_path, body, word
     command = [sys.executable, "-m", "pytest", ROOT / "exercises", "-p", "no:cacheprovider", "--seconds=1", "-k", "gae"]
     done = subprocess.run([*command, solved(tmp_path / "a.py", gae=body)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and f"The exercise gae {words}" in done.stderr, done
+
+
+SOLUTIONS = """
+from ppo import gae, kl_estimate, masked_mean, masked_whiten, policy_loss, response_mask, shape_rewards, token_logprobs
+from ppo import value_loss
+
+
+def response_logprobs(logits, tokens, P, temperature):
+    return token_logprobs(logits[:, P - 1 : -1] / temperature, tokens[:, P:])
+"""
+
+
+def test_the_capstone_trains_with_the_students_functions(run, tmp_path, monkeypatch, pictures):
+    """A small run with our solutions gets as far as the script itself; with a wrong sign it does not, and says so."""
+    metric, words, _ = capstone.RUNS["ppo"]
+    small = {"total_episodes": 128, "batch_size": 16, "response_length": 10}
+    monkeypatch.setattr(capstone, "RUNS", {"ppo": (metric, words, small)})
+    monkeypatch.setattr(capstone, "FOLDER", tmp_path)
+    monkeypatch.setattr(capstone, "OURS", tmp_path / "ours.json")
+    ours = capstone.train("ppo", {})
+    capstone.OURS.write_text(json.dumps({"ppo": ours}))
+    (tmp_path / "right.py").write_text(SOLUTIONS)
+    code, text = run(f"--solutions={tmp_path}/right.py", "-k", "capstone and ppo")
+    end = f"{capstone.end_of(ours):.2f}"
+    assert code == 0 and f"from {ours[0]:.2f} to {end}; ours {end}. The curves: {tmp_path}/ppo.png" in text, text
+    assert (tmp_path / "ppo.png").exists()
+    wrong = capstone.train("ppo", {"policy_loss": solution("policy_loss", ("torch.max(", "-torch.max("))})
+    assert not capstone.verdict("ppo", wrong, ours)[0]

@@ -1,0 +1,89 @@
+"""The capstone: the scripts of lecture/ train the toy world, with your functions in the place of theirs.
+
+  python -m pytest exercises        ends with it, for each script whose functions are all done
+  python exercises/capstone.py      runs the scripts as they are, and writes down in capstone.json what yours is held to
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ROOT / "exercises/capstone.json"  # the metric after each update of our own runs
+FOLDER = ROOT / "runs/capstone"  # of curves and trained models
+RUNS = {  # the metric, what it is, and settings with which a run takes less than half a minute
+    "ppo": ("objective/scores", "the score", {"total_episodes": 1024}),
+    "grpo": ("reward", "the share of right answers", {"total_episodes": 6400}),
+    "dpo": ("rewards/margins", "the margin in reward of chosen answers", {"num_train_epochs": 0.1}),
+}
+
+
+def path_of(script: str) -> Path:
+    """The file of a script."""
+    return ROOT / f"lecture/{script}.py"
+
+
+def scripts() -> list[str]:
+    """Those that there are."""
+    return [script for script in RUNS if path_of(script).exists()]
+
+
+def functions_of(text: str) -> list[str]:
+    """The names of the functions that a text defines."""
+    return re.findall(r"^def (\w+)\(", text, flags=re.M)
+
+
+def train(script: str, functions: dict, **settings) -> list[float]:
+    """The metric after each update of a run in which these functions stand for the script's own, by name.
+
+    The script runs cell by cell, as in a notebook, and its functions are exchanged after the cell that defines them.
+    """
+    metric, _, usual = RUNS[script]
+    settings = usual | {"output_dir": FOLDER / script} | settings
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    file = str(path_of(script))
+    text = path_of(script).read_text("utf-8")
+    names = {"__file__": file, "__name__": "__main__"}
+    lines = 0
+    with patch.object(sys, "argv", [file, *flags]):
+        for cell in re.split("^(?=# %%)", text, flags=re.M):
+            exec(compile("\n" * lines + cell, file, "exec"), names)
+            names.update({name: functions[name] for name in functions_of(cell) if name in functions})
+            lines += cell.count("\n")
+    return [line[metric] for line in names["history"]]
+
+
+def end_of(curve: list[float]) -> float:
+    """The mean of its last eighth, since a single batch says little."""
+    last = curve[-max(1, len(curve) // 8) :]
+    return sum(last) / len(last)
+
+
+def verdict(script: str, curve: list[float], ours: list[float]) -> tuple[bool, str]:
+    """Whether a run got most of the way that ours goes, and where it got."""
+    sentence = f"your {script.upper()} took {RUNS[script][1]} from {curve[0]:.2f} to {end_of(curve):.2f}"
+    return end_of(curve) - ours[0] > 0.7 * (end_of(ours) - ours[0]), f"{sentence}; ours {end_of(ours):.2f}"
+
+
+def draw(script: str, curve: list[float], ours: list[float]) -> Path:
+    """The file with both curves."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((5, 3.2), layout="constrained")
+    axis = figure.add_subplot()
+    axis.plot(range(1, len(ours) + 1), ours, color="0.7", label="ours")
+    axis.plot(range(1, len(curve) + 1), curve, label="yours")
+    axis.set(xlabel="update", ylabel=RUNS[script][0])
+    axis.legend(frameon=False)
+    file = FOLDER / f"{script}.png"
+    figure.savefig(file, dpi=120)
+    return file
+
+
+if __name__ == "__main__":
+    curves = {script: [round(x, 4) for x in train(script, {})] for script in scripts()}
+    OURS.write_text(json.dumps(curves) + "\n", "utf-8")
+    for script, curve in curves.items():
+        print(f"{script}: {RUNS[script][1]} from {curve[0]:.2f} to {end_of(curve):.2f}")
