@@ -770,7 +770,7 @@ def default_rate(args: Args, policy: nn.Module) -> float:
     rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)
     if args.lora_r:
         rate *= 10
-    return rate
+    return float(f"{rate:.2g}")
 
 
 # --- The same text in sft.py, reward_model.py and dpo.py --------------------------------------------------------------
