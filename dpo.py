@@ -770,7 +770,7 @@ def default_rate(args: Args, policy: nn.Module) -> float:
     rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)
     if args.lora_r:
         rate *= 10
-    return rate
+    return float(f"{rate:.2g}")
 
 
 # --- The same text in sft.py, reward_model.py and dpo.py --------------------------------------------------------------
@@ -1701,6 +1701,7 @@ def main() -> None:
     try:
         train(read_command_line())
         if dist.is_initialized():
+            dist.barrier()  # nobody leaves while another still waits for what it sent
             dist.destroy_process_group()
     except KeyboardInterrupt as stop:
         print("; ".join([str(stop) or "interrupted", *getattr(stop, "__notes__", [])]), file=sys.stderr)

@@ -2049,6 +2049,7 @@ def main() -> None:
     try:
         train(read_command_line())
         if dist.is_initialized():
+            dist.barrier()  # nobody leaves while another still waits for what it sent
             dist.destroy_process_group()
     except KeyboardInterrupt as stop:
         print("; ".join([str(stop) or "interrupted", *getattr(stop, "__notes__", [])]), file=sys.stderr)

@@ -198,6 +198,8 @@ def climb() -> None:
 SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 256 * 512, tied=True)
 MIDDLE = Shape(12, 768, 16000, 768, 12 * 12 * 768**2 + 16000 * 768 + 256 * 768, tied=True)
 RESPONSE, PROMPT = 16, 8
+FREED = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",  # what is freed goes back to the system at once
+         "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # fmt: skip
 
 
 def make_models(folder: Path, m: Shape = SMALL) -> None:
@@ -261,8 +263,7 @@ def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> 
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run = subprocess.run(
         [*launcher, __file__, "--train", script, *given], capture_output=True, text=True,
-        env=dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1",
-                 MALLOC_MMAP_THRESHOLD_="65536"), cwd=ROOT,  # what is freed goes back to the system at once
+        env=dict(os.environ, **FREED), cwd=ROOT,
     )  # fmt: skip
     peaks = [float(line.split(": ")[1]) for line in run.stdout.splitlines() if line.startswith("peak: ")]
     if run.returncode or not peaks:
@@ -302,8 +303,8 @@ def until_the_first_update(processes: int, flags: list[str]) -> float:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     given = ["--zero-stage", "3", "--device", "cpu", "--dataset-test-split", "none", "--num-sample-generations", "0"]
     run = subprocess.Popen(
-        [*launcher, "rloo.py", *given, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env=dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"),
+        [*launcher, "rloo.py", *given, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=dict(os.environ, **FREED),
     )  # fmt: skip
     peak, is_over = 0, threading.Event()
 
@@ -315,13 +316,15 @@ def until_the_first_update(processes: int, flags: list[str]) -> float:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    said = []
     for line in run.stdout:
+        said.append(line)
         if line.startswith("output:"):
             is_over.set()
     is_over.set()
     watcher.join()
     if run.wait():
-        raise SystemExit(f"rloo.py {' '.join(flags)} failed on {processes} processes")
+        raise SystemExit(f"rloo.py {' '.join(flags)} failed on {processes} processes:\n{''.join(said[-20:])}")
     return peak
 
 
