@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import wandb
 from sources import ROOT, lines_of, text_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
@@ -185,6 +186,8 @@ def run_lecture(script: str, settings: dict, folder, monkeypatch) -> tuple[list,
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     monkeypatch.setattr(sys, "argv", [file, *flags])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(wandb, "init", lambda **_: None)  # it would remember for good that it is disabled
+    monkeypatch.setattr(wandb, "log", lambda *_, **__: None)
     responses, images = [], []
     watch = "def policy_loss" if script == "ddpo" else "def response_mask"
     for cell in re.split("^(?=# %%)", in_float64(file), flags=re.M):
