@@ -30,7 +30,8 @@ def pytest_cmdline_main(config):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "under_way")
         command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
-        process = subprocess.Popen(command, env=os.environ | {"EXERCISE_UNDER_WAY": str(file)})
+        spin = {"GOMP_SPINCOUNT": "10000"}  # threads that wait spin for ever on a busy machine
+        process = subprocess.Popen(command, env=spin | os.environ | {"EXERCISE_UNDER_WAY": str(file)})
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the second one, which has a report to make
         code = process.wait()
         if not file.exists():
