@@ -57,7 +57,6 @@ def apply(diff: str, source: str) -> str:
 
 def run(source: str, seed: int) -> dict[str, float]:
     """The result of one run of the script, whose names are looked into whenever it logs an update."""
-    sys.path.insert(0, str(ROOT / "toy"))
     from make import gold_text_score
 
     names = {"__name__": "__main__", "__file__": str(SCRIPT)}
@@ -105,7 +104,8 @@ def main() -> None:
         fork = apply(read_diffs(PAGE.read_text("utf-8"))[args.write], source)
         SCRIPT.with_name("fork.py").write_text(fork, "utf-8")
         return
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # before torch: one thread rounds as another machine's
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # before torch is imported
+    sys.path.append(str(ROOT / "toy"))  # for its make.py
     forks = forks_to_compare()
     results = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {"diffs": {}, "runs": []}
     runs = [run for run in results["runs"] if results["diffs"][run["fork"]] == forks.get(run["fork"])]
