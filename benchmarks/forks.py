@@ -1,13 +1,13 @@
 """Forks: changes of recent papers, made to lecture/ppo.py, each beside the default on the toy world over five seeds.
 
-    python benchmarks/forks.py                          # 20 runs of 40 seconds on one thread; goes on where it stopped
+    python benchmarks/forks.py                          # 20 runs, a minute each on one thread; goes on where it stopped
     python benchmarks/forks.py --write "A loss term"    # writes that fork as lecture/fork.py, to be read and run
 
 The changes are the diffs of docs/fork.md, each under a heading, its name. Those of the section "Changes of three
 papers" are compared. A run's result is the mean over its last five updates; the gold score is that of their texts.
 
 What comes out: results/forks.json, to which each run is added as it ends, and the table in docs/fork.md. A fork whose
-diff has changed since is run again.
+diff has changed is run again.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from unittest import mock
 
 from throughput import RESULTS, ROOT, describe_machine, describe_ours
@@ -49,8 +48,9 @@ def apply(diff: str, source: str) -> str:
         lines = part.splitlines()
         old = "".join("\n" + line[1:] for line in lines if line[0] in " -") + "\n"
         new = "".join("\n" + line[1:] for line in lines if line[0] in " +") + "\n"
-        if source.count(old) != 1:
-            raise ValueError(f"this stands {source.count(old)} times in {SCRIPT.name}, not once:{old}")
+        count = len(re.findall(f"(?={re.escape(old)})", source))
+        if count != 1:
+            raise ValueError(f"this stands {count} times in {SCRIPT.name}, not once:{old}")
         source = source.replace(old, new)
     return source[1:]
 
@@ -67,17 +67,14 @@ def run(source: str, seed: int) -> dict[str, float]:
         real = names["attention_mask"].bool()
         rows = [row[here] for row, here in zip(names["ids"], real)]
         texts = names["tokenizer"].batch_decode(rows, skip_special_tokens=True)
-        updates.append({
-            "score": stats["objective/scores"],
-            "gold score": statistics.fmean(map(gold_text_score, texts)),
-            "KL": stats["objective/kl"],
-            "EOS share": stats["val/eos_share"],
-            "entropy": -names["old_logprobs"][names["mask"]].mean().item(),
-        })  # fmt: skip
+        gold = statistics.fmean(map(gold_text_score, texts))
+        entropy = -names["old_logprobs"][names["mask"]].mean().item()
+        numbers = stats["objective/scores"], gold, stats["objective/kl"], stats["val/eos_share"], entropy
+        updates.append(dict(zip(DIGITS, numbers, strict=True)))
 
     with tempfile.TemporaryDirectory() as folder:
         argv = [str(SCRIPT), "--seed", str(seed), "--output-dir", folder]
-        with mock.patch.multiple("wandb", init=mock.DEFAULT, log=log), mock.patch.object(sys, "argv", argv):
+        with mock.patch.multiple("wandb", init=mock.DEFAULT, log=log), mock.patch("sys.argv", argv):
             exec(compile(source, SCRIPT, "exec"), names)
     return {name: round(statistics.fmean(u[name] for u in updates[-LAST:]), 4) for name in DIGITS}
 
@@ -87,17 +84,18 @@ def table(results: dict) -> str:
     lines = [["", *DIGITS], ["---", *("---:" for _ in DIGITS)]]
     for fork in results["diffs"]:
         runs = [run for run in results["runs"] if run["fork"] == fork]
-        cells = {name: [run[name] for run in runs] for name in DIGITS}
-        shown = [f"{statistics.fmean(x):.{DIGITS[name]}f} ± {statistics.stdev(x):.{DIGITS[name]}f}"
-                 for name, x in cells.items() if len(x) > 1]  # fmt: skip
-        lines.append([fork, *shown])
+        line = [fork]
+        for name, digits in DIGITS.items():
+            values = [run[name] for run in runs]
+            line.append(f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}")
+        lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
     """Runs what is missing; writes the results after each run, and the table at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", metavar="NAME", help="write this fork of the page, or another, as lecture/fork.py")
+    parser.add_argument("--write", metavar="NAME", help="only write this fork of the page as lecture/fork.py")
     args = parser.parse_args()
     source = SCRIPT.read_text("utf-8")
     if args.write:
@@ -109,8 +107,8 @@ def main() -> None:
     forks = forks_to_compare()
     results = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {"diffs": {}, "runs": []}
     runs = [run for run in results["runs"] if results["diffs"][run["fork"]] == forks.get(run["fork"])]
-    results = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d"),
-               "machine": describe_machine(), "seeds": SEEDS, "updates": LAST, "diffs": forks, "runs": runs}  # fmt: skip
+    results = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    results |= {"machine": describe_machine(), "seeds": SEEDS, "updates": LAST, "diffs": forks, "runs": runs}
     wanted = [(fork, seed) for seed in SEEDS for fork in forks]
     for number, (fork, seed) in enumerate(wanted, 1):
         if any((run["fork"], run["seed"]) == (fork, seed) for run in runs):
@@ -120,9 +118,9 @@ def main() -> None:
         result = run(apply(forks[fork], source), seed)
         runs.append({"fork": fork, "seed": seed, **result, "cpu_seconds": round(time.process_time() - start)})
         OUTPUT.write_text(json.dumps(results, indent=1) + "\n")
-    page = re.sub(r"(<!-- forks -->\n).*?(<!-- /forks -->)", rf"\g<1>{table(results)}\n\2", PAGE.read_text("utf-8"),
-                  flags=re.S)  # fmt: skip
-    PAGE.write_text(page, "utf-8")
+    before, _, rest = PAGE.read_text("utf-8").partition("<!-- forks -->\n")
+    after = rest[rest.index("<!-- /forks -->") :]
+    PAGE.write_text(f"{before}<!-- forks -->\n{table(results)}\n{after}", "utf-8")
     print(table(results))
 
 
