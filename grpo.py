@@ -49,6 +49,7 @@ Shapes: B rows of a batch (G per prompt), b of a micro-batch, P prompt tokens (l
 (right-padded), S tokens of any text, V vocabulary, D hidden size.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -1192,7 +1193,8 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
     require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is not divisible by {args.num_mini_batches} "
             f"mini-batches x {WORLD_SIZE} process(es); {-(-args.batch_size // parts) * parts} is")  # fmt: skip
     if args.micro_batch_size is None:
-        args.micro_batch_size = per_device or (8 if on_cpu else args.batch_size // parts)
+        fits_cpu = 4 if policy.config.get_text_config().vocab_size > 10_000 else 16  # logits take most of the memory
+        args.micro_batch_size = per_device or (fits_cpu if on_cpu else args.batch_size // parts)
     episodes = args.total_episodes or 2048
     if args.num_train_epochs and args.total_episodes is None:
         episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
@@ -1647,11 +1649,21 @@ def start_run(args: Args) -> Args:
     args.torch_device = str(device)
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
+    elif sys.platform == "linux":
+        keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
         print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
     set_seed(args.seed % 2**32)  # of adapters and heads; each step has its own
     return args
+
+
+def keep_freed_memory() -> None:
+    """Without this, glibc would return large tensors to the system and get them back page by page: half of the time."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def check_unused(args: Args) -> None:

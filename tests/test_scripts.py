@@ -33,7 +33,7 @@ SHARED = {  # in which scripts a function or method has the same text; another's
         Run.__exit__ Run.steps Run.clock Run.write Run.is_due Run.save Run.stop Run.restore""",
     "ppo rloo grpo dpo sft reward_model": """
         apply_template load_model load_tokenizer use_bfloat16 add_adapter context_length load_data pad make_schedule
-        set_learning_rates shard tie split reshard start_run check_unused save_model Run.keep_samples Run.is_turn
+        set_learning_rates shard tie split reshard start_run keep_freed_memory check_unused save_model Run.keep_samples Run.is_turn
         Run.warn Run.table Run.finish""",
     "ppo rloo grpo dpo reward_model ddpo": "all_gather",
     "ppo rloo grpo dpo sft": "gathered",
