@@ -827,8 +827,8 @@ def shuffled(n: int, seed: int, number: int) -> list[int]:
 
 
 def make_seed(*numbers: int) -> int:
-    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass, so
-    that any step can be run again alone."""
+    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass: what
+    a step draws depends on no step before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 

@@ -854,8 +854,8 @@ def shuffled(n: int, seed: int, number: int) -> list[int]:
 
 
 def make_seed(*numbers: int) -> int:
-    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass, so
-    that any step can be run again alone."""
+    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass: what
+    a step draws depends on no step before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -1012,7 +1012,8 @@ def start_run(args: Args) -> Args:
 
 
 def keep_freed_memory() -> None:
-    """Without this, glibc would return large tensors to the system and get them back page by page: half of the time."""
+    """Else glibc returns large tensors to the system and gets them back page by page: up to half of the time, where the
+    vocabulary is large. The numbers are those of glibc's malloc.h."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX

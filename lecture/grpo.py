@@ -188,12 +188,12 @@ prompts = tokenizer([example["prompt"] for example in examples])["input_ids"]
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: what an update draws depends on no update before it."""
+    """One seed made of several numbers: what a step draws depends on no step before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The order of n prompts in pass `number` over them."""
+    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 

@@ -6,13 +6,13 @@ tokens of good answers are made likelier, a little with each batch of B prompts:
   1. sample     response y_1..y_T ~ pi(. | prompt), up to and including the stop token
   2. score      ref_logprobs of the reference, a frozen copy of the first pi; values V_t of the
                 critic, which predicts the reward still to come; one score for the whole text
-  3. reward     r_t = -kl_coef * KL_t;  the score is added to r at the last real token
+  3. reward     r_t = -kl_coef * KL_t, with KL_t = log pi(y_t) / pi_ref(y_t); at the last real
+                token also the score
   4. advantage  delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1};
                 return R_t = A_t + V_t;  then whiten A
   5. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy that drew the batch
                 policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
-                value:  mean_t 1/2 max((v_t - R_t)^2, (clip(v_t, V_t-eps_v, V_t+eps_v) - R_t)^2)
-                with v_t the value as it is now, and V_t that of step 2
+                value, now v_t:  mean_t 1/2 max((v_t - R_t)^2, (clip(v_t, V_t -+ eps_v) - R_t)^2)
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
   (7. adapt     kl_coef, towards a target: only in ../ppo.py, and off by default)
 
@@ -213,12 +213,12 @@ prompts = tokenizer(list(load_dataset(args.dataset, split="train")["prompt"]))["
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: what an update draws depends on no update before it."""
+    """One seed made of several numbers: what a step draws depends on no step before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The order of n prompts in pass `number` over them."""
+    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 

@@ -107,12 +107,12 @@ texts = [(ids, start) for ids, start in texts if len(ids) > start]  # something 
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: each step has its own, and can be run again alone."""
+    """One seed made of several numbers: what a step draws depends on no step before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in the order in which pass `number` takes the texts."""
+    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
