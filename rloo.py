@@ -243,8 +243,7 @@ def train(args: Args) -> None:
         prompts, eval_prompts = load_prompts(args, policy, reward_model)
         texts = load_pretrain_texts(args, policy)
         args = choose_sizes(args, policy, len(prompts) * args.rloo_k)
-        fits = args.batch_size % args.rloo_k == 0
-        require(fits, f"--batch-size {args.batch_size} is not divisible by --rloo-k {args.rloo_k}; change one of them")
+        require(args.batch_size % args.rloo_k == 0, f"--rloo-k {args.rloo_k} does not divide {args.batch_size} rows")
         reward = make_reward(args, policy, reward_model, prompts)
         gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
 

@@ -334,7 +334,7 @@ def test_a_policy_that_broke_is_named_with_its_prompt(run):
 
 
 def test_groups(run):
-    assert "--batch-size 64 is not divisible by --rloo-k 5" in run(rloo, "--rloo-k", 5)
+    assert "--rloo-k 5 does not divide 64 rows" in run(rloo, "--rloo-k", 5)
 
 
 @pytest.mark.parametrize(
