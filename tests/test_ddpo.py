@@ -598,7 +598,7 @@ def test_stable_diffusion_in_small(tmp_path):
     )
     assert rollout.latents.shape == (4, 5, 4, 8, 8) and rollout.images.shape == (4, 3, 16, 16)
     close(rollout.images, theirs, atol=1e-5)
-    lines = run(ddpo, tmp_path / "run", model=args.model, reward_fn=str(ROOT / "jpeg.py:compressibility"), **settings)
+    lines = run(ddpo, tmp_path / "run", model=args.model, reward_fn=str(ROOT / "rewards/jpeg.py:compressibility"), **settings)
     assert lines[0]["reward_std"] > 0 and lines[0]["objective/kl"] < 1e-6 < lines[1]["objective/kl"]
     left = StableDiffusionPipeline.from_pretrained(tmp_path / "run", safety_checker=None, requires_safety_checker=False)
     assert left.unet.config.cross_attention_dim == 32 and isinstance(left.vae, AutoencoderKL)

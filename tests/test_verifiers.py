@@ -1,4 +1,4 @@
-"""toy/verifiers.py: right answers, wrong ones, and what people's models have been found to write."""
+"""rewards/verifiers.py: right answers, wrong ones, and what people's models have been found to write."""
 
 import sys
 import time
