@@ -42,8 +42,8 @@ nothing: such groups are counted (`frac_reward_zero_std`). Papers: Shao et al. 2
 MiniMax 2025 (CISPO, 2506.13585). docs/grpo.md has a glossary of the metrics.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, 44 % to 88 % right
-  python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --reward-fn rewards/verifiers.py:right_number \\
-      --response-length 1024           # a small model on one GPU; problems.jsonl has the columns prompt and answer
+  python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
+      --reward-fn rewards/verifiers.py:right_number    # on one GPU; problems.jsonl has the columns prompt and answer
 
 Shapes: B rows of a batch (G per prompt), b of a micro-batch, P prompt tokens (left-padded), T response tokens
 (right-padded), S tokens of any text, V vocabulary, D hidden size.
