@@ -39,7 +39,8 @@ Papers: Black et al. 2023 (DDPO, arXiv 2305.13301, sec. 4); Song et al. 2020 (DD
 Salimans 2022 (classifier-free guidance, 2207.12598); Fan et al. 2023 (DPOK, 2305.16381). docs/ddpo.md has a glossary.
 
   python ddpo.py                    # shapes of 8 x 8 pixels move to the left: offline, a minute on two CPU cores
-  python ddpo.py --model runwayml/stable-diffusion-v1-5 --lora-r 4 --dataset D --reward-fn jpeg.py:compressibility
+  python ddpo.py --model runwayml/stable-diffusion-v1-5 --lora-r 4 --dataset D \\
+      --reward-fn rewards/jpeg.py:compressibility
 
 Shapes: B images, b of a micro-batch, N denoising steps, C channels, H and W of the latent image; an encoded
 prompt has L tokens of width D.

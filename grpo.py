@@ -42,8 +42,8 @@ nothing: such groups are counted (`frac_reward_zero_std`). Papers: Shao et al. 2
 MiniMax 2025 (CISPO, 2506.13585). docs/grpo.md has a glossary of the metrics.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, 44 % to 88 % right
-  python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --reward-fn toy/verifiers.py:right_number \\
-      --response-length 1024           # a small model on one GPU; problems.jsonl has the columns prompt and answer
+  python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
+      --reward-fn rewards/verifiers.py:right_number    # on one GPU; problems.jsonl has the columns prompt and answer
 
 Shapes: B rows of a batch (G per prompt), b of a micro-batch, P prompt tokens (left-padded), T response tokens
 (right-padded), S tokens of any text, V vocabulary, D hidden size.
@@ -163,7 +163,7 @@ class Args:
     reward_model: Name = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
     reward_label: Name | None = None  # the label whose logit is the reward, for a classifier that has several
     # reward_model, or file.py:name of a function; of several, the sum
-    reward_fn: tuple[Name, ...] = ("toy/verifiers.py:exact_match",)
+    reward_fn: tuple[Name, ...] = ("rewards/verifiers.py:exact_match",)
     reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL)
     gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them

@@ -5,7 +5,7 @@
 
 Both start from toy/sort/sft and see the same prompts, in their own order; groups of 8, batches of 64, 500 updates, one
 step each, loss dapo, no KL, learning rate 7e-4 falling to 0, AdamW, gradients clipped to norm 1, temperature 1. The
-reward is toy/verifiers.py:exact_match on both sides. At the end our `evaluate` reads both policies, in one process: the
+reward is rewards/verifiers.py:exact_match on both sides. At the end our `evaluate` reads both policies, in one process: the
 prompts of the validation split, 8 answers each at temperature 1, one at 0.01.
 
 TRL passes no positions when it scores, so that a GPT-2 counts the padding on the left of a prompt; --equal-lengths
@@ -42,7 +42,7 @@ def train_trl(data: Path, output: Path, seed: int) -> None:
     from datasets import load_dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    sys.path.insert(0, str(ROOT / "toy"))
+    sys.path.insert(0, str(ROOT / "rewards"))
     from verifiers import exact_match
 
     config = GRPOConfig(

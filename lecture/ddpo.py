@@ -27,7 +27,7 @@ and, unlike in RLHF on texts, no reference: what a KL to the first model does is
 
   python lecture/ddpo.py    # 8 x 8 pixels, a minute on a CPU: shapes move left, reward 0 -> 2.2
   python lecture/ddpo.py --model runwayml/stable-diffusion-v1-5 --train-learning-rate 1e-5 \
-      --reward-fn jpeg.py:compressibility --dataset MINE    # on a GPU, with smaller batches
+      --reward-fn rewards/jpeg.py:compressibility --dataset MINE    # on a GPU, with smaller batches
 
 Papers: DDPO 2305.13301 (sec. 4), DDIM 2010.02502 (eq. 12 and 16), PPO 1707.06347 (arXiv).
 """

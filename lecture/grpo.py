@@ -64,7 +64,7 @@ class Args:
     batch_size: int = 64  # B, the responses of an update, G to a prompt
     total_episodes: int = 32000  # responses in the whole run
     model: str = f"{TOY}/sort/sft"  # the policy to start from: a folder, or a name on the hub
-    reward_fn: str = f"{TOY}/verifiers.py:exact_match"  # FILE:FUNCTION
+    reward_fn: str = f"{TOY.parent}/rewards/verifiers.py:exact_match"  # FILE:FUNCTION
     dataset: str = f"{TOY}/sort/data/prompts"  # folder or hub name; texts in a column `prompt`
     output_dir: str = "runs/lecture_grpo"  # where the trained policy is saved
     seed: int = 1  # of the order of prompts, the responses and the mini-batches

@@ -20,7 +20,7 @@ from torch.distributions import Normal, kl_divergence
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 import ddpo
-import jpeg
+from rewards import jpeg
 
 TRL = json.loads((ROOT / "tests/golden/trl023_ddpo.json").read_text())
 ARRAYS = load_file(ROOT / "tests/golden/trl023_ddpo.safetensors")
@@ -598,7 +598,8 @@ def test_stable_diffusion_in_small(tmp_path):
     )
     assert rollout.latents.shape == (4, 5, 4, 8, 8) and rollout.images.shape == (4, 3, 16, 16)
     close(rollout.images, theirs, atol=1e-5)
-    lines = run(ddpo, tmp_path / "run", model=args.model, reward_fn=str(ROOT / "jpeg.py:compressibility"), **settings)
+    reward_fn = str(ROOT / "rewards/jpeg.py:compressibility")
+    lines = run(ddpo, tmp_path / "run", model=args.model, reward_fn=reward_fn, **settings)
     assert lines[0]["reward_std"] > 0 and lines[0]["objective/kl"] < 1e-6 < lines[1]["objective/kl"]
     left = StableDiffusionPipeline.from_pretrained(tmp_path / "run", safety_checker=None, requires_safety_checker=False)
     assert left.unet.config.cross_attention_dim == 32 and isinstance(left.vae, AutoencoderKL)
@@ -1052,7 +1053,7 @@ def test_it_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     assert score < -0.4, score
 
 
-# --- jpeg.py ----------------------------------------------------------------------------------------------------------
+# --- rewards/jpeg.py --------------------------------------------------------------------------------------------------
 
 
 def test_jpeg():

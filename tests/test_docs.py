@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sources import ROOT, SCRIPTS, defined_in, nodes_of, text_of
 
-FOLDERS = (".", "docs", "docs/diffs", "toy", "benchmarks", "exercises", "tests", "tests/golden")
+FOLDERS = (".", "docs", "docs/diffs", "toy", "rewards", "benchmarks", "exercises", "tests", "tests/golden")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 OTHER_TOOLS = {
     "--solutions": "pytest, in exercises/conftest.py",
@@ -214,7 +214,7 @@ def test_commands_are_understood(path, monkeypatch):
         if "--resume" not in command:  # which needs the run
             _, args = read(command, monkeypatch)
             values = [x for value in vars(args).values() for x in (value if isinstance(value, tuple) else [value])]
-            files = [x.split(":")[0] for x in values if isinstance(x, str) and x.startswith(("toy/", "docs/"))]
+            files = [x.split(":")[0] for x in values if isinstance(x, str) and x.startswith(("toy/", "docs/", "rewards/"))]
             assert all(Path(file).exists() for file in files), files
 
 

@@ -128,7 +128,7 @@ CHANGES["rloo"] = {  # all but the critic's flags, and its own
     "reward_clip_range": (0.5, {"normalize_reward": True}),
 }  # fmt: skip
 ON_TEXTS, BY_MODEL = {"reward_fn": ("toy/make.py:gold_score",)}, {"reward_fn": ("reward_model",)}
-SORTING = {"model": "toy/sort/sft", "dataset": "toy/sort/data/prompts", "reward_fn": ("toy/verifiers.py:exact_match",)}
+SORTING = {"model": "toy/sort/sft", "dataset": "toy/sort/data/prompts", "reward_fn": ("rewards/verifiers.py:exact_match",)}
 CHANGES["grpo"] = {
     flag: change for flag, change in CHANGES["rloo"].items()
     if flag in fields_of("grpo")

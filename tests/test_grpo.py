@@ -399,7 +399,7 @@ def test_evaluation(monkeypatch, processes):
     [
         (dict(num_generations=1), "--num-generations 1: Input should be greater than or equal to 2"),
         (dict(num_generations=3), "a batch of 8 responses does not divide into groups of --num-generations 3"),
-        (dict(reward_fn=("toy/verifiers.py:countdown",)), "missing 2 required positional arguments: 'target' and 'nums'"),
+        (dict(reward_fn=("rewards/verifiers.py:countdown",)), "missing 2 required positional arguments: 'target' and 'nums'"),
         (dict(epsilon=-1.0), "--epsilon -1.0: Input should be greater than 0"),
         (dict(mask_truncated_completions=True, stop_token="none"), "with --stop-token none no response would be in"),
     ],

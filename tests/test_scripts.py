@@ -293,7 +293,7 @@ def test_a_script_alone_in_a_folder_starts(script, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path), monkeypatch.setattr(sys, "argv", [script])
     here = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "toy")]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if path not in ("", *here))])
-    for other in [*SCRIPTS, "jpeg.py", "toy.py", "make.py"]:
+    for other in [*SCRIPTS, "toy.py", "make.py"]:
         monkeypatch.delitem(sys.modules, Path(other).stem, raising=False)
     with pytest.raises(SystemExit) as end:
         load(tmp_path / script, "alone", monkeypatch).main()

@@ -1,6 +1,5 @@
-"""toy/verifiers.py: right answers, wrong ones, and what people's models have been found to write."""
+"""rewards/: right answers, wrong ones, and what people's models have been found to write."""
 
-import sys
 import time
 from fractions import Fraction
 
@@ -8,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ppo
-
-sys.path.insert(0, ppo.locate("toy"))
-import verifiers  # noqa: E402
+from rewards import python_code, verifiers
 
 
 def one(function, completion, **columns):
@@ -133,3 +129,30 @@ def test_overlong_penalty():
     penalty = verifiers.overlong_penalty(10, 4)
     lengths = [0, 6, 7, 8, 9, 10, 11, 50]
     assert penalty(completion_ids=[[0] * n for n in lengths]) == [0, 0, -0.25, -0.5, -0.75, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("text", "parses", "defines"),
+    [
+        ("Here:\n```python\ndef f(x):\n    return x\n```\nDone.", 1, 1), ("```py\ndef f(): pass\n```", 1, 1),
+        ("```python\ndef f(: pass\n```\n```python\ndef f(): pass\n```", 1, 1),  # the last one
+        ("```python\nprint('f')\n```", 1, 0), ("```python\ndef g():\n    def f(): pass\n```", 1, 0),
+        ("```python\nimport os; os.abort()\n```", 1, 0),  # it is not run
+        ("```python\n'\\d'\n```", 1, 0), ("def f(): pass", 0, 0), ("```python\ndef f(): pass", 0, 0), ("", 0, 0),
+        ("```python\n```", 0, 0), ("```python\n# def f()\n```", 0, 0), ("```\ndef f(): pass\n```", 0, 0),
+        ("```python\ndef f()\n    pass\n```", 0, 0), ("```python\n\x00\n```", 0, 0), ("```python\n'\ud800'\n```", 0, 0),
+        ("```python\n" + "9" * 5000 + "\n```", 0, 0), ("```python\n" + "x = 1\n" * 10**5 + "```", 0, 0),
+        *((f"```python\n{piece * 9000}1\n```", 0, 0) for piece in ("(", "-", "[", "{1:", "f'{")),
+    ],
+)  # fmt: skip
+def test_programs(text, parses, defines, recwarn):
+    """Nothing is run, and nothing raises, warns or takes any time."""
+    assert one(python_code.parses, text) == parses and one(python_code.defines, text, entry_point="f") == defines
+    assert one(python_code.parses, [{"role": "assistant", "content": text}]) == parses and not recwarn
+    assert one(python_code.defines, text, entry_point=None) is None
+
+
+def test_nested_programs_do_not_crash():
+    """Whatever the parser says of them: some of these are programs."""
+    for piece in ("(", "-", "a.", "not ", "lambda:", "a[", "x if y else ", "a**", "if a:\n ", "```python\n"):
+        assert one(python_code.parses, f"```python\n{piece * (9990 // len(piece))}1\n```") in (0.0, 1.0)

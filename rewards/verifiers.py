@@ -1,6 +1,6 @@
 """Reward functions that check an answer instead of judging it ("verifiable rewards"), as reasoning models are trained.
 
-    python grpo.py --dataset problems.jsonl --reward-fn toy/verifiers.py:right_number toy/verifiers.py:tagged
+    python grpo.py --dataset problems.jsonl --reward-fn rewards/verifiers.py:right_number rewards/verifiers.py:tagged
 
 They have the signature of TRL's reward functions, f(prompts, completions, **columns): lists of texts, or messages, and
 every column of the dataset by its name; one number a row in return. What a model writes is never run: Python's parser

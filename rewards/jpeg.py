@@ -1,6 +1,6 @@
 """Two rewards for ddpo.py: how small, or how large, an image is as a JPEG (Black et al. 2023, sec. 5.1).
 
-  python ddpo.py --model runwayml/stable-diffusion-v1-5 --reward-fn jpeg.py:compressibility
+  python ddpo.py --model runwayml/stable-diffusion-v1-5 --reward-fn rewards/jpeg.py:compressibility
 
 Nobody wants such images. But the reward is exact, costs nothing, and can be seen: compressible images lose their
 background, incompressible ones fill with detail.
