@@ -159,11 +159,11 @@ class Args:
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Models: a folder, or a name on the hub
-    model: Name = "toy/sort/sft"  # the policy to start from, which is also the reference that KL is measured against
+    model: Name = "toy/shells/sft"  # the policy to start from, which is also the reference that KL is measured against
     reward_model: Name = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
     reward_label: Name | None = None  # the label whose logit is the reward, for a classifier that has several
     # reward_model, or file.py:name of a function; of several, the sum
-    reward_fn: tuple[Name, ...] = ("rewards/verifiers.py:exact_match",)
+    reward_fn: tuple[Name, ...] = ("rewards/verifiers.py:right_number",)
     reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL)
     gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
@@ -175,7 +175,7 @@ class Args:
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
     # --- Data
-    dataset: Name = "toy/sort/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = "toy/shells/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one

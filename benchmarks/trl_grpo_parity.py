@@ -2,7 +2,7 @@
 
     python benchmarks/trl_grpo_parity.py     # needs a package index; makes a venv in /tmp/trl116, a minute at most
 
-The trainer runs there, on the CPU in float32, on a tiny Llama with the tokenizer of toy/sort, fixed weights, prompts and
+The trainer runs there, on the CPU in float32, on a tiny Llama with the tokenizer in tests/golden/digits, fixed weights, prompts and
 completions: only `_generate_single_turn` is replaced, and rows are not shuffled into mini-batches. (Not a GPT-2: TRL passes no positions, so that the learned
 positions of a GPT-2 count the padding on the left.) What it computed (advantages, losses, gradients, metrics) and the
 weights that it left go to tests/golden/trl116_grpo.safetensors and .json; the test builds the same from our functions.
@@ -51,7 +51,7 @@ def write_inputs(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sort/base")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/golden/digits")
     for seed, name in enumerate(("policy", "reference")):
         torch.manual_seed(seed)
         config = LlamaConfig(

@@ -1,6 +1,7 @@
 """The scripts are in the folder above. No test asks the network for anything, or leaves anything behind."""
 
 import atexit
+import json
 import os
 import random
 import shutil
@@ -120,12 +121,32 @@ def part_of(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny(part_of):
+def uneven(tmp_path_factory):
+    """uneven("prompts", 64) -> a folder with rows of toy/shells/data/prompts, every other prompt cut somewhere."""
+
+    def make(name: str, rows: int) -> str:
+        folder = tmp_path_factory.mktemp(name)
+        for split in ("train", "validation"):
+            with open(ROOT / "toy/shells/data" / name / f"{split}.jsonl") as file:
+                data = [json.loads(line) for line in islice(file, rows)]
+            for i, row in enumerate(data[::2]):  # of the others, some answers are right
+                row["prompt"] = " ".join([*row["prompt"].split()[: 3 + i % 7], ":"])
+            (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, data)))
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(part_of, uneven):
     """Settings of a run of three or four steps, for each script."""
     return {
         "ppo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
         "rloo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
-        "grpo": dict(batch_size=8, num_generations=4, total_episodes=24, response_length=8, num_eval_prompts=4),
+        "grpo": dict(
+            batch_size=8, num_generations=4, total_episodes=24, response_length=8, num_eval_prompts=4,
+            dataset=uneven("prompts", 64),
+        ),
         "ddpo": dict(
             num_epochs=2, sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1, train_batch_size=8,
             train_gradient_accumulation_steps=1,

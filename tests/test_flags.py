@@ -128,7 +128,7 @@ CHANGES["rloo"] = {  # all but the critic's flags, and its own
     "reward_clip_range": (0.5, {"normalize_reward": True}),
 }  # fmt: skip
 ON_TEXTS, BY_MODEL = {"reward_fn": ("toy/make.py:gold_score",)}, {"reward_fn": ("reward_model",)}
-SORTING = {"model": "toy/sort/sft", "dataset": "toy/sort/data/prompts", "reward_fn": ("rewards/verifiers.py:exact_match",)}
+SHELLS = {"model": "toy/shells/sft", "dataset": "toy/shells/data/prompts", "reward_fn": ("rewards/verifiers.py:right_number",)}
 CHANGES["grpo"] = {
     flag: change for flag, change in CHANGES["rloo"].items()
     if flag in fields_of("grpo")
@@ -137,7 +137,7 @@ CHANGES["grpo"] = {
     "importance_sampling_level": ("sequence", {"num_ppo_epochs": 4}),
     "scale_rewards": "none", "epsilon": (1e-4, {"num_ppo_epochs": 4}), "epsilon_high": (1e-4, {"num_ppo_epochs": 4}),
     "delta": (1.0, {"num_ppo_epochs": 4}), "beta": 0.5, "mask_truncated_completions": (True, {"response_length": 4}),
-    "use_bias_correction_kl": (False, {"beta": 0.5, "num_ppo_epochs": 2}), "dynamic_sampling": (3, SORTING),
+    "use_bias_correction_kl": (False, {"beta": 0.5, "num_ppo_epochs": 2}), "dynamic_sampling": (3, SHELLS),
     "reward_fn": (("toy/make.py:gold_score",), {}), "reward_weights": ((0.5,), {}), "dataset": ("{tmp}/prompts.csv", ON_TEXTS),
     "prompt_column": ("other", {"dataset": "{tmp}/prompts.csv", "model": "toy/sft"} | ON_TEXTS),
     "dataset_config": ("second", {"dataset": "{tmp}/configs", "dataset_config": "first"} | ON_TEXTS),

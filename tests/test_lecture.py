@@ -62,37 +62,38 @@ def ink(images, prompts, metadata):  # of one column, for each prompt another
 
 
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory):
+def worlds(tmp_path_factory, uneven):
     """worlds(script, name) -> settings: models whose responses often end within eight tokens, data and a reward.
 
-    In the toy world EOS is the full stop, and the padding, too; the tiny Llama, drawn at random, has fifteen tokens.
+    In the toy world EOS is the full stop, and the padding, too; the tiny Llama, drawn at random, has seventeen tokens.
     The shapes are drawn by the toy pipeline, once with Stable Diffusion's schedule.
     """
     folder = tmp_path_factory.mktemp("worlds")
-    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=15)
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=17)
     config = LlamaConfig(**sizes, num_labels=1, pad_token_id=1, initializer_range=0.3, reward_bias=0.7)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     tokenizer.eos_token = tokenizer.pad_token = "."
-    digits = AutoTokenizer.from_pretrained(ROOT / "toy/sort/sft")
+    cups = AutoTokenizer.from_pretrained(ROOT / "toy/shells/base")
     kinds = {"model": AutoModelForCausalLM, "reward_model": AutoModelForSequenceClassification}
     torch.manual_seed(0)
     for role, auto_class in kinds.items():
         toy = auto_class.from_pretrained(ROOT / "toy" / {"model": "sft"}.get(role, role))
         for part in (toy, tokenizer):
             part.save_pretrained(folder / "toy" / role)
-        for part in (auto_class.from_config(config), digits):
+        for part in (auto_class.from_config(config), cups):
             part.save_pretrained(folder / "llama" / role)
     (folder / "reward.py").write_text("def length(completions, **_):\n    return [len(x) % 7 / 7 for x in completions]")
     (folder / "ink.py").write_text(INK)
     shutil.copytree(ROOT / "toy/shapes/sd", folder / "stable")
     (folder / "stable/scheduler/scheduler_config.json").write_text(json.dumps(STABLE))
 
+    data = {"toy": f"{ROOT}/toy/data/prompts", "llama": uneven("prompts", 1600)}
+
     def settings(script: str, world: str) -> dict[str, str]:
         if script == "ddpo":
             pipelines = {"shapes": ROOT / "toy/shapes/sd", "stable": folder / "stable"}
             return {"model": str(pipelines[world]), "reward_fn": f"{folder}/ink.py:ink"}
-        data = {"toy": "toy/data/prompts", "llama": "toy/sort/data/prompts"}[world]
-        given = {"model": f"{folder}/{world}/model", "dataset": f"{ROOT}/{data}"}
+        given = {"model": f"{folder}/{world}/model", "dataset": data[world]}
         if script == "grpo":
             return given | {"reward_fn": f"{folder}/reward.py:length"}
         return given | {"reward_model": f"{folder}/{world}/reward_model"}
@@ -101,24 +102,24 @@ def worlds(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def texts(tmp_path_factory):
+def texts(tmp_path_factory, uneven):
     """texts(script, world) -> settings: a model, and data of which three steps take one and a half passes.
 
     In the toy world EOS is the full stop, with which texts end, and the padding; its model is drawn for sft.py. The
-    tiny Llama reads 410 texts of digits, which length-grouped batches of 8 take in two groups.
+    tiny Llama reads 410 texts of the shell game, which length-grouped batches of 8 take in two groups.
     """
     folder = tmp_path_factory.mktemp("texts")
     toy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
     toy.config.embd_pdrop = toy.config.resid_pdrop = 0.1
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     tokenizer.eos_token = tokenizer.pad_token = "."
-    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=15)
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=17)
     torch.manual_seed(0)
     llama = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, pad_token_id=1, initializer_range=0.3))
-    digits = AutoTokenizer.from_pretrained(ROOT / "toy/sort/sft")
-    for world, parts in {"toy": (toy, tokenizer), "llama": (llama, digits)}.items():
+    cups = AutoTokenizer.from_pretrained(ROOT / "toy/shells/base")
+    for world, parts in {"toy": (toy, tokenizer), "llama": (llama, cups)}.items():
         [part.save_pretrained(folder / world) for part in parts]
-    rows = {"toy": ("toy/data/preferences/train.jsonl", 12), "llama": ("toy/sort/data/sft/train.jsonl", 410)}
+    rows = {"toy": ("toy/data/preferences/train.jsonl", 12), "llama": (f"{uneven('sft', 410)}/train.jsonl", 410)}
     for world, (file, n) in rows.items():
         pairs = [json.loads(line) for line in lines_of(file)[:n]]
         for i, pair in enumerate(pairs):
