@@ -1,370 +1,450 @@
-"""Learning: score, gold score, KL and EOS share of ppo.py and rloo.py on the toy world, beside those of TRL 0.16.1.
+"""Learning: the runs behind the figures in README and docs, ours and TRL's, over several seeds.
 
-    python benchmarks/learning.py                  # five seeds; half an hour on two CPU cores
-    python benchmarks/learning.py --seeds 1,2 --sides ours
-    python benchmarks/learning.py --redraw         # the charts and the table again, from the JSON file
-    python benchmarks/learning.py --algorithms dpo --output benchmarks/results/learning-dpo.json \
-        --beside benchmarks/results/learning.json  # DPO in one chart with runs that were made before
-    python benchmarks/learning.py --algorithms rloo --sides ours --ours "--max-grad-norm 1e9" --output FILE.json
+    python benchmarks/learning.py                       # all that is missing; says first how long it takes
+    python benchmarks/learning.py --only "ppo*" --seeds 1,2
+    python benchmarks/learning.py --list                # the runs, and which of them are there
+    python benchmarks/learning.py --compare "ppo.py --lam 1"       # a table: this beside the default, five seeds
 
-Ours run as a reader runs them, `python ppo.py --seed S --gold-reward-fn toy/make.py:gold_score`, with evaluation and
-sample tables off, and are read from their metrics.jsonl. TRL's PPOTrainer and RLOOTrainer run in the virtual environment
-of throughput.py, on the same policy, reward model and prompts, each with the settings that ours wrote in args.json.
-What stays unequal is what the libraries differ in: TRL 0.16.1 never clips the gradient, its RLOO does not end a
-generation at EOS, and the random numbers are others. The gold score, the truth of the toy world, is no part of training
-on either side. TRL's is taken where it calls its reward model, score and EOS share too; its KL is the one it logs.
+Ours run as a reader runs them, `python ppo.py --seed S --gold-reward-fn toy/make.py:gold_score`, on one thread. TRL runs
+in virtual environments of its own (trl_runs.py), from the same models and data, with the settings that ours wrote in
+args.json. Our evaluation reads both sides' models of sft, reward_model, dpo and grpo.
 
-dpo.py sees the pairs that the reward model of the others was trained on, and is judged by 200 responses every 20 steps;
-an episode of it is a pair, and it has no score.
-
-Seconds run from the start of the training loop, by each side's clock; loading is left out.
-
-What comes out: learning.json with every update of every run; learning-episodes.png and learning-seconds.png, the mean
-over the seeds with a band from the lowest to the highest; learning-frontier.png, gold score against KL, where more to
-the upper left is better; and a table in Markdown.
+What comes out: a line in results/learning.jsonl for each run, as it ends, with its command, seed, revision, date,
+processor and CPU seconds from start to exit; the metrics of its `start` and `end`, which is the mean over the last five
+updates (of evaluations, the last one); and curves of the runs beside TRL. `python benchmarks/tables.py` writes the tables
+and charts from it. A run that is there is not made again: take its line out first.
 """
 
 import argparse
-import importlib.util
+import fnmatch
+import importlib
 import json
-import math
 import os
+import re
 import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
-import throughput
+import trl_runs
 import trl_versions
-from throughput import ROOT, BenchmarkError, require
+from throughput import RESULTS, ROOT, describe_machine, describe_ours
 
-ALGORITHMS = ("ppo", "rloo", "dpo")
-METRICS = {"score": "score", "gold": "gold score", "kl": "KL, nats a response", "eos_share": "share that end with EOS"}
+RECORD = RESULTS / "learning.jsonl"
 LAST = 5  # updates at the end of a run whose mean is its result
-GOAL = 3.0  # gold score, for "seconds until"
-SHARED = ("seed", "learning_rate", "num_mini_batches", "num_ppo_epochs", "response_length", "temperature", "kl_coef",
-          "cliprange", "weight_decay", "missing_eos_penalty", "lr_scheduler_type", "adam_epsilon",
-          "local_rollout_forward_batch_size")  # fmt: skip
-OWN = {
-    "ppo": ("cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards"),
-    "rloo": ("rloo_k", "normalize_reward", "reward_clip_range", "normalize_advantage"),
+FIVE, THREE, ONE = (1, 2, 3, 4, 5), (1, 2, 3), (1,)
+GOLD = "--gold-reward-fn toy/make.py:gold_score"
+SHAPES = "--gold-reward-fn toy/shapes/make.py:same_shape"
+PRICE = "--reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length --reward-weights 1 -0.05"
+BY_MODEL = "--model toy/sft --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7"
+SECONDS = {  # of CPU time, roughly, of a default run
+    "ppo": 45, "rloo": 35, "grpo": 35, "dpo": 170, "sft": 75, "reward_model": 75, "ddpo": 80,
+}  # fmt: skip
+CURVES = {
+    "ppo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
+    "rloo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
+    "grpo": ("reward", "completions/mean_length", "entropy", "frac_reward_zero_std"),
+    "dpo": ("eval/rewards/accuracies", "objective/gold_scores", "objective/kl", "val/eos_share"),
+    "sft": ("eval/perplexity", "eval/mean_token_accuracy", "eval/eos_loss"),
+    "reward_model": ("eval/accuracy", "eval/loss", "eval/calibration_error"),
+    "ddpo": ("reward_mean", "objective/gold_scores", "objective/kl"),
 }
-COLOURS = {"ours": "#2a6fbb", "TRL 0.16.1": "#c46a2b"}
-OTHER_COLOUR = "#4f9d5d"  # of ours with further flags
-STYLES = {"ppo": "-", "rloo": "--", "dpo": ":"}
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Inside TRL's virtual environment
 
 
-def load_gold_text_score():
-    """gold_text_score of toy/make.py, from a text to a float."""
-    spec = importlib.util.spec_from_file_location("make", ROOT / "toy/make.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.gold_text_score
+@dataclass(frozen=True)
+class Run:
+    """One training, for each of its seeds."""
+
+    script: str
+    flags: str = ""
+    seeds: tuple[int, ...] = FIVE
+    side: str = "ours"  # or TRL, with the settings of our run of the same flags
+    effort: float = 1.0  # CPU time, as a multiple of the default run's
+    judged: bool = False  # answers of its policy are scored by the gold score in the end
+
+    @property
+    def name(self) -> str:
+        """How tables call it."""
+        return f"{'TRL ' * (self.side == 'TRL')}{self.script} {self.flags}".strip()
 
 
-def run_trl(spec: dict) -> None:
-    """One training by TRL 0.16.1; a line for each update goes to spec["lines"]."""
-    from transformers import TrainerCallback
-
-    trainer, module = trl_versions.trainer_016(spec, spec["arguments"] | {"stop_token": "eos"})
-    tokenizer, reward_model = trainer.processing_class, trainer.reward_model
-    gold_text_score, get_reward, seen = load_gold_text_score(), module.get_reward, {}
-
-    def get_reward_and_gold(model, ids, pad_token_id, context_length):
-        """TRL's; where the reward model is asked, the texts are judged by the truth too."""
-        result = get_reward(model, ids, pad_token_id, context_length)
-        if model is reward_model:
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            ended = (ids[:, context_length:] == tokenizer.eos_token_id).any(1)
-            seen.update(score=result[1].mean().item(), gold=statistics.fmean(map(gold_text_score, texts)),
-                        eos_share=ended.float().mean().item(), rows=len(ids))  # fmt: skip
-        return result
-
-    start = time.perf_counter()
-
-    class Writer(TrainerCallback):
-        """Takes down each update."""
-
-        def on_log(self, args, state, control, logs=None, **others):
-            """One line."""
-            if "objective/kl" in logs:
-                require(
-                    seen.pop("rows") == args.batch_size, "TRL scored a batch in parts; its mean would be of the last"
-                )
-                line = {"episode": logs["episode"], "seconds": time.perf_counter() - start, "kl": logs["objective/kl"]}
-                with open(spec["lines"], "a") as file:
-                    file.write(json.dumps(line | seen) + "\n")
-
-    trainer.add_callback(Writer())
-    with mock.patch.object(module, "get_reward", get_reward_and_gold):
-        trainer.train()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Outside: the runs
-
-
-def run_process(command: list[str], log: Path) -> None:
-    """Runs a command to its end; raises BenchmarkError with its last lines if it fails."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with open(log, "w") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, check=False)
-    tail = "\n".join(log.read_text(errors="replace").strip().splitlines()[-12:])
-    require(done.returncode == 0, f"`{shlex.join(command)}` failed; its last lines:\n{tail}")
-
-
-def run_ours(algorithm: str, seed: int, flags: list[str], work: Path) -> tuple[list[dict], dict]:
-    """One training by our script: its updates, and its settings."""
-    output = work / f"ours-{algorithm}-{seed}"
-    command = [sys.executable, str(ROOT / f"{algorithm}.py"), "--seed", str(seed), "--output-dir", str(output),
-               "--gold-reward-fn", f"{ROOT / 'toy/make.py'}:gold_score", "--num-sample-generations", "0",
-               "--dataset-test-split", "none", *flags]  # fmt: skip
-    run_process(command, work / f"{output.name}.log")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    updates = [
-        {"episode": line["episode"], "seconds": line["episode"] / line["eps"], "score": line["objective/scores"],
-         "gold": line["objective/gold_scores"], "kl": line["objective/kl"], "eos_share": line["val/eos_share"]}
-        for line in lines
-    ]  # fmt: skip
-    return updates, json.loads((output / "args.json").read_text())
-
-
-def run_dpo(seed: int, flags: list[str], work: Path) -> list[dict]:
-    """One training by dpo.py: what its evaluations saw."""
-    output = work / f"ours-dpo-{seed}"
-    command = [sys.executable, str(ROOT / "dpo.py"), "--seed", str(seed), "--output-dir", str(output),
-               "--gold-reward-fn", f"{ROOT / 'toy/make.py'}:gold_score", "--num-sample-generations", "0",
-               "--eval-steps", "20", "--num-eval-prompts", "200", *flags]  # fmt: skip
-    run_process(command, work / f"{output.name}.log")
-    batch, seconds, seen = json.loads((output / "args.json").read_text())["batch_size"], 0.0, []
-    for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()):
-        seconds += line["time/step"]
-        if "objective/kl" in line:
-            seen.append({
-                "episode": line["step"] * batch, "seconds": seconds, "gold": line["objective/gold_scores"],
-                "kl": line["objective/kl"], "eos_share": line["val/eos_share"],
-            })  # fmt: skip
-    return seen
-
-
-def run_theirs(algorithm: str, seed: int, settings: dict, python: str, work: Path) -> list[dict]:
-    """One training by TRL with the settings of ours: its updates."""
-    models, output = work / "models", work / f"trl-{algorithm}-{seed}"
-    if not models.exists():
-        models.mkdir()
-        trl_versions.copy_toy(models)
-    batches = {
-        "per_device_train_batch_size": settings["batch_size"] // settings["num_mini_batches"],
-        "gradient_accumulation_steps": 1, "total_episodes": settings["num_updates"] * settings["batch_size"],
-    }  # fmt: skip
-    spec = {
-        "algorithm": algorithm, "arguments": batches | {name: settings[name] for name in SHARED + OWN[algorithm]},
-        "policy": str(models / "policy"), "reward": str(models / "reward"), "output": str(output),
-        "prompts": str(models / f"prompts-{algorithm}.jsonl"), "lines": str(work / f"{output.name}.jsonl"),
-    }  # fmt: skip
-    file = work / f"{output.name}.json"
-    file.write_text(json.dumps(spec))
-    run_process([python, __file__, "--worker", str(file)], work / f"{output.name}.log")
-    return [json.loads(line) for line in Path(spec["lines"]).read_text().splitlines()]
-
-
-def run_all(args: argparse.Namespace, work: Path) -> dict:
-    """All runs, seed by seed, so that a machine that slows down slows down all sides; written as they end."""
-    python = trl_versions.make_venv("0.16.1", args.venvs) if "trl" in args.sides else None
-    ours, flags = f"ours {args.ours}".strip(), shlex.split(args.ours)
-    results = {
-        "machine": throughput.describe_machine(), "date": time.strftime("%Y-%m-%d %H:%M"),
-        "command": shlex.join(sys.argv), "ours": throughput.describe_ours(ROOT), "runs": [],
-    }  # fmt: skip
-
-    def keep(algorithm: str, side: str, seed: int, updates: list[dict]) -> None:
-        """Adds a run to the file."""
-        results["runs"].append({"algorithm": algorithm, "side": side, "seed": seed, "updates": updates})
-        write_results(args.output, results)
-        print(f"{algorithm}, {side}, seed {seed}: gold score {ending(updates, 'gold'):.2f} after "
-              f"{updates[-1]['episode']} episodes, {updates[-1]['seconds']:.0f} s", flush=True)  # fmt: skip
-
-    for seed in args.seeds:
-        for algorithm in args.algorithms:
-            if algorithm == "dpo":
-                keep(algorithm, ours, seed, run_dpo(seed, flags, work))
-                continue
-            updates, settings = run_ours(algorithm, seed, flags, work)
-            keep(algorithm, ours, seed, updates)
-            if "trl" in args.sides:
-                keep(algorithm, "TRL 0.16.1", seed, run_theirs(algorithm, seed, settings, python, work))
-    return results
-
-
-def write_results(file: Path, results: dict) -> None:
-    """The JSON file, one update a line."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    head = json.dumps({name: value for name, value in results.items() if name != "runs"}, indent=1)
-    rounded = lambda updates: [{k: round(v, 4) for k, v in update.items()} for update in updates]
-    runs = [
-        json.dumps({k: v for k, v in run.items() if k != "updates"})[:-1]
-        + ', "updates": [\n'
-        + ",\n".join(json.dumps(update) for update in rounded(run["updates"]))
-        + "]}"
-        for run in results["runs"]
-    ]
-    file.write_text(head[:-2] + ',\n"runs": [\n' + ",\n".join(runs) + "]}\n")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Outside: what came out
-
-
-def ending(updates: list[dict], name: str) -> float:
-    """The result of a run: the mean of a metric over its last updates."""
-    return statistics.fmean(update[name] for update in updates[-LAST:])
-
-
-def until_goal(updates: list[dict], axis: str) -> float:
-    """Where on the axis the gold score, as a mean of three updates, first reaches the goal; NaN if it never does."""
-    for i in range(2, len(updates)):
-        if statistics.fmean(update["gold"] for update in updates[i - 2 : i + 1]) >= GOAL:
-            return updates[i][axis]
-    return math.nan
-
-
-def groups_of(results: dict) -> dict[tuple[str, str], list[list[dict]]]:
-    """(algorithm, side) -> the updates of each seed."""
-    groups = {}
-    for run in results["runs"]:
-        groups.setdefault((run["algorithm"], run["side"]), []).append(run["updates"])
-    return groups
-
-
-def make_table(results: dict) -> str:
-    """Markdown: mean and standard deviation over the seeds of what each run ended with."""
-    head = ["", "", "score", "gold score", "KL", "EOS share", "seconds", f"episodes to gold {GOAL:g}",
-            f"seconds to gold {GOAL:g}"]  # fmt: skip
-    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
-
-    def cell(values: list[float], digits: int) -> str:
-        """mean ± deviation; of seeds that never reached the goal there is no value, and the others are counted."""
-        there = [value for value in values if not math.isnan(value)]
-        if not there:
-            return "never"
-        deviation = f" ± {statistics.stdev(there):.{digits}f}" if len(there) > 1 else ""
-        count = f" ({len(there)} of {len(values)} seeds)" if len(there) < len(values) else ""
-        return f"{statistics.fmean(there):.{digits}f}{deviation}{count}"
-
-    for (algorithm, side), runs in groups_of(results).items():
-        row = [f"{algorithm}", f"{side}, {len(runs)} seeds"]
-        row += [
-            cell([ending(run, name) for run in runs], digits) if name in runs[0][0] else "–"
-            for name, digits in zip(METRICS, (2, 2, 1, 2))
-        ]
-        row.append(cell([run[-1]["seconds"] for run in runs], 0))
-        row += [cell([until_goal(run, axis) for run in runs], 0) for axis in ("episode", "seconds")]
-        lines.append(row)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def band(runs: list[list[dict]], axis: str, name: str) -> tuple[list[float], list[list[float]]]:
-    """Points on the axis that all runs reach, and the metric of each run there, interpolated."""
-    import numpy as np
-
-    last = min(run[-1][axis] for run in runs)
-    first = max(run[0][axis] for run in runs)
-    x = np.linspace(first, last, min(map(len, runs)))
-    return x, np.array([np.interp(x, [u[axis] for u in run], [u[name] for u in run]) for run in runs])
-
-
-def draw_curves(results: dict, axis: str, label: str, file: Path) -> None:
-    """A row for each algorithm, a column for each metric; mean over the seeds, and the range as a band."""
-    groups = groups_of(results)
-    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
-    figure, axes = throughput.figure_of(len(algorithms), len(METRICS), 15, 3.1 * len(algorithms))
-    for (algorithm, side), runs in groups.items():
-        for panel, name in zip(axes[algorithms.index(algorithm)], METRICS):
-            if name not in runs[0][0]:
-                panel.axis("off")
-                continue
-            x, y = band(runs, axis, name)
-            panel.plot(x, y.mean(0), color=COLOURS.get(side, OTHER_COLOUR), label=f"{algorithm}, {side}")
-            panel.fill_between(x, y.min(0), y.max(0), color=COLOURS.get(side, OTHER_COLOUR), alpha=0.2, linewidth=0)
-            panel.set_title(METRICS[name], fontsize=10)
-            panel.set_xlabel(label, fontsize=9)
-    for row in axes:
-        row[1].legend(frameon=False, fontsize=9)
-    machine = results["machine"]
-    figure.suptitle(f"toy world, mean and range over seeds; {machine['cpu']}, {machine['cores']} cores", fontsize=9)
-    figure.savefig(file, dpi=110)
-
-
-def draw_frontier(results: dict, file: Path) -> None:
-    """Gold score against KL along the training, the mean over the seeds at each update."""
-    figure, axes = throughput.figure_of(1, 1, 6, 4)
-    for (algorithm, side), runs in groups_of(results).items():
-        kl, gold = (band(runs, "episode", name)[1].mean(0) for name in ("kl", "gold"))
-        axes[0, 0].plot(kl, gold, STYLES[algorithm], color=COLOURS.get(side, OTHER_COLOUR), label=f"{algorithm}, {side}")
-    axes[0, 0].set_xlabel("KL to the reference, nats a response"), axes[0, 0].set_ylabel("gold score")
-    axes[0, 0].legend(frameon=False)
-    figure.savefig(file, dpi=110)
-
-
-def show(results: dict, output: Path, beside: Path | None = None) -> None:
-    """Charts beside the JSON file, and the table; with the runs of another such file, if there is one."""
-    if beside:
-        results = results | {"runs": json.loads(beside.read_text())["runs"] + results["runs"]}
-    for axis, label in (("episode", "episodes"), ("seconds", "seconds")):
-        name = {"episode": "episodes", "seconds": "seconds"}[axis]
-        draw_curves(results, axis, label, output.with_name(f"{output.stem}-{name}.png"))
-    draw_frontier(results, output.with_name(f"{output.stem}-frontier.png"))
-    print(make_table(results))
-    print(f"written: {output}, and three charts beside it")
-
-
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    seeds = lambda text: [int(part) for part in text.split(",")]
-    seeds.__name__ = "list of seeds"  # for argparse's message
-    parser.add_argument("--seeds", type=seeds, default=[1, 2, 3, 4, 5], help="with commas between them")
-    parser.add_argument(
-        "--algorithms", type=throughput.a_list(ALGORITHMS), default=["ppo", "rloo"], help="of ppo,rloo,dpo"
+DEFAULTS = {
+    "sft": "", "reward_model": "", "ppo": GOLD, "rloo": GOLD, "grpo": "", "dpo": GOLD, "ddpo": SHAPES,
+}  # fmt: skip
+RUNS = [Run(script, flags, judged=script in ("ppo", "rloo", "dpo")) for script, flags in DEFAULTS.items()]
+# The shell game: before training; answering at once only; a price for each token; relatives of GRPO
+RUNS += [Run("grpo", "--total-episodes 64 --learning-rate 1e-12", ONE, effort=0.3)]
+RUNS += [
+    Run("grpo", flags)
+    for flags in (
+        "--response-length 3",
+        PRICE,
+        "--loss-type grpo",
+        "--loss-type dr_grpo --scale-rewards none",
+        "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4",
+        "--loss-type cispo",
     )
-    parser.add_argument("--sides", type=throughput.a_list(("ours", "trl")), default=["ours", "trl"],
-                        help="ours, or ours,trl: TRL takes its settings from ours")  # fmt: skip
-    parser.add_argument("--ours", default="", metavar="FLAGS", help="further flags for our script, in one string")
-    parser.add_argument("--redraw", action="store_true", help="run nothing, draw what the JSON file holds")
-    parser.add_argument("--beside", type=Path, help="another JSON file, whose runs are drawn and listed too")
-    parser.add_argument("--output", type=Path, default=throughput.RESULTS / "learning.json", help="JSON file")
-    parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="where TRL's environment is, or is made")
-    parser.add_argument("--work", type=Path, help="folder for the runs, which then stay there")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+]
+RUNS += [Run("grpo", "--dynamic-sampling 4", effort=2)]
+RUNS += [Run("grpo", "--num-ppo-epochs 4", effort=2.5), Run("grpo", "--num-ppo-epochs 4 --epsilon-high 0.28", effort=2.5)]
+RUNS += [
+    Run(script, flags, side="TRL", effort={"ppo": 3, "rloo": 4, "grpo": 2}.get(script, 2))
+    for script, flags in DEFAULTS.items()
+]
+# Sweeps of the pages
+RUNS += [
+    Run("ppo", f"{GOLD} {flags}", THREE, effort=effort)
+    for flags, effort in {
+        "--lam 0": 1, "--lam 1": 1, "--num-ppo-epochs 1": 0.5, "--num-ppo-epochs 8": 1.8, "--kl-coef 0.2": 1,
+        "--kl-coef 0.01": 1, "--response-length 24": 0.7, "--response-length 24 --missing-eos-penalty 3": 0.7,
+        "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0": 2, "--learning-rate 1e-3 --total-episodes 4096": 2,
+    }.items()
+]  # fmt: skip
+RUNS += [
+    Run("rloo", f"{GOLD} {flags}", seeds)
+    for flags, seeds in {
+        "--max-grad-norm 1e9": FIVE, "--rloo-k 8": THREE, "--num-ppo-epochs 1": THREE, "--num-ppo-epochs 8": THREE,
+        "--token-level-kl": THREE, "--token-level-kl --normalize-reward --normalize-advantage": THREE,
+    }.items()
+]  # fmt: skip
+RUNS += [
+    Run("ddpo", f"{SHAPES} {flags}", ONE)
+    for flags in (
+        "--train-learning-rate 1e-4", "--train-learning-rate 1e-3", "--train-learning-rate 1e-3 --kl-coef 0.1",
+        "--train-learning-rate 1e-3 --kl-coef 1", "--reward-fn toy/shapes/make.py:little_ink",
+        "--reward-fn toy/shapes/make.py:little_ink --kl-coef 1",
+    )
+]  # fmt: skip
+RUNS += [
+    Run("dpo", f"{GOLD} {flags}", ONE, effort=effort)
+    for flags, effort in {"--beta 0.02": 1, "--beta 0.5": 1, "--loss-type ipo": 1, "--num-train-epochs 0.25": 0.3}.items()
+]
+RUNS += [
+    Run("sft", flags, ONE, effort=effort)
+    for flags, effort in {
+        "--learning-rate 3e-4": 1, "--learning-rate 1e-3": 1, "--learning-rate 1e-2": 1, "--num-train-epochs 3": 3,
+        "--batch-size 16": 1.5, "--batch-size 256": 1,
+    }.items()
+]  # fmt: skip
+RUNS += [
+    Run("reward_model", flags, ONE, effort=effort)
+    for flags, effort in {
+        "--num-train-epochs 0.1": 0.2, "--num-train-epochs 0.3": 0.4, "--num-train-epochs 2": 2,
+        "--learning-rate 1e-4": 1, "--learning-rate 3e-3": 1, "--eos-dropout 0.5": 1,
+    }.items()
+]  # fmt: skip
+RUNS += [
+    Run("ppo", f"{GOLD} --reward-model runs/learning/{run}-1", ONE)  # the first run's, and the last's, of reward_model.py
+    for run in ("reward_model", "reward_model-eos-dropout-0.5")
+]
+# Which one? 2,048 episodes each, and some hundred CPU seconds each
+RUNS += [
+    Run(script, flags, effort=effort, judged=True)
+    for script, flags, effort in (
+        ("dpo", f"{GOLD} --num-train-epochs 0.0683", 0.15),
+        ("grpo", f"{BY_MODEL} {GOLD} --beta 0.05 --total-episodes 2048", 1),
+        ("sft", "--model toy/sft --dataset runs/learning/chosen --num-train-epochs 0.0683", 0.3),
+        ("ppo", f"{GOLD} --total-episodes 5120", 2.3),
+        ("rloo", f"{GOLD} --total-episodes 7168", 3),
+        ("grpo", f"{BY_MODEL} {GOLD} --beta 0.05 --total-episodes 6144", 3),
+        ("dpo", f"{GOLD} --num-train-epochs 0.6", 0.6),
+        ("sft", "--model toy/sft --dataset runs/learning/chosen", 1.4),
+    )
+]
 
 
-def main(argv: list[str]) -> None:
-    """Runs, or draws, or does what the outer process asks of a worker."""
-    args = parse_arguments(argv)
-    if args.worker:
-        run_trl(json.loads(args.worker.read_text()))
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+def run_process(command: list, log: Path) -> float:
+    """Runs a command on one thread; its CPU seconds, with those of its children. Ends the program if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with open(log, "w") as out:
+        process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        tail = "\n".join(log.read_text(errors="replace").strip().splitlines()[-12:])
+        raise RuntimeError(f"`{shlex.join(map(str, command))}` failed; its last lines:\n{tail}")
+    return used.ru_utime + used.ru_stime
+
+
+def folder_of(run: Run, seed: int) -> Path:
+    """Where a run goes; what it is made of stands in the name."""
+    words = re.sub(r"[^\w.]+", "-", run.name.replace(GOLD, "").replace(SHAPES, "")).strip("-")
+    return ROOT / "runs/learning" / f"{words}-{seed}"
+
+
+def our_command(run: Run, seed: int, output: Path) -> list:
+    """As a reader would start it, with more evaluations."""
+    command = [sys.executable, f"{run.script}.py", *shlex.split(run.flags), "--seed", seed, "--output-dir", output]
+    command += ["--save-steps", 100_000]
+    if run.script in trl_runs.EVERY:
+        command += ["--eval-steps", trl_runs.EVERY[run.script]]
+    if run.script == "dpo":
+        command += ["--num-eval-prompts", 200]
+    return command if run.script == "ddpo" else [*command, "--num-sample-generations", 0]
+
+
+def train_ours(run: Run, seed: int, output: Path) -> float:
+    """One training by our script."""
+    if "runs/learning/chosen" in run.flags:
+        write_chosen()
+    return run_process(our_command(run, seed, output), output.with_suffix(".log"))
+
+
+def train_trl(run: Run, seed: int, output: Path) -> float:
+    """One training by TRL; its models are then read by our evaluation."""
+    ours = folder_of(Run(run.script, run.flags), seed)
+    if not (ours / "args.json").exists():
+        raise RuntimeError(f"TRL takes its settings from {ours}/args.json: run ours first")
+    output.mkdir(parents=True)
+    if run.script == "sft":
+        run_process([sys.executable, __file__, "--save-start", ours, output], output.with_suffix(".log"))
+    python = trl_versions.make_venv(trl_runs.VERSIONS[run.script], VENVS)
+    command = [python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
+    seconds = run_process(command, output.with_suffix(".log"))
+    if run.script in (*trl_runs.EVERY, "grpo"):
+        run_process([sys.executable, __file__, "--judge", run.script, ours, output], output.with_suffix(".log"))
+    return seconds
+
+
+def summarize(script: str, lines: list[dict]) -> dict:
+    """`start` and `end` of a run, and its curves."""
+    numbers = {name: [line[name] for line in lines if isinstance(line.get(name), int | float)] for name in
+               dict.fromkeys(name for line in lines for name in line)}  # fmt: skip
+    evaluated = script in trl_runs.EVERY
+    end = {
+        name: values[-1] if evaluated or name.startswith("eval/") else statistics.fmean(values[-LAST:])
+        for name, values in numbers.items() if values
+    }  # fmt: skip
+    axis = next(name for name in ("episode", "epoch", "step") if name in lines[-1])
+    curve_lines = [line for line in lines if CURVES[script][0] in line]
+    curves = {name: [line.get(name) for line in curve_lines] for name in (axis, *CURVES[script])}
+    rounded = lambda values: {name: float(f"{value:.5g}") for name, value in values.items()}
+    curves = {name: [x if x is None else float(f"{x:.4g}") for x in values] for name, values in curves.items()}
+    start = {name: values[0] for name, values in numbers.items() if values}
+    return {"start": rounded(start), "end": rounded(end), "curves": curves}
+
+
+def make_run(run: Run, seed: int) -> None:
+    """One run from start to its line in the record."""
+    output = folder_of(run, seed)
+    if output.exists():
+        subprocess.run(["rm", "-r", output], check=True)  # one that was interrupted
+    output.parent.mkdir(parents=True, exist_ok=True)
+    seconds = (train_ours if run.side == "ours" else train_trl)(run, seed, output)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    result = {
+        "run": run.name, "seed": seed, "command": shlex.join(["python", *map(str, our_command(run, seed, "DIR")[1:])]),
+        **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d"), "machine": describe_machine()["cpu"],
+        "cpu_seconds": round(seconds), **summarize(run.script, lines),
+    }  # fmt: skip
+    if not (run.side == "TRL" or run.flags in DEFAULTS.values()):
+        del result["curves"]
+    if run.judged:
+        run_process([sys.executable, __file__, "--read", output], output.with_suffix(".log"))
+        result["answers"] = json.loads((output / "answers.json").read_text())
+    with LOCK, open(RECORD, "a") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a process of their own: what our functions say of a model
+
+
+def save_start(ours: Path, output: Path) -> None:
+    """The random weights with which our run of sft.py began, for TRL."""
+    import torch
+
+    sft = importlib.import_module("sft")
+    torch.manual_seed(json.loads((ours / "args.json").read_text())["seed"])
+    model = sft.load_policy(sft.Args())
+    model.save_pretrained(output / "start")
+    model.tokenizer.save_pretrained(output / "start")
+
+
+def args_of(script, ours: Path, **changes):
+    """The settings of our run."""
+    settings = json.loads((ours / "args.json").read_text()) | changes
+    names = {f.name for f in script.fields(script.Args) if f.init}
+    return script.Args(**{
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items() if name in names
+    })  # fmt: skip
+
+
+def judge(algorithm: str, ours: Path, output: Path) -> None:
+    """What our evaluation says of TRL's models: of the policy of grpo, of each checkpoint of the others."""
+    import torch
+
+    script = importlib.import_module(algorithm)
+    if algorithm == "grpo":
+        args = args_of(script, ours, model=str(output / "model"))
+        policy = script.load_policy(args)
+        _, prompts = script.load_prompts(args, policy, None)
+        torch.manual_seed(0)
+        result = script.evaluate(policy, script.make_reward(args, policy, None, prompts), prompts, args)
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        lines[-1] = json.dumps(json.loads(lines[-1]) | result)
+        (output / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         return
-    if args.redraw:
-        require(args.output.exists(), f"--redraw reads {args.output}, and there is none; run without it first")
-        show(json.loads(args.output.read_text()), args.output, args.beside)
-        return
-    with tempfile.TemporaryDirectory(prefix="learning-") as folder:
-        work = (args.work or Path(folder)).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        show(run_all(args, work), args.output, args.beside)
+    checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    with open(output / "metrics.jsonl", "w") as file:
+        for checkpoint in checkpoints:
+            line = {"step": int(checkpoint.name.split("-")[1])} | judge_texts(script, algorithm, ours, checkpoint)
+            file.write(json.dumps(line) + "\n")
+
+
+def judge_texts(script, algorithm: str, ours: Path, checkpoint: Path) -> dict[str, float]:
+    """What our evaluation says of a checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    args = args_of(script, ours, micro_batch_size=50)
+    kind = AutoModelForSequenceClassification if algorithm == "reward_model" else AutoModelForCausalLM
+    model = kind.from_pretrained(checkpoint).eval()
+    model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    _, test = script.load_data(args)
+    if algorithm == "sft":
+        return script.evaluate(model, script.encode_texts(test, model.tokenizer, args, args.max_length), args)
+    pairs = script.encode_pairs(test, model.tokenizer, args, args.max_length)
+    if algorithm == "reward_model":
+        return script.evaluate(model, pairs, args)[0]
+    model.stop_token_id = model.tokenizer.eos_token_id
+    reference = script.load_policy(args)
+    stats = script.evaluate_pairs(model, reference, torch.full((len(pairs), 2), torch.nan), pairs, args)
+    gold_reward = script.function_reward(args.gold_reward_fn, [pair.example for pair in pairs], model, args)
+    return stats | script.evaluate_responses(model, reference, pairs, gold_reward, args)
+
+
+def read_answers(output: Path, n: int = 1024, length: int = 53, temperature: float = 0.7) -> None:
+    """answers.json: gold score, KL to toy/sft, length and EOS share of n answers of a policy to unseen prompts."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gold_text_score = trl_runs.load("toy/make.py").gold_text_score
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft", padding_side="left")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(x).eval() for x in (output, ROOT / "toy/sft"))
+    rows = (ROOT / "toy/data/prompts/validation.jsonl").read_text().splitlines()
+    prompts = [json.loads(rows[i % len(rows)])["prompt"] for i in range(n)]
+    start = tokenizer(prompts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        ids = policy.generate(**start, do_sample=True, temperature=temperature, top_k=0, max_new_tokens=length)
+        responses = ids[:, start.input_ids.shape[1] :]
+        is_end = (responses == tokenizer.eos_token_id).long()
+        mask = is_end.cumsum(1) - is_end == 0  # up to and including the first
+        attention = torch.cat([start.attention_mask, mask.long()], 1)
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        logprobs = [
+            (model(ids, attention_mask=attention, position_ids=positions).logits[:, -length - 1 : -1] / temperature)
+            .log_softmax(2).gather(2, responses[:, :, None])[:, :, 0]
+            for model in (policy, reference)
+        ] if responses.shape[1] == length else sys.exit("all answers end early")  # fmt: skip
+    texts = [tokenizer.decode(row[keep.bool()], skip_special_tokens=True) for row, keep in zip(ids, attention)]
+    result = {
+        "gold": statistics.fmean(map(gold_text_score, texts)),
+        "kl": ((logprobs[0] - logprobs[1]) * mask).sum(1).mean().item(),
+        "length": mask.sum(1).float().mean().item(), "eos_share": is_end.any(1).float().mean().item(),
+    }  # fmt: skip
+    (output / "answers.json").write_text(json.dumps({name: float(f"{x:.5g}") for name, x in result.items()}))
+
+
+def write_chosen() -> None:
+    """The chosen texts of the pairs, as data for sft.py."""
+    folder = ROOT / "runs/learning/chosen"
+    with LOCK:
+        folder.mkdir(parents=True, exist_ok=True)
+        for split in ("train", "validation"):
+            rows = map(json.loads, (ROOT / f"toy/data/preferences/{split}.jsonl").read_text().splitlines())
+            texts = [json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) for row in rows]
+            (folder / f"{split}.jsonl").write_text("\n".join(texts) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All runs
+
+LOCK = threading.Lock()
+VENVS = Path("/tmp")
+
+
+def read_record() -> list[dict]:
+    """What is there."""
+    return [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
+
+
+def make_all(wanted: list[tuple[Run, int]], jobs: int) -> list[str]:
+    """Makes the runs, several at a time; what failed is told at the end."""
+    total, done, failures, began = len(wanted), 0, [], time.time()
+
+    def make(job: tuple[Run, int]) -> None:
+        """One, with a line on the screen."""
+        nonlocal done
+        run, seed = job
+        try:
+            make_run(run, seed)
+            outcome = "done"
+        except (RuntimeError, OSError, KeyError, ValueError) as problem:
+            failures.append(f"{run.name}, seed {seed}: {problem!r}")
+            outcome = "FAILED"
+        done += 1
+        print(f"[{(time.time() - began) / 60:4.0f} min] {done} of {total} {outcome}: {run.name}, seed {seed}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(make, wanted))
+    return failures
+
+
+def main() -> None:
+    """Plans, and runs what is missing."""
+    global VENVS
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="names as --list shows them, as in a shell")
+    parser.add_argument("--seeds", default="1,2,3,4,5", help="of those of each run, these")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, on one thread each")
+    parser.add_argument("--list", action="store_true", help="show the runs and end")
+    parser.add_argument("--compare", metavar="COMMAND", help="run this, such as 'ppo.py --lam 1', beside the default")
+    parser.add_argument("--venvs", type=Path, default=VENVS, help="where TRL's environments are, or are made")
+    for name, n in {"--save-start": 2, "--judge": 3, "--read": 1}.items():
+        parser.add_argument(name, nargs=n, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    VENVS = args.venvs
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    for asked, function in ((args.save_start, save_start), (args.read, read_answers)):
+        if asked:
+            return function(*map(Path, asked))
+    if args.judge:
+        return judge(args.judge[0], Path(args.judge[1]), Path(args.judge[2]))
+    seeds, runs = [int(seed) for seed in args.seeds.split(",")], RUNS
+    if args.compare:
+        script, _, flags = args.compare.partition(".py")
+        default = DEFAULTS[script]
+        runs = [Run(script, default), Run(script, f"{default} {flags.strip()}".strip())]
+    there = {(line["run"], line["seed"]) for line in read_record()}
+    chosen = [run for run in runs if args.compare or fnmatch.fnmatch(run.name, args.only)]
+    wanted = [(run, s) for run in chosen for s in run.seeds if s in seeds and (run.name, s) not in there]
+    if args.list:
+        for run in chosen:
+            missing = sum((run.name, seed) not in there for seed in run.seeds)
+            print(f"{run.name}: {len(run.seeds)} seeds{f', {missing} missing' if missing else ''}")
+    minutes = sum(SECONDS[run.script] * run.effort for run, _ in wanted) / 60 / args.jobs
+    print(f"{len(wanted)} runs, about {minutes:.0f} minutes with {args.jobs} at a time", flush=True)
+    if args.list:
+        return None
+    failures = make_all(wanted, args.jobs)
+    if args.compare:
+        import tables
+
+        print(tables.compare(runs))
+    return print("\n".join(["", "failed:", *failures])) if failures else None
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except BenchmarkError as problem:
-        print(f"{Path(__file__).name}: error: {problem}", file=sys.stderr)
-        sys.exit(2)
+    main()

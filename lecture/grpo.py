@@ -23,7 +23,7 @@ and 6 tokens (T = 6). A dot may be anything, until the mask takes it out.
 In RLOO a response is one action and KL a part of its reward; here each token is an action, clipped
 by itself, and KL, if beta is not 0, a term of the loss. A group of equal scores teaches nothing.
 
-  python lecture/grpo.py    # sorting digits: half a minute on a CPU; 57 % -> 87 % are right
+  python lecture/grpo.py    # the shell game: half a minute on a CPU; NN % -> NN % are right
   python lecture/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 3e-6 --dataset MINE \\
       --reward-fn mine.py:reward --response-length 1024
 
@@ -62,10 +62,10 @@ class Args:
     temperature: float = 1.0  # divides the logits, wherever they are used. Lower: less exploration
     learning_rate: float = 7e-4  # at first; it falls to 0. For GPT-2: 1e-5
     batch_size: int = 64  # B, the responses of an update, G to a prompt
-    total_episodes: int = 32000  # responses in the whole run
-    model: str = f"{TOY}/sort/sft"  # the policy to start from: a folder, or a name on the hub
-    reward_fn: str = f"{TOY.parent}/rewards/verifiers.py:exact_match"  # FILE:FUNCTION
-    dataset: str = f"{TOY}/sort/data/prompts"  # folder or hub name; texts in a column `prompt`
+    total_episodes: int = 12800  # responses in the whole run
+    model: str = f"{TOY}/shells/sft"  # the policy to start from: a folder, or a name on the hub
+    reward_fn: str = f"{TOY.parent}/rewards/verifiers.py:right_number"  # FILE:FUNCTION
+    dataset: str = f"{TOY}/shells/data/prompts"  # folder or hub name; texts in a column `prompt`
     output_dir: str = "runs/lecture_grpo"  # where the trained policy is saved
     seed: int = 1  # of the order of prompts, the responses and the mini-batches
     track: bool = False  # log to Weights & Biases
