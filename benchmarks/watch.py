@@ -33,16 +33,16 @@ class Row(NamedTuple):
     title: str
     wrong: str
     right: str
-    cost: str  # the metric that says what the fault costs
+    result: str  # the score; the gold score where the two runs have different rewards
     metric: str  # the metric that shows the fault
     bound: float  # of its healthy values, as in docs/ppo.md
     scale: str = "linear"
 
 
 ROWS = [
-    Row("KL is too cheap", f"{FAST} --kl-coef 0", FAST, GOLD, "objective/kl", 50),
+    Row("KL is too cheap", f"{FAST} --kl-coef 0", FAST, SCORE, "objective/kl", 50),
     Row("the learning rate is too high", "--learning-rate 1e-2", "", SCORE, "policy/approxkl_avg", 0.1, "log"),
-    Row("the reward tells no responses apart", "--reward-fn rewards/verifiers.py:tagged", "", GOLD, "objective/scores_std", 0),
+    Row("the reward does not tell responses apart", "--reward-fn rewards/verifiers.py:tagged", "", GOLD, "objective/scores_std", 0),
     Row("responses never end", "--response-length 24", "", SCORE, "val/eos_share", 0.5),
     Row("the critic is worse than none", "--critic-learning-rate 1e-9", "", SCORE, "val/explained_variance", 0),
 ]  # fmt: skip
@@ -67,12 +67,12 @@ def run(command: str) -> dict:
 
 
 def draw(runs: list[dict]) -> None:
-    """A row of panels for each fault: what it costs, and what shows it. Dotted: the bound of healthy values."""
+    """A row of panels for each fault: what came out, and what shows it. Dotted: the bound of healthy values."""
     by_command = {run["command"]: run for run in runs}
     blue, orange = COLOURS.values()
     figure, axes = figure_of(len(ROWS), 2, 8, 11)
     for row, panels in zip(ROWS, axes):
-        for panel, metric in zip(panels, (row.cost, row.metric)):
+        for panel, metric in zip(panels, (row.result, row.metric)):
             for flags, colour in ((row.right, blue), (row.wrong, orange)):
                 lines = by_command[command_of(flags)]
                 panel.plot(lines["episode"], lines[metric], color=colour, label=flags or "the default")
