@@ -16,20 +16,20 @@ STEPS = {
 training. That is allowed because any number that does not depend on the response may be subtracted from its reward
 without changing the expected gradient, and the mean reward of the *other* responses to the same prompt is such a
 number. The price is that K responses must be drawn to each prompt, and that all tokens of a response share one
-advantage: the whole response has become the action, so ratio and clipping are those of its probability.""",
-    ("rloo", "grpo"): """The leave-one-out mean becomes the mean of the whole group, and is divided by the group's
-standard deviation. The first changes the advantages by the factor (K − 1)/K alone, which the learning rate absorbs; the
-second is a choice that gives hard and easy prompts the same weight, and `--scale-rewards none` undoes it. The ratio is
+advantage. The whole response has become the action, so ratio and clipping are those of its probability.""",
+    ("rloo", "grpo"): """The baseline becomes the mean of the whole group, and the advantage is divided by the
+group's standard deviation. The first only multiplies the advantages by (K − 1)/K, which the learning rate absorbs; the second
+is a choice, which gives hard and easy prompts the same weight, and `--scale-rewards none` undoes it. The ratio is
 again one per token, and the KL, if there is one, has moved from the reward into the loss, where it is no longer part of
 what the group compares.""",
-    ("sft", "reward_model"): """The label of a text is no longer its next token but which of two texts was preferred, so
-the network's output at all positions falls away but for one number, at the last. Cross-entropy stays: −log σ of the
-difference of two rewards is the cross-entropy of a choice between two. The zero of the rewards is left open by the
-loss, which sees differences alone, and is set at the end.""",
+    ("sft", "reward_model"): """A label is no longer a text's next token but which of two texts was preferred, so that of
+the network's output at all positions a single number is left, at the last. Cross-entropy stays: −log σ of the difference
+of two rewards is the cross-entropy of a choice between two. The loss sees differences alone, and so leaves the zero of
+the rewards open; it is set at the end.""",
     ("reward_model", "dpo"): """The reward head falls away, because a policy *is* a reward model: β log(π/π_ref) is the
-reward for which it is the best policy that stays near the reference. Put this into the same loss, and what was a
-difference of two outputs becomes a difference of two log-ratios. What it costs is a reference that reads every pair
-once, and that nobody ever judges what the policy itself would write.""",
+reward for which it is the best policy that stays near the reference. In the same loss, the difference of two outputs
+becomes a difference of two log-ratios. The price: a reference must read every pair, and nobody ever judges what the
+policy itself would write.""",
 }  # fmt: skip
 SAME_ROLE = {"Preference": "Pair", "encode_preference": "encode_pair", "dpo_loss": "preference_loss"}  # new -> old name
 

@@ -1,0 +1,108 @@
+"""What to watch: five runs of ppo.py that go wrong, each beside one that does not, on the metric that shows it.
+
+    python benchmarks/watch.py      # seven runs, half a minute each on one thread; goes on where it stopped
+
+What comes out: results/watch.json, to which each run is added as it ends, and docs/watch.png, drawn from it. A run whose
+flags have changed is made again. To make all of them again, delete the file.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from learning import COLOURS, run_process
+from throughput import RESULTS, ROOT, describe_machine, describe_ours, figure_of
+
+OUTPUT = RESULTS / "watch.json"
+FIGURE = ROOT / "docs/watch.png"
+SEED = 1
+SCORE, GOLD = "objective/scores", "objective/gold_scores"
+COMMON = f"--gold-reward-fn toy/make.py:gold_score --dataset-test-split none --total-episodes 1280 --seed {SEED}"
+FAST = "--learning-rate 1e-3"  # at which a lack of KL shows within so few episodes
+
+
+class Row(NamedTuple):
+    """A row of the figure: what goes wrong, the flags of that run and of the one beside it, and two panels."""
+
+    title: str
+    wrong: str
+    right: str
+    result: str  # the score; the gold score where the two runs have different rewards
+    metric: str  # the metric that shows the fault
+    bound: float  # of its healthy values, as in docs/ppo.md
+    scale: str = "linear"
+
+
+ROWS = [
+    Row("KL is too cheap", f"{FAST} --kl-coef 0", FAST, SCORE, "objective/kl", 50),
+    Row("the learning rate is too high", "--learning-rate 1e-2", "", SCORE, "policy/approxkl_avg", 0.1, "log"),
+    Row("the reward does not tell responses apart", "--reward-fn rewards/verifiers.py:tagged", "", GOLD, "objective/scores_std", 0),
+    Row("responses never end", "--response-length 24", "", SCORE, "val/eos_share", 0.5),
+    Row("the critic is worse than none", "--critic-learning-rate 1e-9", "", SCORE, "val/explained_variance", 0),
+]  # fmt: skip
+METRICS = [SCORE, GOLD, *(row.metric for row in ROWS)]
+
+
+def command_of(flags: str) -> str:
+    """The command line of a run."""
+    return f"python ppo.py {COMMON} {flags}".strip()
+
+
+def run(command: str) -> dict:
+    """The metrics of a run, update by update."""
+    with tempfile.TemporaryDirectory(prefix="watch-") as folder:
+        output = Path(folder, "run")
+        start = time.perf_counter()
+        run_process([sys.executable, *shlex.split(command)[1:], "--output-dir", str(output)], Path(folder, "log"))
+        seconds = round(time.perf_counter() - start)
+        updates = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    metrics = {name: [round(update[name], 5) for update in updates] for name in METRICS}
+    return {"command": command, "seconds": seconds, "episode": [update["episode"] for update in updates], **metrics}
+
+
+def draw(runs: list[dict]) -> None:
+    """A row of panels for each fault: what came out, and what shows it. Dotted: the bound of healthy values."""
+    by_command = {run["command"]: run for run in runs}
+    blue, orange = COLOURS.values()
+    figure, axes = figure_of(len(ROWS), 2, 8, 11)
+    for row, panels in zip(ROWS, axes):
+        for panel, metric in zip(panels, (row.result, row.metric)):
+            for flags, colour in ((row.right, blue), (row.wrong, orange)):
+                lines = by_command[command_of(flags)]
+                panel.plot(lines["episode"], lines[metric], color=colour, label=flags or "the default")
+            panel.set_ylabel(metric, fontsize=8)
+        panels[0].set_title(row.title, fontsize=10, loc="left", weight="bold")
+        panels[1].axhline(row.bound, color="black", linewidth=0.8, linestyle=":")
+        panels[1].set_yscale(row.scale)
+        panels[1].legend(frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
+    for panel in axes[-1]:
+        panel.set_xlabel("responses sampled", fontsize=8)
+    figure.savefig(FIGURE, dpi=100)
+
+
+def main() -> None:
+    """Makes the runs that are missing, and draws."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the runs
+    commands = dict.fromkeys(command_of(flags) for row in ROWS for flags in (row.right, row.wrong))
+    runs = json.loads(OUTPUT.read_text())["runs"] if OUTPUT.exists() else []
+    runs = [run for run in runs if run["command"] in commands]
+    results = {"command": "python benchmarks/watch.py", **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    results |= {"machine": describe_machine(), "seed": SEED, "runs": runs}
+    for number, command in enumerate(commands, 1):
+        if any(run["command"] == command for run in runs):
+            continue
+        print(f"run {number} of {len(commands)}: {command}", flush=True)
+        runs.append(run(command))
+        OUTPUT.write_text(json.dumps(results) + "\n")
+    draw(runs)
+
+
+if __name__ == "__main__":
+    main()
