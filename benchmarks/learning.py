@@ -11,7 +11,7 @@ args.json. Our evaluation reads both sides' models of sft, reward_model, dpo and
 
 What comes out: a line in results/learning.jsonl for each run, as it ends, with its command, seed, revision, date,
 processor and CPU seconds from start to exit; the metrics of its `start` and `end`, which is the mean over the last five
-updates (of evaluations, the last one); and curves of the runs beside TRL. `python benchmarks/tables.py` writes the tables
+updates (of evaluations, the last one); and its curves. `python benchmarks/tables.py` writes the tables
 and charts from it. A run that is there is not made again: take its line out first.
 """
 
@@ -40,6 +40,7 @@ LAST = 5  # updates at the end of a run whose mean is its result
 FIVE, ONE = (1, 2, 3, 4, 5), (1,)
 GOLD = "--gold-reward-fn toy/make.py:gold_score"
 SHAPES = "--gold-reward-fn toy/shapes/make.py:same_shape"
+WORKED = "--gold-reward-fn toy/shells/make.py:worked"  # a number to look at
 PRICE = "--reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length --reward-weights 1 -0.05"
 BY_MODEL = "--model toy/sft --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7"
 SECONDS = {  # of CPU time, roughly, of a default run
@@ -48,7 +49,7 @@ SECONDS = {  # of CPU time, roughly, of a default run
 CURVES = {
     "ppo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
     "rloo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
-    "grpo": ("reward", "completions/mean_length", "entropy", "frac_reward_zero_std"),
+    "grpo": ("rewards/right_number/mean", "completions/mean_length", "objective/gold_scores", "entropy"),
     "dpo": ("eval/rewards/accuracies", "objective/gold_scores", "objective/kl", "val/eos_share"),
     "sft": ("eval/perplexity", "eval/mean_token_accuracy", "eval/eos_loss"),
     "reward_model": ("eval/accuracy", "eval/loss", "eval/calibration_error"),
@@ -74,24 +75,27 @@ class Run:
 
 
 DEFAULTS = {
-    "sft": "", "reward_model": "", "ppo": GOLD, "rloo": GOLD, "grpo": "", "dpo": GOLD, "ddpo": SHAPES,
+    "sft": "", "reward_model": "", "ppo": GOLD, "rloo": GOLD, "grpo": WORKED, "dpo": GOLD, "ddpo": SHAPES,
 }  # fmt: skip
-RUNS = [Run(script, flags, judged=script in ("ppo", "rloo", "dpo")) for script, flags in DEFAULTS.items()]
-# The shell game: before training; answering at once only; a price for each token; relatives of GRPO
-RUNS += [Run("grpo", "--total-episodes 64 --learning-rate 1e-12", ONE, effort=0.3)]
+RUNS = [Run(script, flags, judged=script in ("ppo", "rloo", "dpo", "grpo")) for script, flags in DEFAULTS.items()]
+# The models of toy/models.sh; the first is a sweep's, too
 RUNS += [
-    Run("grpo", flags)
-    for flags in (
-        "--response-length 3",
-        PRICE,
-        "--loss-type grpo",
-        "--loss-type dr_grpo --scale-rewards none",
-        "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4",
-        "--loss-type cispo",
-    )
-]
-RUNS += [Run("grpo", "--dynamic-sampling 4", effort=2)]
-RUNS += [Run("grpo", "--num-ppo-epochs 4", effort=2.5), Run("grpo", "--num-ppo-epochs 4 --epsilon-high 0.28", effort=2.5)]
+    Run("sft", "--num-train-epochs 3", ONE, effort=3),
+    Run("reward_model", "--num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5", ONE, effort=2),
+    Run("sft", "--from-scratch toy/shells/base --dataset toy/shells/data/sft --num-train-epochs 4 --batch-size 32 "
+        "--learning-rate 2e-3", ONE),
+]  # fmt: skip
+# The shell game: before training; answering at once only; a price for each token; relatives of GRPO
+RUNS += [Run("grpo", f"{WORKED} --total-episodes 64 --learning-rate 1e-12", ONE, effort=0.3, judged=True)]
+RUNS += [
+    Run("grpo", f"{WORKED} {flags}", effort=effort, judged=effort == 1)
+    for flags, effort in {
+        "--response-length 3": 1, PRICE: 1, "--loss-type grpo": 0.9, "--loss-type dr_grpo --scale-rewards none": 0.9,
+        "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4": 0.9,
+        "--loss-type cispo": 0.9, "--dynamic-sampling 4": 2, "--num-ppo-epochs 4": 2.5,
+        "--num-ppo-epochs 4 --epsilon-high 0.28": 2.5,
+    }.items()
+]  # fmt: skip
 RUNS += [
     Run(script, flags, side="TRL", effort={"ppo": 3, "rloo": 4, "grpo": 2}.get(script, 2))
     for script, flags in DEFAULTS.items()
@@ -127,8 +131,8 @@ RUNS += [
 RUNS += [
     Run("sft", flags, ONE, effort=effort)
     for flags, effort in {
-        "--learning-rate 3e-4": 1, "--learning-rate 1e-3": 1, "--learning-rate 1e-2": 1, "--num-train-epochs 3": 3,
-        "--batch-size 16": 1.5, "--batch-size 256": 1,
+        "--learning-rate 3e-4": 1, "--learning-rate 1e-3": 1, "--learning-rate 1e-2": 1, "--batch-size 16": 1.5,
+        "--batch-size 256": 1,
     }.items()
 ]  # fmt: skip
 RUNS += [
@@ -228,7 +232,7 @@ def summarize(script: str, lines: list[dict]) -> dict:
     curve_lines = [line for line in lines if CURVES[script][0] in line]
     curves = {name: [line.get(name) for line in curve_lines] for name in (axis, *CURVES[script])}
     rounded = lambda values: {name: float(f"{value:.5g}") for name, value in values.items()}
-    curves = {name: [x if x is None else float(f"{x:.4g}") for x in values] for name, values in curves.items()}
+    curves = {name: [x if x is None else float(f"{x:.3g}") for x in values] for name, values in curves.items()}
     start = {name: values[0] for name, values in numbers.items() if values}
     return {"start": rounded(start), "end": rounded(end), "curves": curves}
 
@@ -246,10 +250,10 @@ def make_run(run: Run, seed: int) -> None:
         **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d"), "machine": describe_machine()["cpu"],
         "cpu_seconds": round(seconds), **summarize(run.script, lines),
     }  # fmt: skip
-    if not (run.side == "TRL" or run.flags in DEFAULTS.values()):
-        del result["curves"]
     if run.judged:
-        run_process([sys.executable, __file__, "--read", output], output.with_suffix(".log"))
+        is_game = run.script == "grpo" and WORKED in run.flags
+        command = [sys.executable, __file__, "--read-shells" if is_game else "--read", output]
+        run_process(command, output.with_suffix(".log"))
         result["answers"] = json.loads((output / "answers.json").read_text())
     with LOCK, open(RECORD, "a") as file:
         file.write(json.dumps(result) + "\n")
@@ -356,6 +360,43 @@ def read_answers(output: Path, n: int = 1024, length: int = 53, temperature: flo
     (output / "answers.json").write_text(json.dumps({name: float(f"{x:.5g}") for name, x in result.items()}))
 
 
+def read_shells(output: Path, n: int = 8) -> None:
+    """answers.json: for each number of swaps, how many of n answers to each unseen prompt of the shell game are worked
+    out, their mean length in tokens, how many are right; and how many of the likeliest answers are right."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    right_number, worked = trl_runs.load("rewards/verifiers.py").right_number, trl_runs.load("toy/shells/make.py").worked
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
+    rows = [json.loads(x) for x in (ROOT / "toy/shells/data/prompts/validation.jsonl").read_text().splitlines()]
+
+    def answer(rows: list[dict], is_greedy: bool) -> list[str]:
+        ids = tokenizer([row["prompt"] for row in rows], return_tensors="pt").input_ids  # all of one length
+        options = {"do_sample": not is_greedy, "top_k": 0, "max_new_tokens": 16, "attention_mask": torch.ones_like(ids)}
+        return tokenizer.batch_decode(policy.generate(ids, **options)[:, ids.shape[1] :], skip_special_tokens=True)
+
+    many = [row for row in rows for _ in range(n)]
+    texts, wanted = answer(many, False), [row["answer"] for row in many]
+    right, work = right_number(texts, wanted), worked(texts)
+    greedy = right_number(answer(rows, True), [row["answer"] for row in rows])
+    by_swaps = {}
+    for swaps in range(1, 9):
+        here = [i for i, row in enumerate(many) if row["swaps"] == swaps]
+        by_swaps[swaps] = {
+            "right": statistics.fmean(right[i] for i in here), "worked": statistics.fmean(work[i] for i in here),
+            "length": statistics.fmean(len(texts[i].split()) + 1 for i in here),
+            "greedy": statistics.fmean(x for x, row in zip(greedy, rows) if row["swaps"] == swaps),
+        }  # fmt: skip
+    means = {
+        "right": statistics.fmean(right), "worked": statistics.fmean(work), "greedy": statistics.fmean(greedy),
+        "length": statistics.fmean(len(text.split()) + 1 for text in texts),
+        "right_if_worked": statistics.fmean(x for x, w in zip(right, work) if w) if any(work) else None,
+        "right_at_once": statistics.fmean(x for x, w in zip(right, work) if not w) if not all(work) else None,
+    }  # fmt: skip
+    (output / "answers.json").write_text(json.dumps(means | {"by_swaps": by_swaps}))
+
+
 def write_chosen() -> None:
     """The chosen texts of the pairs, as data for sft.py."""
     folder = ROOT / "runs/learning/chosen"
@@ -411,13 +452,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the runs and end")
     parser.add_argument("--compare", metavar="COMMAND", help="run this, such as 'ppo.py --lam 1', beside the default")
     parser.add_argument("--venvs", type=Path, default=VENVS, help="where TRL's environments are, or are made")
-    for name, n in {"--save-start": 2, "--judge": 3, "--read": 1}.items():
+    for name, n in {"--save-start": 2, "--judge": 3, "--read": 1, "--read-shells": 1}.items():
         parser.add_argument(name, nargs=n, help=argparse.SUPPRESS)
     args = parser.parse_args()
     VENVS = args.venvs
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
-    for asked, function in ((args.save_start, save_start), (args.read, read_answers)):
+    for asked, function in ((args.save_start, save_start), (args.read, read_answers), (args.read_shells, read_shells)):
         if asked:
             return function(*map(Path, asked))
     if args.judge:

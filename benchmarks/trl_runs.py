@@ -101,16 +101,18 @@ def train_grpo(settings: dict, output: Path) -> None:
         max_completion_length=settings["response_length"], learning_rate=settings["learning_rate"], beta=0.0,
         lr_scheduler_type="linear", logging_steps=1, weight_decay=settings["weight_decay"], bf16=False, use_cpu=True,
         gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+        reward_weights=[1.0, 0.0],
     )  # fmt: skip
     train = load_dataset("json", data_files=str(ROOT / settings["dataset"] / "train.jsonl"), split="train")
-    reward = load("rewards/verifiers.py").right_number
-    trainer = GRPOTrainer(str(ROOT / settings["model"]), reward_funcs=reward, args=config, train_dataset=train)
+    rewards = [load("rewards/verifiers.py").right_number, load("toy/shells/make.py").worked]  # the second one to look at
+    trainer = GRPOTrainer(str(ROOT / settings["model"]), reward_funcs=rewards, args=config, train_dataset=train)
     trainer.train()
     lines = [line for line in trainer.state.log_history if "reward" in line]
-    names = ("reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
+    names = ("reward", "rewards/right_number/mean", "entropy", "frac_reward_zero_std", "completions/mean_length")
     with open(output / "metrics.jsonl", "w") as file:
         for number, line in enumerate(lines, 1):
             kept = {"episode": number * settings["batch_size"]} | {name: line[name] for name in names}
+            kept["objective/gold_scores"] = line["rewards/worked/mean"]
             file.write(json.dumps(kept) + "\n")
     trainer.save_model(str(output / "model"))
 

@@ -83,6 +83,11 @@ def write_base(folder: Path = HERE / "base") -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
+def worked(completions: list[str], **_) -> list[float]:
+    """A number to look at (--gold-reward-fn): 1 if an answer is worked out, be it right or wrong."""
+    return [float(len(completion.split()) > 3) for completion in completions]
+
+
 def length(completions: list[str], **_) -> list[float]:
     """The number of signs of an answer, for a price on each: --reward-weights 1 -0.05."""
     return [float(len(completion.split())) for completion in completions]
