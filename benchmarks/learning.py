@@ -41,7 +41,8 @@ FIVE, ONE = (1, 2, 3, 4, 5), (1,)
 GOLD = "--gold-reward-fn toy/make.py:gold_score"
 SHAPES = "--gold-reward-fn toy/shapes/make.py:same_shape"
 WORKED = "--gold-reward-fn toy/shells/make.py:worked"  # a number to look at
-PRICE = "--reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length --reward-weights 1 -0.05"
+TIED = "--beta 0.1"
+PRICE = f"{TIED} --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length --reward-weights 1 -0.05"
 BY_MODEL = "--model toy/sft --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7"
 SECONDS = {  # of CPU time, roughly, of a default run
     "ppo": 45, "rloo": 35, "grpo": 35, "dpo": 170, "sft": 75, "reward_model": 75, "ddpo": 80,
@@ -90,7 +91,7 @@ RUNS += [Run("grpo", f"{WORKED} --total-episodes 64 --learning-rate 1e-12", ONE,
 RUNS += [
     Run("grpo", f"{WORKED} {flags}", effort=effort, judged=effort == 1)
     for flags, effort in {
-        "--response-length 3": 1, PRICE: 1, "--loss-type grpo": 0.9, "--loss-type dr_grpo --scale-rewards none": 0.9,
+        "--response-length 3": 1, TIED: 1, PRICE: 1, "--loss-type grpo": 0.9, "--loss-type dr_grpo --scale-rewards none": 0.9,
         "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4": 0.9,
         "--loss-type cispo": 0.9, "--dynamic-sampling 4": 2, "--num-ppo-epochs 4": 2.5,
         "--num-ppo-epochs 4 --epsilon-high 0.28": 2.5,

@@ -7,14 +7,13 @@ A cell is the mean over the seeds ± their standard deviation; where there is on
 """
 
 import argparse
-import json
 import re
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from learning import BY_MODEL, DEFAULTS, GOLD, PRICE, RUNS, SHAPES, Run, read_record
+from learning import BY_MODEL, DEFAULTS, GOLD, PRICE, TIED, Run, read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "toy/README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -83,3 +82,391 @@ def compare(runs: list[Run]) -> str:
     first = RECORD[runs[0].name][0]["curves"]
     columns = [(name, f"end {name}", 2) for name in list(first)[1:]]
     return table("", {run.name: run.name for run in runs}, columns)
+
+
+def until(run: dict, metric: str, goal: float, width: int = 3) -> float | None:
+    """Where on its axis the mean of `width` neighbouring points of a curve first reaches the goal; None if it never does."""
+    axis, points = next(iter(run["curves"].values())), run["curves"][metric]
+    for i in range(width, len(points) + 1):
+        if statistics.fmean(points[i - width : i]) >= goal:
+            return axis[i - 1]
+    return None
+
+
+def reached(name: str, metric: str, goal: float) -> str:
+    """The same over the seeds: mean ± standard deviation, and how many of them reach it if not all do."""
+    found = [until(run, metric, goal) for run in RECORD.get(name, [])]
+    there = [x for x in found if x is not None]
+    if not there:
+        return "never" if found else "–"
+    return number(there, 0) + (f" ({len(there)} of {len(found)} seeds)" if len(there) < len(found) else "")
+
+
+def with_column(text: str, heading: str, cells: list[str]) -> str:
+    """A table with one more column."""
+    return "\n".join(
+        f"{line} {cell} |" for line, cell in zip(text.splitlines(), [heading, "---:", *cells], strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables, each a function without arguments
+
+
+def ppo_results() -> str:
+    rows = both("ppo")
+    return with_column(
+        table("five seeds", rows, [SCORE, *ENDS]), "episodes to gold 3",
+        [reached(name, "objective/gold_scores", 3.0) for name in rows.values()],
+    )  # fmt: skip
+
+
+def over_optimization() -> str:
+    flags = {"0": "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0", "0.05": "--learning-rate 1e-3 --total-episodes 4096"}
+    text = sweep("ppo", "β", flags, [SCORE, *ENDS[:2]])
+    runs = [RECORD.get(f"ppo {GOLD} {flag}", []) for flag in flags.values()]
+    highest = [number([max(smooth(run["curves"]["objective/gold_scores"])) for run in of], 2) for of in runs]
+    return with_column(text, "highest gold score", highest)
+
+
+def smooth(points: list[float], width: int = 5) -> list[float]:
+    """Means of neighbours."""
+    return [statistics.fmean(points[i : i + width]) for i in range(len(points) - width + 1)]
+
+
+GAME = f"grpo {DEFAULTS['grpo']}"
+BEFORE = f"{GAME} --total-episodes 64 --learning-rate 1e-12"
+DIRECT = f"{GAME} --response-length 3"
+TIED_GAME, PRICED = f"{GAME} {TIED}", f"{GAME} {PRICE}"
+ANSWERS = [
+    ("likeliest answer right", "answers greedy", 2), ("sampled answers right", "answers right", 2),
+    ("worked out", "answers worked", 2), ("tokens", "answers length", 1),
+]  # fmt: skip
+
+
+def thinking() -> str:
+    rows = {"before": BEFORE, "`grpo.py`": GAME, "may only answer at once": DIRECT}
+    return table("512 unseen prompts", rows, ANSWERS)
+
+
+def price() -> str:
+    """For each number of swaps, before, after, and with a price: the share worked out, and right."""
+    lines = [["swaps", *map(str, range(1, 9))], ["---"] + ["---:"] * 8]
+    for label, name in {"before": BEFORE, "without": TIED_GAME, "with": PRICED}.items():
+        for key, what, digits in (("worked", "worked out", 2), ("length", "tokens", 1), ("right", "right", 2)):
+            of = [run["answers"]["by_swaps"] for run in RECORD.get(name, [])]
+            cells = [f"{statistics.fmean(x[str(k)][key] for x in of):.{digits}f}" if of else "–" for k in range(1, 9)]
+            lines.append([f"{label}: {what}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def family() -> str:
+    rows = {
+        "dapo, the default": "", "grpo": "--loss-type grpo", "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
+        "gspo": "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4",
+        "cispo": "--loss-type cispo", "dynamic sampling": "--dynamic-sampling 4",
+        "four passes": "--num-ppo-epochs 4", "four passes, clip-higher": "--num-ppo-epochs 4 --epsilon-high 0.28",
+    }  # fmt: skip
+    names = [f"{GAME} {flags}".strip() for flags in rows.values()]
+    columns = [("`eval/pass@1`", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1),
+               ("`entropy`", "end entropy", 3), ("equal groups", "end frac_reward_zero_std", 2)]  # fmt: skip
+    text = table("five seeds", dict(zip(rows, names)), columns)
+    return with_column(text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in names])
+
+
+def grpo_results() -> str:
+    columns = [("right, last five updates", "end rewards/right_number/mean", 3), ("`eval/accuracy`", "end eval/accuracy", 3),
+               ("`eval/pass@1`", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1)]  # fmt: skip
+    rows = both("grpo")
+    text = table("five seeds", rows, columns)
+    return with_column(text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in rows.values()])
+
+
+DPO = [("unseen pairs right", "end eval/rewards/accuracies", 3), *ENDS]
+RATES = [("`eval/accuracy`", "end eval/accuracy", 3), ("`eval/loss`", "end eval/loss", 3)]
+DDPO = [("reward", "end reward_mean", 2), ("gold score", "end objective/gold_scores", 2), ("KL", "end objective/kl", 0)]
+
+
+def ddpo_results() -> str:
+    columns = [("reward, first epoch", "start reward_mean", 2), ("last five", "end reward_mean", 2),
+               ("gold score, first", "start objective/gold_scores", 3), ("last five", "end objective/gold_scores", 3),
+               ("KL", "end objective/kl", 0)]  # fmt: skip
+    return table("five seeds", both("ddpo"), columns)
+
+
+def perplexities(flags: dict[str, str]) -> str:
+    """One row of perplexities."""
+    names = [f"sft {flag}".strip() for flag in flags.values()]
+    cells = [mean(name, "end eval/perplexity", 1) for name in names]
+    return "\n".join(f"| {' | '.join(x)} |" for x in (list(flags), ["---:"] * len(flags), cells))
+
+
+def cut_texts() -> str:
+    runs = {"0 (default)": "runs/learning/reward_model-1", "0.5": "runs/learning/reward_model-eos-dropout-0.5-1"}
+    return sweep("ppo", "`--eos-dropout`", {label: f"--reward-model {run}" for label, run in runs.items()}, [SCORE, *ENDS])
+
+
+CHOSEN = "sft --model toy/sft --dataset runs/learning/chosen"
+BY_GRPO = f"grpo {BY_MODEL} {GOLD} --beta 0.05"
+JUDGED = [("gold score", "answers gold", 2), ("KL, nats", "answers kl", 1), ("tokens", "answers length", 0),
+          ("share that end", "answers eos_share", 2), CPU]  # fmt: skip
+
+
+def which(rows: dict[str, str]) -> str:
+    return table("five seeds", rows, JUDGED)
+
+
+def which_episodes() -> str:
+    return which({
+        "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683",
+        "`dpo.py`, 2,048 pairs": f"dpo {GOLD} --num-train-epochs 0.0683", "`rloo.py`, 2,048 responses": default("rloo"),
+        "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048", "`ppo.py`, 2,048 responses": default("ppo"),
+    })  # fmt: skip
+
+
+def which_seconds() -> str:
+    return which({
+        "`sft.py`, 30,000 chosen texts": CHOSEN, "`dpo.py`, 18,000 pairs": f"dpo {GOLD} --num-train-epochs 0.6",
+        "`rloo.py`, 7,168 responses": f"rloo {GOLD} --total-episodes 7168",
+        "`grpo.py`, 6,144 responses": f"{BY_GRPO} --total-episodes 6144",
+        "`ppo.py`, 5,120 responses": f"ppo {GOLD} --total-episodes 5120",
+    })  # fmt: skip
+
+
+def beside_trl() -> str:
+    """Every script beside TRL, by what it is about."""
+    about = {
+        "sft": [("perplexity of unseen texts", "end eval/perplexity", 1)],
+        "reward_model": [("unseen pairs right", "end eval/accuracy", 3)],
+        "ppo": [SCORE, *ENDS], "rloo": [SCORE, *ENDS],
+        "grpo": [("sampled answers right", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1)],
+        "dpo": DPO,
+        "ddpo": [("reward", "end reward_mean", 2), ("gold score", "end objective/gold_scores", 3)],
+    }  # fmt: skip
+    lines = [["", "", "ours", "TRL", "version"], ["---", "---", "---:", "---:", "---"]]
+    for script, columns in about.items():
+        for i, (title, metric, digits) in enumerate(columns):
+            cells = [number(values(name, metric), digits) for name in both(script).values()]
+            lines.append([f"`{script}.py`" if i == 0 else "", title, *cells, THEIRS.get(script, "TRL 1.16")[4:]])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+PASSES = {"1": "--num-ppo-epochs 1", "4 (default)": "", "8": "--num-ppo-epochs 8"}
+TABLES: dict[str, Callable[[], str]] = {
+    "ppo-results": ppo_results,
+    "ppo-lam": lambda: sweep("ppo", "λ", {"0": "--lam 0", "0.95 (default)": "", "1": "--lam 1"}, [
+        SCORE, *ENDS, ("explained variance", "end val/explained_variance", 2)]),
+    "ppo-passes": lambda: sweep("ppo", "passes", PASSES, [SCORE, *ENDS]),
+    "ppo-kl": lambda: sweep("ppo", "β", {"0.01": "--kl-coef 0.01", "0.05 (default)": "", "0.2": "--kl-coef 0.2"}, [
+        SCORE, *ENDS]),
+    "ppo-over-optimization": over_optimization,
+    "ppo-eos": lambda: sweep("ppo", "penalty", {
+        "0": "--response-length 24", "3": "--response-length 24 --missing-eos-penalty 3"},
+        [("EOS share, first update", "start val/eos_share", 2), ("EOS share, last five", "end val/eos_share", 2), ENDS[0]]),
+    "rloo-results": lambda: table("five seeds", {
+        "`rloo.py`": default("rloo"), "`rloo.py --max-grad-norm 1e9`": f"{default('rloo')} --max-grad-norm 1e9",
+        "TRL 0.16.1": f"TRL {default('rloo')}"}, [SCORE, *ENDS]),
+    "rloo-k": lambda: sweep("rloo", "K", {"2 (default)": "", "8": "--rloo-k 8"}, [SCORE, *ENDS]),
+    "rloo-passes": lambda: sweep("rloo", "passes", PASSES, [
+        SCORE, *ENDS, ("ratios clipped", "end policy/clipfrac_avg", 2)]),
+    "rloo-tokens": lambda: sweep("rloo", "", {
+        "responses (default)": "", "`--token-level-kl`": "--token-level-kl",
+        "and both normalised": "--token-level-kl --normalize-reward --normalize-advantage"}, [SCORE, *ENDS]),
+    "grpo-results": grpo_results, "grpo-thinking": thinking, "grpo-price": price, "grpo-family": family,
+    "dpo-results": lambda: table("five seeds", both("dpo") | {"`ppo.py`": default("ppo"), "`rloo.py`": default("rloo")}, DPO),
+    "dpo-beta": lambda: sweep("dpo", "β", {"0.02": "--beta 0.02", "0.1 (default)": "", "0.5": "--beta 0.5"}, DPO),
+    "dpo-loss": lambda: sweep("dpo", "loss", {"sigmoid (default)": "", "ipo": "--loss-type ipo"}, DPO),
+    "dpo-pairs": lambda: sweep("dpo", "pairs", {"7,500": "--num-train-epochs 0.25", "30,000 (default)": ""}, DPO),
+    "sft-results": lambda: table("five seeds", both("sft"), [
+        ("perplexity", "end eval/perplexity", 1), ("likeliest token right", "end eval/mean_token_accuracy", 3),
+        ("loss on EOS", "end eval/eos_loss", 2)]),
+    "sft-rate": lambda: perplexities({
+        "3e-4": "--learning-rate 3e-4", "1e-3": "--learning-rate 1e-3", "3e-3 (default)": "",
+        "1e-2": "--learning-rate 1e-2"}),
+    "sft-epochs": lambda: perplexities({"1 epoch (default)": "", "3 epochs": "--num-train-epochs 3"}),
+    "sft-batch": lambda: perplexities({"16": "--batch-size 16", "64 (default)": "", "256": "--batch-size 256"}),
+    "reward-model-results": lambda: table("five seeds", both("reward_model"), [
+        ("pairs right", "end eval/accuracy", 3), ("loss", "end eval/loss", 3),
+        ("calibration error", "end eval/calibration_error", 3)]),
+    "reward-model-pairs": lambda: sweep("reward_model", "passes over 30,000 pairs", {
+        "0.1": "--num-train-epochs 0.1", "0.3": "--num-train-epochs 0.3", "1 (default)": "",
+        "2": "--num-train-epochs 2"}, RATES),
+    "reward-model-rate": lambda: sweep("reward_model", "rate", {
+        "1e-4": "--learning-rate 1e-4", "7e-4 (default)": "", "3e-3": "--learning-rate 3e-3"}, RATES),
+    "reward-model-cut": cut_texts,
+    "ddpo-results": ddpo_results,
+    "ddpo-rate": lambda: sweep("ddpo", "learning rate", {
+        "1e-4": "--train-learning-rate 1e-4", "3e-4 (default)": "", "1e-3": "--train-learning-rate 1e-3"}, DDPO),
+    "ddpo-kl": lambda: sweep("ddpo", "β, at 1e-3", {
+        "0": "--train-learning-rate 1e-3", "0.1": "--train-learning-rate 1e-3 --kl-coef 0.1",
+        "1": "--train-learning-rate 1e-3 --kl-coef 1"}, DDPO),
+    "ddpo-ink": lambda: sweep("ddpo", "β", {
+        "0": "--reward-fn toy/shapes/make.py:little_ink", "1": "--reward-fn toy/shapes/make.py:little_ink --kl-coef 1"},
+        [("reward, first epoch", "start reward_mean", 2), *DDPO]),
+    "which-episodes": which_episodes, "which-seconds": which_seconds, "beside-trl": beside_trl,
+}  # fmt: skip
+
+
+def rewritten(page: str) -> str:
+    """A page with the tables of today's results."""
+    for name in re.findall(r"^<!-- ([\w-]+) -->$", page, re.M):
+        if name in TABLES:
+            start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+            before, _, rest = page.partition(start)
+            page = f"{before}{start}{TABLES[name]()}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The charts
+
+
+def band(runs: list[dict], metric: str) -> tuple:
+    """Points on the axis that all runs reach, and the metric of each run there, interpolated."""
+    import numpy as np
+
+    lines = []
+    for run in runs:
+        axis, *_ = run["curves"].values()
+        lines.append([(x, y) for x, y in zip(axis, run["curves"][metric]) if y is not None])
+    first, last = max(line[0][0] for line in lines), min(line[-1][0] for line in lines)
+    x = np.linspace(first, last, min(map(len, lines)))
+    return x, np.array([np.interp(x, *zip(*line)) for line in lines])
+
+
+def draw_band(panel, runs: list[dict], metric: str, colour: str, label: str) -> None:
+    """The mean over the seeds, and their range."""
+    if runs:
+        x, y = band(runs, metric)
+        panel.plot(x, y.mean(0), color=colour, label=label)
+        panel.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
+
+
+OURS, OTHERS = "#2a6fbb", "#c46a2b"
+TITLES = {
+    "objective/scores": "score", "objective/gold_scores": "gold score", "objective/kl": "KL, nats",
+    "val/eos_share": "share that end with EOS", "rewards/right_number/mean": "sampled answers right",
+    "completions/mean_length": "tokens of an answer", "entropy": "entropy", "reward_mean": "reward",
+    "eval/perplexity": "perplexity of unseen texts", "eval/mean_token_accuracy": "likeliest token right",
+    "eval/eos_loss": "loss on EOS", "eval/accuracy": "unseen pairs right", "eval/loss": "loss on unseen pairs",
+    "eval/calibration_error": "calibration error", "eval/rewards/accuracies": "unseen pairs right",
+}  # fmt: skip
+
+
+def draw_beside(script: str, folder: Path) -> None:
+    """learning-SCRIPT.png: ours and TRL's curves, the mean and range of the seeds."""
+    from throughput import figure_of
+
+    rows = {label: RECORD.get(name, []) for label, name in both(script).items()}
+    metrics = list(next(iter(rows.values()))[0]["curves"])
+    figure, axes = figure_of(1, len(metrics) - 1, 3.6 * (len(metrics) - 1), 3)
+    for panel, metric in zip(axes[0], metrics[1:]):
+        for (label, runs), colour in zip(rows.items(), (OURS, OTHERS)):
+            if runs and metric in runs[0]["curves"]:
+                draw_band(panel, runs, metric, colour, label.strip("`"))
+        title = "share worked out" if (script, metric) == ("grpo", "objective/gold_scores") else TITLES[metric]
+        panel.set_title(title, fontsize=10), panel.set_xlabel(f"{metrics[0]}s", fontsize=9)
+    axes[0, 0].legend(frameon=False, fontsize=9)
+    figure.savefig(folder / f"learning-{script.replace('_', '-')}.png", dpi=100)
+
+
+def draw_all_beside(folder: Path) -> None:
+    """learning.png: for each script the one metric that it is about."""
+    from throughput import figure_of
+
+    figure, axes = figure_of(2, 4, 14, 6)
+    axes[1, 3].axis("off")
+    for panel, script in zip(axes.flat, DEFAULTS):
+        rows = {label: RECORD.get(name, []) for label, name in both(script).items()}
+        names = list(next(iter(rows.values()))[0]["curves"])
+        metric = "objective/gold_scores" if script == "dpo" else names[1]
+        for (label, runs), colour in zip(rows.items(), (OURS, OTHERS)):
+            draw_band(panel, runs, metric, colour, label.strip("`"))
+        panel.set_title(f"{script}: {TITLES[metric]}", fontsize=10), panel.set_xlabel(f"{names[0]}s", fontsize=9)
+        panel.legend(frameon=False, fontsize=8)
+    axes[0, 0].set_yscale("log")
+    figure.savefig(folder / "learning.png", dpi=100)
+
+
+def draw_thinking(docs: Path) -> None:
+    """thinking.png: right answers, length, share worked out, of grpo.py and of a policy that may only answer at once."""
+    from throughput import figure_of
+
+    figure, axes = figure_of(1, 3, 11, 3)
+    metrics = ("rewards/right_number/mean", "completions/mean_length", "objective/gold_scores")
+    for panel, metric in zip(axes[0], metrics):
+        draw_band(panel, RECORD[GAME], metric, OURS, "grpo.py")
+        draw_band(panel, RECORD[DIRECT], metric, OTHERS, "may only answer at once")
+        panel.set_title(TITLES[metric] if metric in metrics[:2] else "share worked out", fontsize=10)
+        panel.set_xscale("log"), panel.set_xlabel("episodes", fontsize=9)
+    axes[0, 0].set_ylim(0, 1), axes[0, 1].set_ylim(0), axes[0, 0].legend(frameon=False, fontsize=9)
+    figure.savefig(docs / "thinking.png", dpi=100)
+
+
+def draw_price(docs: Path) -> None:
+    """price.png: length against the number of swaps, before, after, and with a price for each sign."""
+    from throughput import figure_of
+
+    figure, axes = figure_of(1, 2, 8, 3)
+    runs = {"before": (BEFORE, "grey"), "without a price": (TIED_GAME, OURS), "with a price": (PRICED, OTHERS)}
+    for label, (name, colour) in runs.items():
+        of = [run["answers"]["by_swaps"] for run in RECORD[name]]
+        for panel, key in zip(axes[0], ("length", "right")):
+            ys = [[x[str(k)][key] for k in range(1, 9)] for x in of]
+            panel.plot(range(1, 9), [statistics.fmean(y) for y in zip(*ys)], "o-", color=colour, label=label, ms=4)
+            panel.fill_between(range(1, 9), *[[f(y) for y in zip(*ys)] for f in (min, max)], color=colour, alpha=0.2)
+    for panel, title in zip(axes[0], ("tokens of a sampled answer", "sampled answers right")):
+        panel.set_title(title, fontsize=10), panel.set_xlabel("swaps in the prompt", fontsize=9), panel.set_ylim(0)
+    axes[0, 0].legend(frameon=False, fontsize=9)
+    figure.savefig(docs / "price.png", dpi=100)
+
+
+def draw_no_kl(docs: Path) -> None:
+    """no-kl.png: score and gold score with and without KL penalty."""
+    from throughput import figure_of
+
+    figure, axes = figure_of(1, 2, 8, 3)
+    flags = "--learning-rate 1e-3 --total-episodes 4096"
+    for panel, (title, name) in zip(axes[0], {"β = 0": f"{flags} --kl-coef 0", "β = 0.05": flags}.items()):
+        for metric, colour in {"objective/scores": OURS, "objective/gold_scores": "#b58900"}.items():
+            draw_band(panel, RECORD[f"ppo {GOLD} {name}"], metric, colour, TITLES[metric])
+        panel.set_title(title, fontsize=10), panel.set_xlabel("episodes", fontsize=9)
+    axes[0, 0].legend(frameon=False, fontsize=9), axes[0, 0].sharey(axes[0, 1])
+    figure.savefig(docs / "no-kl.png", dpi=100)
+
+
+def draw_frontier(docs: Path) -> None:
+    """frontier.png: gold score against KL along the training, the mean over the seeds."""
+    from throughput import figure_of
+
+    figure, axes = figure_of(1, 1, 6, 4)
+    for script in ("dpo", "rloo", "ppo"):
+        kl, gold = (band(RECORD[default(script)], name)[1].mean(0) for name in ("objective/kl", "objective/gold_scores"))
+        axes[0, 0].plot(kl, gold, label=f"{script}.py")
+    axes[0, 0].set_xlabel("KL to the reference, nats a response"), axes[0, 0].set_ylabel("gold score")
+    axes[0, 0].legend(frameon=False)
+    figure.savefig(docs / "frontier.png", dpi=100)
+
+
+def main() -> None:
+    """Writes, or checks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    args = parser.parse_args()
+    fill_record()
+    stale = [page for page in PAGES if rewritten(page.read_text("utf-8")) != page.read_text("utf-8")]
+    print(f"{len(stale)} pages with tables that are not those of the results {[page.name for page in stale]}")
+    if args.check:
+        sys.exit(bool(stale))
+    for page in stale:
+        page.write_text(rewritten(page.read_text("utf-8")), "utf-8")
+    results, docs = ROOT / "benchmarks/results", ROOT / "docs"
+    for script in DEFAULTS:
+        draw_beside(script, results)
+    for draw in (draw_thinking, draw_price, draw_no_kl, draw_frontier):
+        draw(docs)
+    draw_all_beside(results)
+
+
+if __name__ == "__main__":
+    main()
