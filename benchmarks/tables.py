@@ -7,6 +7,7 @@ A cell is the mean over the seeds ± their standard deviation; where there is on
 """
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -251,6 +252,83 @@ def beside_trl() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def lines_in(file: str) -> int:
+    """Its length."""
+    return (ROOT / file).read_text("utf-8").count("\n")
+
+
+def files() -> str:
+    """The README's table of files: their lengths, and what a default run ends with."""
+    seconds = lambda script: f"{mean(default(script), 'cpu_seconds', 0)} s"
+    end = lambda script, metric, digits=1: mean(default(script), f"end {metric}", digits)
+    start = lambda script, metric, digits=1: mean(default(script), f"start {metric}", digits)
+    gains = lambda script: (f"{seconds(script)}: score {start(script, 'objective/scores')} → {end(script, 'objective/scores')}, "
+                            f"gold score {start(script, 'objective/gold_scores')} → {end(script, 'objective/gold_scores')}")  # fmt: skip
+    percent = lambda name, metric: f"{statistics.fmean(values(name, metric) or [math.nan]):.0%}".replace("%", " %")
+    rows = {
+        "sft": ("[supervised fine-tuning](docs/sft.md): texts → policy",
+                f"{seconds('sft')}: perplexity {end('sft', 'eval/perplexity', 0)} on unseen texts, from 3,072"),
+        "reward_model": ("[Bradley–Terry](docs/reward_model.md): preference pairs → reward model",
+                         f"{seconds('reward_model')}: {percent('reward_model', 'end eval/accuracy')} of unseen pairs right "
+                         "(the gold score itself: 85 %)"),
+        "ppo": ("[PPO](docs/ppo.md): policy + reward → better policy", gains("ppo")),
+        "rloo": ("[RLOO, REINFORCE++](docs/rloo.md): the same without a critic", gains("rloo")),
+        "grpo": ("[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): answers that can be checked, in groups. In the shell game "
+                 "(where is the ball after these swaps?) the policy discovers that it pays to work out the steps",
+                 f"{seconds('grpo')}: right answers {percent(BEFORE, 'answers greedy')} → {percent(GAME, 'answers greedy')}, "
+                 f"as their length grows from {mean(BEFORE, 'answers length', 0)} to {mean(GAME, 'answers length', 0)} tokens"),
+        "dpo": ("[DPO, IPO, …](docs/dpo.md): preference pairs → better policy, without reward model or rollouts",
+                f"{seconds('dpo')}: gold score {end('dpo', 'objective/gold_scores')} at KL {end('dpo', 'objective/kl', 0)}; "
+                f"{percent(default('dpo'), 'end eval/rewards/accuracies')} of unseen pairs right"),
+        "ddpo": ("[DDPO](docs/ddpo.md): the same policy gradient for a diffusion model, whose denoising steps are its tokens",
+                 f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}, and shapes stay shapes"),
+    }  # fmt: skip
+    lines = ["| read | run | algorithm, and its page | with no flags: CPU time on one thread, and what comes out |", "|---|---|---|---|"]
+    for script, (about, result) in rows.items():
+        lengths = lines_in(f"lecture/{script}.py"), round(lines_in(f"{script}.py"), -2)
+        lines.append(f"| [`lecture/{script}.py`](lecture/{script}.py), {lengths[0]} lines "
+                     f"| [`{script}.py`]({script}.py), {lengths[1]:,} lines | {about} | {result} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def caption() -> str:
+    """Under the README's picture."""
+    name = default("ppo")
+    from_to = lambda metric: f"from {mean(name, f'start {metric}')} to {mean(name, f'end {metric}')}"
+    return f"""PPO teaches a small language model to write glowing reviews. Left: the **score**, a number that a reward model gives to
+each review, is what the model is trained on; it rises {from_to('objective/scores')}. The **gold score** is the truth of this toy
+world, which training never sees; it rises {from_to('objective/gold_scores')}. Middle: **KL**, the distance from the model's first self, in
+nats. Right: the share of reviews that come to an end. (The picture is of `python ppo.py --gold-reward-fn
+toy/make.py:gold_score`, the numbers are means of five seeds.)"""
+
+
+def toy_models() -> str:
+    """What is shipped in toy/, by the last evaluation of the run that made it."""
+    commands = {
+        "`sft/`": "sft --num-train-epochs 3",
+        "`reward_model/`": "reward_model --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5",
+        "`shells/sft/`": "sft --from-scratch toy/shells/base --dataset toy/shells/data/sft --num-train-epochs 4 --batch-size 32 "
+                         "--learning-rate 2e-3",
+    }  # fmt: skip
+    columns = [("perplexity", "end eval/perplexity", 2), ("unseen pairs right", "end eval/accuracy", 3), CPU]
+    return table("", commands, columns)
+
+
+def which_lines() -> str:
+    """What each algorithm holds and costs its reader."""
+    rows = {
+        "sft": ("1, 1", "nothing"), "dpo": ("2, 1", "nothing"), "rloo": ("3, 1", "2 responses to a prompt"),
+        "grpo": ("3, 1 (2 without KL or reward model: 1)", "8 responses to a prompt"), "ppo": ("4, 2", "1 response to a prompt"),
+    }  # fmt: skip
+    lines = ["| | networks in memory, trained ones | samples while it trains | peak memory here, MB | lines: short form, script |",
+             "|---|---|---|---:|---|"]  # fmt: skip
+    for script, cells in rows.items():
+        lengths = f"{lines_in(f'lecture/{script}.py')}, {lines_in(f'{script}.py'):,}"
+        memory = mean(default(script), "end perf/peak_memory_mb", 0)
+        lines.append(f"| `{script}.py` | {' | '.join(cells)} | {memory} | {lengths} |")
+    return "\n".join(lines)
+
+
 PASSES = {"1": "--num-ppo-epochs 1", "4 (default)": "", "8": "--num-ppo-epochs 8"}
 TABLES: dict[str, Callable[[], str]] = {
     "ppo-results": ppo_results,
@@ -303,6 +381,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ddpo-ink": lambda: sweep("ddpo", "β", {
         "0": "--reward-fn toy/shapes/make.py:little_ink", "1": "--reward-fn toy/shapes/make.py:little_ink --kl-coef 1"},
         [("reward, first epoch", "start reward_mean", 2), *DDPO]),
+    "files": files, "caption": caption, "toy-models": toy_models, "which-lines": which_lines,
     "which-episodes": which_episodes, "which-seconds": which_seconds, "beside-trl": beside_trl,
 }  # fmt: skip
 
