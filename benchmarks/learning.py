@@ -36,6 +36,7 @@ import trl_versions
 from throughput import RESULTS, ROOT, describe_machine, describe_ours
 
 RECORD = RESULTS / "learning.jsonl"
+COMPARED = ROOT / "runs/learning/compared.jsonl"  # of --compare; the defaults are read from RECORD, if they are there
 LAST = 5  # updates at the end of a run whose mean is its result
 FIVE, ONE = (1, 2, 3, 4, 5), (1,)
 GOLD = "--gold-reward-fn toy/make.py:gold_score"
@@ -256,7 +257,7 @@ def make_run(run: Run, seed: int) -> None:
         command = [sys.executable, __file__, "--read-shells" if is_game else "--read", output]
         run_process(command, output.with_suffix(".log"))
         result["answers"] = json.loads((output / "answers.json").read_text())
-    with LOCK, open(RECORD, "a") as file:
+    with LOCK, open(COMPARED if COMPARING else RECORD, "a") as file:
         file.write(json.dumps(result) + "\n")
 
 
@@ -414,11 +415,13 @@ def write_chosen() -> None:
 
 LOCK = threading.Lock()
 VENVS = Path("/tmp")
+COMPARING = False
 
 
 def read_record() -> list[dict]:
     """What is there."""
-    return [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
+    files = [RECORD, COMPARED] if COMPARING else [RECORD]
+    return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
 
 
 def make_all(wanted: list[tuple[Run, int]], jobs: int) -> list[str]:
@@ -445,7 +448,7 @@ def make_all(wanted: list[tuple[Run, int]], jobs: int) -> list[str]:
 
 def main() -> None:
     """Plans, and runs what is missing."""
-    global VENVS
+    global VENVS, COMPARING
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="PATTERN", help="names as --list shows them, as in a shell")
     parser.add_argument("--seeds", default="1,2,3,4,5", help="of those of each run, these")
@@ -456,7 +459,7 @@ def main() -> None:
     for name, n in {"--save-start": 2, "--judge": 3, "--read": 1, "--read-shells": 1}.items():
         parser.add_argument(name, nargs=n, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    VENVS = args.venvs
+    VENVS, COMPARING = args.venvs, bool(args.compare)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     for asked, function in ((args.save_start, save_start), (args.read, read_answers), (args.read_shells, read_shells)):
@@ -484,7 +487,7 @@ def main() -> None:
     if args.compare:
         import tables
 
-        print(tables.compare(runs))
+        print(tables.compare(runs, read_record()))
     return print("\n".join(["", "failed:", *failures])) if failures else None
 
 

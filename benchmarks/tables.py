@@ -26,10 +26,10 @@ THEIRS = {"ppo": "TRL 0.16.1", "rloo": "TRL 0.16.1", "ddpo": "TRL 0.23"}  # the 
 RECORD: dict[str, list[dict]] = {}  # name -> the runs of its seeds
 
 
-def fill_record() -> None:
-    """Reads the results."""
+def fill_record(lines: list[dict] | None = None) -> None:
+    """Takes the results, by default those on record."""
     RECORD.clear()
-    for line in sorted(read_record(), key=lambda line: line["seed"]):
+    for line in sorted(lines or read_record(), key=lambda line: line["seed"]):
         RECORD.setdefault(line["run"], []).append(line)
 
 
@@ -77,9 +77,9 @@ def sweep(script: str, heading: str, rows: dict[str, str], columns: list[Column]
     return table(heading, {label: f"{script} {base} {flags}".strip().replace("  ", " ") for label, flags in rows.items()}, columns)
 
 
-def compare(runs: list[Run]) -> str:
-    """For learning.py --compare."""
-    fill_record()
+def compare(runs: list[Run], lines: list[dict]) -> str:
+    """Our runs beside each other, for learning.py --compare."""
+    fill_record(lines)
     first = RECORD[runs[0].name][0]["curves"]
     columns = [(name, f"end {name}", 2) for name in list(first)[1:]]
     return table("", {run.name: run.name for run in runs}, columns)

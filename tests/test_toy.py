@@ -1,7 +1,10 @@
 """The toy world is what it says it is: the same bytes each time, varied, with a gold score that reads English."""
 
+import importlib
 import importlib.util
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,26 +142,87 @@ def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_no
     assert learned(heap)[0] > 2 and gold_scores(heap)[0] < 1
 
 
-def test_the_sorting_task_is_made_again_byte_for_byte(tmp_path):
-    spec = importlib.util.spec_from_file_location("sort_make", TOY / "sort/make.py")
-    sort = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sort)
-    sort.write_data(tmp_path / "data")
-    sort.write_base(tmp_path / "base")
+def shells_make():
+    """toy/shells/make.py."""
+    spec = importlib.util.spec_from_file_location("shells_make", TOY / "shells/make.py")
+    shells = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shells)
+    return shells
+
+
+def test_the_shell_game_is_made_again_byte_for_byte(tmp_path):
+    shells = shells_make()
+    shells.write_data(tmp_path / "data")
+    shells.write_base(tmp_path / "base")
     files = [path for name in ("data", "base") for path in (tmp_path / name).rglob("*") if path.is_file()]
     assert len(files) == 7
     for file in files:
-        assert file.read_bytes() == (TOY / "sort" / file.relative_to(tmp_path)).read_bytes(), file
+        assert file.read_bytes() == (TOY / "shells" / file.relative_to(tmp_path)).read_bytes(), file
 
 
-def test_the_sorting_task_has_right_answers_and_unseen_prompts():
-    files = {split: TOY / f"sort/data/prompts/{split}.jsonl" for split in ("train", "validation")}
-    rows = {split: [json.loads(x) for x in file.read_text("utf-8").splitlines()] for split, file in files.items()}
-    for row in rows["train"] + rows["validation"]:
-        digits = row["prompt"].split()[1:-1]
-        assert row["answer"].split() == sorted(digits) and 2 <= len(digits) <= 7
-    long = [{row["prompt"] for row in of if len(row["prompt"]) >= 16} for of in rows.values()]
-    assert not long[0] & long[1] and len(long[1]) > 80
-    texts = [json.loads(x) for x in (TOY / "sort/data/sft/train.jsonl").read_text("utf-8").splitlines()]
-    right = [row["completion"].split() == sorted(row["prompt"].split()[1:-1]) for row in texts]
-    assert 0.4 < sum(right) / len(right) < 0.5  # two equal neighbours may be exchanged
+def test_the_shell_game_has_right_answers_and_unseen_prompts():
+    """The ball is followed here by moving all four."""
+    names = [f"{of}/{split}" for of in ("sft", "prompts") for split in ("train", "validation")]
+    texts = {name: (TOY / f"shells/data/{name}.jsonl").read_text("utf-8") for name in names}
+    data = {name: [json.loads(line) for line in text.splitlines()] for name, text in texts.items()}
+    for row in [row for rows in data.values() for row in rows]:
+        _, ball, *signs, _ = row["prompt"].split()
+        cups, work = [cup == ball for cup in "1234"], []
+        for i, j in ((int(pair[0]) - 1, int(pair[1]) - 1) if pair != "--" else (0, 0) for pair in signs):
+            cups[i], cups[j] = cups[j], cups[i]
+            work.append(str(cups.index(True) + 1))
+        assert len(signs) == 8
+        if "answer" in row:
+            assert row["answer"] == work[-1] and row["swaps"] == 8 - signs.count("--")
+        else:
+            assert row["completion"].split() in (["####", work[-1]], [*work, "####", work[-1]])
+    share = sum(len(row["completion"]) > 8 for row in data["sft/train"]) / 20_000
+    assert 0.04 < share < 0.06
+    hard = [{row["prompt"] for row in rows if row["prompt"].count("--") < 6} for rows in data.values()]
+    assert sum(map(len, hard)) == len(set().union(*hard))  # none in two of them
+
+
+def test_functions_that_look_at_answers():
+    shells, texts = shells_make(), [" #### 2", " 1 2 3 4 1 2 3 4 #### 4", ""]
+    assert shells.worked(texts) == [0, 1, 0] and shells.length(texts) == [2, 10, 0]
+
+
+def read_commands():
+    """The words of each `train FOLDER SCRIPT FLAGS...` of models.sh."""
+    text = (TOY / "models.sh").read_text().replace("\\\n", " ")
+    return [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("train ")]
+
+
+class Enough(Exception):
+    """Ends a run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["sft", "reward_model", "shells/sft"])
+def test_the_shipped_models_are_still_made(folder, tmp_path, monkeypatch):
+    """Their commands in models.sh give what benchmarks/results/learning.jsonl says of these runs, to rounding: the first
+    evaluation. And what is shipped has the last one."""
+    command = next(x for x in read_commands() if x[0] == folder)
+    script = importlib.import_module(command[1].removesuffix(".py"))
+    flags = shlex.join(command[2:])
+    record = [json.loads(x) for x in (TOY.parent / "benchmarks/results/learning.jsonl").read_text().splitlines()]
+    run = next(x for x in record if (x["run"], x["seed"]) == (f"{command[1].removesuffix('.py')} {flags}", 1))
+    metric = "eval/loss" if folder == "reward_model" else "eval/perplexity"
+    evaluate, seen = script.evaluate, []
+
+    def first(model, *rest):
+        """The first evaluation, and then that of the model that is shipped; then the run ends."""
+        kind = type(model).from_pretrained(TOY / folder)
+        for weights in (model.state_dict(), kind.state_dict()):
+            model.load_state_dict(weights)
+            result = evaluate(model, *rest)
+            seen.append((result[0] if isinstance(result, tuple) else result)[metric])
+        raise Enough
+
+    monkeypatch.setattr(script, "evaluate", first)
+    monkeypatch.chdir(TOY.parent)
+    argv = [*command[2:], "--output-dir", str(tmp_path / "run"), "--eval-steps", str(run["curves"]["step"][0])]
+    monkeypatch.setattr(sys, "argv", [command[1], *argv])
+    with pytest.raises(Enough):
+        script.train(script.read_command_line())
+    assert seen == pytest.approx([run["start"][metric], run["end"][metric]], rel=0.02)
