@@ -1750,7 +1750,9 @@ class Run:
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
         names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
-        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # W&B's own 90 seconds are long for a wrong address
+        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline (`wandb sync` uploads it "
+                     "later) or, for a slow server, WANDB_INIT_TIMEOUT=90, or leave out --track"):  # fmt: skip
             import wandb
 
             config = asdict(self.args)
