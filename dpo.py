@@ -104,8 +104,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
@@ -620,16 +620,35 @@ def sample(
 def show_samples(
     run: "Run", policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args
 ) -> None:
-    """A table of three prompts with the responses of reference and policy, drawn with the same random numbers."""
+    """A table of three prompts with the responses of reference and policy, drawn with the same random numbers; the
+    policy's are also in samples.jsonl, token by token."""
     pairs = pairs[:3]
     tokenizer = policy.tokenizer
     columns = {"prompt": [tokenizer.decode(pair.prompt) for pair in pairs]}
+    r = respond(policy, pairs, args)
+    numbers = {"logprobs": response_logprobs(policy, r, args)}  # (B, T), as what follows
     if reference is not None:
         with adapter_off(policy, reference):
             columns["reference"] = decode(respond(reference, pairs, args), tokenizer)
-    columns["policy"] = decode(respond(policy, pairs, args), tokenizer)
+            numbers["ref_logprobs"] = response_logprobs(reference, r, args)
+        numbers["implicit_rewards"] = args.beta * (numbers["logprobs"] - numbers["ref_logprobs"])
+    columns["policy"] = decode(r, tokenizer)
     rows = [list(row) for row in zip(*columns.values())]
     run.table(f"step {run.step} of {run.num_steps}", list(columns), rows)
+    samples = []
+    for i, real in enumerate(r.mask):
+        sample = {"row": i, "prompt": columns["prompt"][i], "response": columns["policy"][i]}
+        sample["tokens"] = [tokenizer.decode(token) for token in r.responses[i][real]]
+        samples.append(sample | {name: x[i][real].tolist() for name, x in numbers.items()})
+    run.keep_samples(samples)
+
+
+@torch.no_grad()
+def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
+    """(B, T) log-probability of each response token, as in the loss: at temperature 1."""
+    with autocast(args):
+        logits, _ = response_forward(model, r, 1.0)  # (B, T, V)
+    return token_logprobs(logits, r.responses)
 
 
 def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
@@ -728,6 +747,7 @@ ALIASES = {  # other libraries' spellings
     "--model-name-or-path": "--model", "--sft-model-path": "--model", "--dataset-name": "--dataset",
     "--dataset-config-name": "--dataset-config", "--resume-from-checkpoint": "--resume",
 }  # fmt: skip
+LENGTH = "num_train_epochs"  # the setting that says how long a run is
 CURVES = [["loss", "eval/loss"], ["rewards/chosen", "rewards/rejected"],
           ["rewards/accuracies", "eval/rewards/accuracies"], ["objective/kl"], ["objective/gold_scores"]]  # fmt: skip
 
@@ -1416,8 +1436,7 @@ class Run:
         Nothing is saved if another process has failed: the model cannot be put together without it.
         """
         if kind is KeyboardInterrupt:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+            error.add_note(f"to resume: {self.resume_command()}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.bar.close()
@@ -1432,6 +1451,21 @@ class Run:
             error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
+        if error is None:
+            self.show_commands()
+
+    def resume_command(self) -> str:
+        """The command line that continues this run."""
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        return f"{launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}"
+
+    def show_commands(self) -> None:
+        """The command lines that look at a run that has ended, and that make one of twice the length out of it."""
+        files = Path(__file__).with_name("docs") / "xray.py", self.output / "samples.jsonl"
+        if all(file.exists() for file in files):
+            print(f"to look at its tokens: python docs/xray.py {shlex.quote(str(self.output))}")
+        length = getattr(self.args, LENGTH) or self.num_steps * self.args.batch_size
+        print(f"to go on for as long again: {self.resume_command()} --{LENGTH.replace('_', '-')} {2 * length}")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, each begun with its own seed."""
@@ -1465,7 +1499,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
-                "learning rate is too high); no such step was made")  # fmt: skip
+                "--learning-rate is too high; ddpo.py: --train-learning-rate); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
         """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""

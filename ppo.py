@@ -111,9 +111,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9)]
-Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
@@ -1255,6 +1255,7 @@ ALIASES = {  # other libraries' spellings
     "--init-kl-coef": "--kl-coef", "--kl-penalty": "--kl-estimator", "--adap-kl-ctrl": "--adaptive-kl",
     "--target": "--kl-target", "--horizon": "--kl-horizon", "--resume-from-checkpoint": "--resume",
 }  # fmt: skip
+LENGTH = "total_episodes"  # the setting that says how long a run is
 CURVES = [["objective/scores", "objective/gold_scores", "eval/scores"], ["objective/kl", "objective/kl_k3"],
           ["val/eos_share"]]  # fmt: skip
 
@@ -1865,8 +1866,7 @@ class Run:
         Nothing is saved if another process has failed: the model cannot be put together without it.
         """
         if kind is KeyboardInterrupt:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+            error.add_note(f"to resume: {self.resume_command()}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.bar.close()
@@ -1881,6 +1881,21 @@ class Run:
             error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
+        if error is None:
+            self.show_commands()
+
+    def resume_command(self) -> str:
+        """The command line that continues this run."""
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        return f"{launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}"
+
+    def show_commands(self) -> None:
+        """The command lines that look at a run that has ended, and that make one of twice the length out of it."""
+        files = Path(__file__).with_name("docs") / "xray.py", self.output / "samples.jsonl"
+        if all(file.exists() for file in files):
+            print(f"to look at its tokens: python docs/xray.py {shlex.quote(str(self.output))}")
+        length = getattr(self.args, LENGTH) or self.num_steps * self.args.batch_size
+        print(f"to go on for as long again: {self.resume_command()} --{LENGTH.replace('_', '-')} {2 * length}")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, each begun with its own seed."""
@@ -1914,7 +1929,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
-                "learning rate is too high); no such step was made")  # fmt: skip
+                "--learning-rate is too high; ddpo.py: --train-learning-rate); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
         """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""

@@ -88,8 +88,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
@@ -373,7 +373,7 @@ def evaluate(policy: nn.Module, rows: list[Row], args: Args) -> dict[str, float]
 
 
 def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args) -> None:
-    """A table of prompts, sampled completions and the texts' own.
+    """A table of prompts, sampled completions and the texts' own; those sampled are also in samples.jsonl, by token.
 
     The prompt is what stands before the first label; if nothing does, eight tokens, or half of a shorter text.
     """
@@ -381,9 +381,10 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
     length = min(53, context_length(policy) // 2)
     room = context_length(policy) - length  # for the prompt
     table = []
+    samples = []
     torch.manual_seed(args.seed)  # all processes draw the same completions
     with gathered(policy, args):
-        for ids, labels in examples[:3]:
+        for i, (ids, labels) in enumerate(examples[:3]):
             start = next(i for i, label in enumerate(labels) if label != IGNORE)
             if start == 0:
                 start = min(8, max(1, len(ids) // 2))
@@ -392,10 +393,17 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
                 torch.tensor([prompt], device=args.torch_device), max_new_tokens=length, do_sample=True,
                 temperature=1.0, top_k=0, top_p=1.0,  # the policy itself, whatever its generation config says
                 eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-            )[0]  # fmt: skip
-            completion = output[len(prompt) :]
-            table.append([tokenizer.decode(x) for x in (prompt, completion, ids[start:])])
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            completion = output.sequences[0, len(prompt) :]  # (T,)
+            losses = F.cross_entropy(torch.cat(output.logits).float(), completion, reduction="none")  # (T,)
+            row = [tokenizer.decode(x) for x in (prompt, completion, ids[start:])]
+            table.append(row)
+            sample = {"row": i, "prompt": row[0], "response": row[1]}
+            sample["tokens"] = [tokenizer.decode(token) for token in completion]
+            samples.append(sample | {"logprobs": (-losses).tolist()})
     run.table(f"step {run.step} of {run.num_steps}", ["prompt", "sampled completion", "the text's own"], table)
+    run.keep_samples(samples)
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
@@ -481,6 +489,7 @@ ALIASES = {  # other libraries' spellings
     "--model-name-or-path": "--model", "--dataset-name": "--dataset", "--dataset-config-name": "--dataset-config",
     "--dataset-text-field": "--text-column", "--max-seq-length": "--max-length", "--resume-from-checkpoint": "--resume",
 }  # fmt: skip
+LENGTH = "num_train_epochs"  # the setting that says how long a run is
 CURVES = [["loss", "eval/loss"], ["eval/perplexity"], ["eval/eos_loss"]]
 
 
@@ -1077,8 +1086,7 @@ class Run:
         Nothing is saved if another process has failed: the model cannot be put together without it.
         """
         if kind is KeyboardInterrupt:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+            error.add_note(f"to resume: {self.resume_command()}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.bar.close()
@@ -1093,6 +1101,21 @@ class Run:
             error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
+        if error is None:
+            self.show_commands()
+
+    def resume_command(self) -> str:
+        """The command line that continues this run."""
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        return f"{launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}"
+
+    def show_commands(self) -> None:
+        """The command lines that look at a run that has ended, and that make one of twice the length out of it."""
+        files = Path(__file__).with_name("docs") / "xray.py", self.output / "samples.jsonl"
+        if all(file.exists() for file in files):
+            print(f"to look at its tokens: python docs/xray.py {shlex.quote(str(self.output))}")
+        length = getattr(self.args, LENGTH) or self.num_steps * self.args.batch_size
+        print(f"to go on for as long again: {self.resume_command()} --{LENGTH.replace('_', '-')} {2 * length}")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, each begun with its own seed."""
@@ -1126,7 +1149,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
-                "learning rate is too high); no such step was made")  # fmt: skip
+                "--learning-rate is too high; ddpo.py: --train-learning-rate); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
         """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""

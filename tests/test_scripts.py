@@ -30,7 +30,8 @@ SHARED = {  # in which scripts a function or method has the same text; another's
         UserError require explain setting_up hub_answers on_disk locate load_split read_column shuffled make_seed
         autocast all_reduce clip_gradient check_values read_checkpoint machine printable peak_memory_mb write_card
         draw_curves read_command_line Terminal main Run.__init__ Run.open_folder Run.start_wandb Run.__enter__ Run.heed
-        Run.__exit__ Run.steps Run.clock Run.write Run.is_due Run.save Run.stop Run.restore""",
+        Run.__exit__ Run.resume_command Run.show_commands Run.steps Run.clock Run.write Run.is_due Run.save Run.stop
+        Run.restore""",
     "ppo rloo grpo dpo sft reward_model": """
         apply_template load_model load_tokenizer use_bfloat16 add_adapter context_length load_data pad make_schedule
         set_learning_rates shard tie split reshard start_run keep_freed_memory check_unused save_model Run.keep_samples Run.is_turn
