@@ -625,20 +625,20 @@ def show_samples(
     pairs = pairs[:3]
     tokenizer = policy.tokenizer
     columns = {"prompt": [tokenizer.decode(pair.prompt) for pair in pairs]}
-    r = respond(policy, pairs, args)
-    numbers = {"logprobs": response_logprobs(policy, r, args)}  # (B, T), as what follows
+    rollout = respond(policy, pairs, args)
+    numbers = {"logprobs": response_logprobs(policy, rollout, args)}  # (B, T), as what follows
     if reference is not None:
         with adapter_off(policy, reference):
             columns["reference"] = decode(respond(reference, pairs, args), tokenizer)
-            numbers["ref_logprobs"] = response_logprobs(reference, r, args)
+            numbers["ref_logprobs"] = response_logprobs(reference, rollout, args)
         numbers["implicit_rewards"] = args.beta * (numbers["logprobs"] - numbers["ref_logprobs"])
-    columns["policy"] = decode(r, tokenizer)
+    columns["policy"] = decode(rollout, tokenizer)
     rows = [list(row) for row in zip(*columns.values())]
     run.table(f"step {run.step} of {run.num_steps}", list(columns), rows)
     samples = []
-    for i, real in enumerate(r.mask):
+    for i, real in enumerate(rollout.mask):
         sample = {"row": i, "prompt": columns["prompt"][i], "response": columns["policy"][i]}
-        sample["tokens"] = [tokenizer.decode(token) for token in r.responses[i][real]]
+        sample["tokens"] = [tokenizer.decode(token) for token in rollout.responses[i][real]]
         samples.append(sample | {name: x[i][real].tolist() for name, x in numbers.items()})
     run.keep_samples(samples)
 
