@@ -115,30 +115,34 @@ Name = Annotated[str, Field(min_length=1)]
 
 @dataclass
 class Args:
-    # --- DPO
-    beta: Positive = 0.1  # weight of the KL that ties the policy down (DPO: 0.1 to 0.5). Lower: further from reference
+    # --- DPO ---
+    # weight of the KL that ties the policy down (DPO: 0.1 to 0.5). Lower: further from reference
+    beta: Positive = 0.1
     # sigmoid (DPO, eq. 7); hinge (SLiC); ipo (IPO, eq. 17, on means over tokens); kto_pair (KTO on pairs, TRL 0.7)
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = "sigmoid"
     label_smoothing: MinorShare = 0.0  # share of pairs whose label is taken to be wrong (conservative DPO, sigmoid)
     reference_free: bool = False  # leave the reference out, as if it found all completions equally likely (TRL)
     precompute_ref: bool = False  # read all pairs with the reference first; without LoRA, then drop it, and log no KL
 
-    # --- Optimisation
-    learning_rate: Positive | None = None  # AdamW's; by default from the policy's size, ten times as high with LoRA
+    # --- Optimisation ---
+    # AdamW's; by default from the policy's size, ten times as high with LoRA
+    learning_rate: Positive | None = None
     lr_scheduler_type: Name = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
-    # --- Batch sizes
-    batch_size: Count | None = None  # pairs per optimiser step, on all GPUs together; by default 64
+    # --- Batch sizes ---
+    # pairs per optimiser step, on all GPUs together; by default 64
+    batch_size: Count | None = None
     micro_batch_size: Count | None = None  # pairs per forward/backward pass; no effect, except with kto_pair
     # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
-    # --- Model: a folder, or a name on the hub
-    model: Name = "toy/sft"  # the policy to start from, which is also the reference
+    # --- Model: a folder, or a name on the hub ---
+    # the policy to start from, which is also the reference
+    model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
     lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
@@ -147,8 +151,9 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
-    # --- Data
-    dataset: Name = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
+    # --- Data ---
+    # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = "toy/data/preferences"
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
@@ -159,15 +164,17 @@ class Args:
     max_prompt_length: Count = 128  # tokens of a prompt that is cut (TRL 0.7)
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a prompt stays when it is cut (TRL)
 
-    # --- Answers of the policy to prompts of the test split (or, without one, of the training data)
-    num_eval_prompts: Count = 64  # prompts that are answered in an evaluation
+    # --- Answers of the policy to prompts of the test split (or, without one, of the training data) ---
+    # prompts that are answered in an evaluation
+    num_eval_prompts: Count = 64
     response_length: Count = 53  # most tokens in an answer (ppo.py's)
     temperature: Positive = 0.7  # divides the logits of the answers, and in the KL measured on them (ppo.py's)
     gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     seed: Natural = 1  # seed of the order of pairs and of the answers
 
-    # --- Run. Settings from here on may change when a run is resumed
-    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    # --- Run. Settings from here on may change when a run is resumed ---
+    # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the pairs
     exp_name: Name = "dpo"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
@@ -180,8 +187,9 @@ class Args:
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
-    # --- Many GPUs: torchrun --nproc-per-node N
-    zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # --- Many GPUs: torchrun --nproc-per-node N ---
+    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    zero_stage: Literal[0, 2, 3] = 0
     shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token

@@ -99,27 +99,31 @@ Name = Annotated[str, Field(min_length=1)]
 
 @dataclass
 class Args:
-    # --- Supervised fine-tuning
-    completion_only_loss: bool = True  # no loss on prompts, nor on messages that are not the assistant's (TRL)
+    # --- Supervised fine-tuning ---
+    # no loss on prompts, nor on messages that are not the assistant's (TRL)
+    completion_only_loss: bool = True
     max_length: Length = 512  # longer texts lose their end, and are counted; with packing, the length of a block
     packing: bool = False  # join all texts, EOS between them, and cut them into blocks of max_length: no padding (TRL)
 
-    # --- Optimisation
-    learning_rate: Positive | None = None  # AdamW's; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
+    # --- Optimisation ---
+    # AdamW's; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
+    learning_rate: Positive | None = None
     lr_scheduler_type: Name = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
-    # --- Batch sizes
-    batch_size: Count | None = None  # rows per optimiser step, on all GPUs together; by default 64
+    # --- Batch sizes ---
+    # rows per optimiser step, on all GPUs together; by default 64
+    batch_size: Count | None = None
     micro_batch_size: Count | None = None  # rows per forward/backward pass; affects rounding and dropout only
     # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
-    # --- Model: a folder, or a name on the hub
-    model: Name | None = None  # the pretrained model to fine-tune
+    # --- Model: a folder, or a name on the hub ---
+    # the pretrained model to fine-tune
+    model: Name | None = None
     from_scratch: Name | None = None  # instead: random weights, with the config and tokenizer of this; default toy/base
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
@@ -129,8 +133,9 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
-    # --- Data
-    dataset: Name = "toy/data/sft"  # folder, file (jsonl, json, csv, parquet) or hub name
+    # --- Data ---
+    # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = "toy/data/sft"
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
@@ -140,8 +145,9 @@ class Args:
     messages_column: Name = "messages"  # conversations: lists of messages, for the tokenizer's chat template
     seed: Natural = 1  # seed of the order of texts, of dropout, and of the weights with from_scratch
 
-    # --- Run. Settings from here on may change when a run is resumed
-    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    # --- Run. Settings from here on may change when a run is resumed ---
+    # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the texts (N+ details: 1)
     exp_name: Name = "sft"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
@@ -154,8 +160,9 @@ class Args:
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
-    # --- Many GPUs: torchrun --nproc-per-node N
-    zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # --- Many GPUs: torchrun --nproc-per-node N ---
+    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    zero_stage: Literal[0, 2, 3] = 0
     shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
