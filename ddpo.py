@@ -94,8 +94,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
@@ -105,16 +105,18 @@ Name = Annotated[str, Field(min_length=1)]
 
 @dataclass
 class Args:
-    # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images
-    sample_num_steps: Count = 10  # denoising steps N (TRL: 50)
+    # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images ---
+    # denoising steps N (TRL: 50)
+    sample_num_steps: Count = 10
     sample_eta: Share = 1.0  # scale of sigma: 0 would be deterministic, and teach nothing; at 1, DDPM's (TRL: 1)
     sample_guidance_scale: NonNegative = 1.0  # weight of the prompt, in sampling and training; 1: no guidance (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
     sample_num_batches_per_epoch: Count = 4  # such batches in an epoch (TRL: 2)
     negative_prompts: Name | None = None  # the prompt that guidance leads away from; by default an empty one (TRL)
 
-    # --- DDPO. An optimiser step: train_batch_size * train_gradient_accumulation_steps * processes images
-    train_batch_size: Count = 64  # images in a forward and backward pass, on each process (TRL: 1)
+    # --- DDPO. An optimiser step: train_batch_size * train_gradient_accumulation_steps * processes images ---
+    # images in a forward and backward pass, on each process (TRL: 1)
+    train_batch_size: Count = 64
     train_gradient_accumulation_steps: Count = 2  # such passes for one optimiser step (TRL: 1)
     train_num_inner_epochs: Count = 1  # passes over the images of an epoch (TRL: 1)
     train_clip_range: Positive = 1e-4  # eps of the clipped ratio (TRL)
@@ -125,16 +127,18 @@ class Args:
     per_prompt_stat_tracking_min_count: Count = 16  # with fewer, the batch is what is compared with (TRL)
     kl_coef: NonNegative = 0.0  # weight of the KL to the first model in the loss (DPOK; 0 in DDPO)
 
-    # --- Optimisation
-    train_learning_rate: Positive = 3e-4  # AdamW's, constant (TRL)
+    # --- Optimisation ---
+    # AdamW's, constant (TRL)
+    train_learning_rate: Positive = 3e-4
     train_adam_beta1: Decay = 0.9  # AdamW's (TRL)
     train_adam_beta2: Decay = 0.999  # AdamW's (TRL)
     train_adam_epsilon: Positive = 1e-8  # AdamW's (TRL)
     train_adam_weight_decay: NonNegative = 1e-4  # AdamW's (TRL)
     train_max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm (TRL)
 
-    # --- Model: a folder, or a name on the hub
-    model: Name = "toy/shapes/sd"  # a Stable Diffusion pipeline; its UNet is trained, and KL is measured against it
+    # --- Model: a folder, or a name on the hub ---
+    # a Stable Diffusion pipeline; its UNet is trained, and KL is measured against it
+    model: Name = "toy/shapes/sd"
     reward_fn: Name = "toy/shapes/make.py:left_ink"  # file.py:name of f(images, prompts, metadata), as in TRL
     gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
@@ -142,15 +146,17 @@ class Args:
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
 
-    # --- Data
-    dataset: Name = "toy/shapes/data"  # folder, file (jsonl, json, csv, parquet) or hub name
+    # --- Data ---
+    # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = "toy/shapes/data"
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     prompt_column: Name = "prompt"  # texts; the other columns of a row are its metadata
     seed: Natural = 1  # seed of noise, order of prompts, and adapters
 
-    # --- Run. Settings from here on may change when a run is resumed
-    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    # --- Run. Settings from here on may change when a run is resumed ---
+    # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
     exp_name: Name = "ddpo"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
@@ -664,6 +670,7 @@ ALIASES = {  # TRL's spellings
     "--sample-num-inference-steps": "--sample-num-steps", "--save-freq": "--save-steps",
     "--num-checkpoint-limit": "--save-total-limit", "--resume-from": "--resume",
 }  # fmt: skip
+LENGTH = "num_epochs"  # the setting that says how long a run is
 CURVES = [["reward_mean", "objective/gold_scores"], ["objective/kl"], ["approx_kl", "clipfrac"]]
 
 
@@ -957,7 +964,9 @@ class Run:
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
         names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
-        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # W&B's own 90 seconds are long for a wrong address
+        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline (`wandb sync` uploads it "
+                     "later) or, for a slow server, WANDB_INIT_TIMEOUT=90, or leave out --track"):  # fmt: skip
             import wandb
 
             config = asdict(self.args)
@@ -984,8 +993,7 @@ class Run:
         Nothing is saved if another process has failed: the model cannot be put together without it.
         """
         if kind is KeyboardInterrupt:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+            error.add_note(f"to resume: {self.resume_command()}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.bar.close()
@@ -1000,6 +1008,21 @@ class Run:
             error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
+        if error is None:
+            self.show_commands()
+
+    def resume_command(self) -> str:
+        """The command line that continues this run."""
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        return f"{launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}"
+
+    def show_commands(self) -> None:
+        """The command lines that look at a run that has ended, and that make one of twice the length out of it."""
+        files = Path(__file__).with_name("docs") / "xray.py", self.output / "samples.jsonl"
+        if all(file.exists() for file in files):
+            print(f"to look at its tokens: python docs/xray.py {shlex.quote(str(self.output))}")
+        length = getattr(self.args, LENGTH) or self.num_steps * self.args.batch_size
+        print(f"to go on for as long again: {self.resume_command()} --{LENGTH.replace('_', '-')} {2 * length}")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, each begun with its own seed."""
@@ -1033,7 +1056,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
-                "learning rate is too high); no such step was made")  # fmt: skip
+                "--learning-rate is too high; ddpo.py: --train-learning-rate); no such step was made")  # fmt: skip
 
     def is_due(self, every: int) -> bool:
         """True after every so many steps, and after the last one."""

@@ -104,8 +104,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
@@ -115,30 +115,34 @@ Name = Annotated[str, Field(min_length=1)]
 
 @dataclass
 class Args:
-    # --- DPO
-    beta: Positive = 0.1  # weight of the KL that ties the policy down (DPO: 0.1 to 0.5). Lower: further from reference
+    # --- DPO ---
+    # weight of the KL that ties the policy down (DPO: 0.1 to 0.5). Lower: further from reference
+    beta: Positive = 0.1
     # sigmoid (DPO, eq. 7); hinge (SLiC); ipo (IPO, eq. 17, on means over tokens); kto_pair (KTO on pairs, TRL 0.7)
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = "sigmoid"
     label_smoothing: MinorShare = 0.0  # share of pairs whose label is taken to be wrong (conservative DPO, sigmoid)
     reference_free: bool = False  # leave the reference out, as if it found all completions equally likely (TRL)
     precompute_ref: bool = False  # read all pairs with the reference first; without LoRA, then drop it, and log no KL
 
-    # --- Optimisation
-    learning_rate: Positive | None = None  # AdamW's; by default from the policy's size, ten times as high with LoRA
+    # --- Optimisation ---
+    # AdamW's; by default from the policy's size, ten times as high with LoRA
+    learning_rate: Positive | None = None
     lr_scheduler_type: Name = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
-    # --- Batch sizes
-    batch_size: Count | None = None  # pairs per optimiser step, on all GPUs together; by default 64
+    # --- Batch sizes ---
+    # pairs per optimiser step, on all GPUs together; by default 64
+    batch_size: Count | None = None
     micro_batch_size: Count | None = None  # pairs per forward/backward pass; no effect, except with kto_pair
     # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
-    # --- Model: a folder, or a name on the hub
-    model: Name = "toy/sft"  # the policy to start from, which is also the reference
+    # --- Model: a folder, or a name on the hub ---
+    # the policy to start from, which is also the reference
+    model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
     lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
@@ -147,8 +151,9 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
-    # --- Data
-    dataset: Name = "toy/data/preferences"  # folder, file (jsonl, json, csv, parquet) or hub name
+    # --- Data ---
+    # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = "toy/data/preferences"
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
@@ -159,15 +164,17 @@ class Args:
     max_prompt_length: Count = 128  # tokens of a prompt that is cut (TRL 0.7)
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a prompt stays when it is cut (TRL)
 
-    # --- Answers of the policy to prompts of the test split (or, without one, of the training data)
-    num_eval_prompts: Count = 64  # prompts that are answered in an evaluation
+    # --- Answers of the policy to prompts of the test split (or, without one, of the training data) ---
+    # prompts that are answered in an evaluation
+    num_eval_prompts: Count = 64
     response_length: Count = 53  # most tokens in an answer (ppo.py's)
     temperature: Positive = 0.7  # divides the logits of the answers, and in the KL measured on them (ppo.py's)
     gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
     seed: Natural = 1  # seed of the order of pairs and of the answers
 
-    # --- Run. Settings from here on may change when a run is resumed
-    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    # --- Run. Settings from here on may change when a run is resumed ---
+    # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the pairs
     exp_name: Name = "dpo"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
@@ -180,8 +187,9 @@ class Args:
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
-    # --- Many GPUs: torchrun --nproc-per-node N
-    zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # --- Many GPUs: torchrun --nproc-per-node N ---
+    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    zero_stage: Literal[0, 2, 3] = 0
     shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
@@ -620,16 +628,35 @@ def sample(
 def show_samples(
     run: "Run", policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args
 ) -> None:
-    """A table of three prompts with the responses of reference and policy, drawn with the same random numbers."""
+    """A table of three prompts with the responses of reference and policy, drawn with the same random numbers; the
+    policy's are also in samples.jsonl, token by token."""
     pairs = pairs[:3]
     tokenizer = policy.tokenizer
     columns = {"prompt": [tokenizer.decode(pair.prompt) for pair in pairs]}
+    rollout = respond(policy, pairs, args)
+    numbers = {"logprobs": response_logprobs(policy, rollout, args)}  # (B, T), as what follows
     if reference is not None:
         with adapter_off(policy, reference):
             columns["reference"] = decode(respond(reference, pairs, args), tokenizer)
-    columns["policy"] = decode(respond(policy, pairs, args), tokenizer)
+            numbers["ref_logprobs"] = response_logprobs(reference, rollout, args)
+        numbers["implicit_rewards"] = args.beta * (numbers["logprobs"] - numbers["ref_logprobs"])
+    columns["policy"] = decode(rollout, tokenizer)
     rows = [list(row) for row in zip(*columns.values())]
     run.table(f"step {run.step} of {run.num_steps}", list(columns), rows)
+    samples = []
+    for i, real in enumerate(rollout.mask):
+        sample = {"row": i, "prompt": columns["prompt"][i], "response": columns["policy"][i]}
+        sample["tokens"] = [tokenizer.decode(token) for token in rollout.responses[i][real]]
+        samples.append(sample | {name: x[i][real].tolist() for name, x in numbers.items()})
+    run.keep_samples(samples)
+
+
+@torch.no_grad()
+def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
+    """(B, T) log-probability of each response token, as in the loss: at temperature 1."""
+    with autocast(args):
+        logits, _ = response_forward(model, r, 1.0)  # (B, T, V)
+    return token_logprobs(logits, r.responses)
 
 
 def decode(rollout: Rollout, tokenizer: AutoTokenizer) -> list[str]:
@@ -728,6 +755,7 @@ ALIASES = {  # other libraries' spellings
     "--model-name-or-path": "--model", "--sft-model-path": "--model", "--dataset-name": "--dataset",
     "--dataset-config-name": "--dataset-config", "--resume-from-checkpoint": "--resume",
 }  # fmt: skip
+LENGTH = "num_train_epochs"  # the setting that says how long a run is
 CURVES = [["loss", "eval/loss"], ["rewards/chosen", "rewards/rejected"],
           ["rewards/accuracies", "eval/rewards/accuracies"], ["objective/kl"], ["objective/gold_scores"]]  # fmt: skip
 
@@ -1387,7 +1415,9 @@ class Run:
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
         names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
-        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # W&B's own 90 seconds are long for a wrong address
+        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline (`wandb sync` uploads it "
+                     "later) or, for a slow server, WANDB_INIT_TIMEOUT=90, or leave out --track"):  # fmt: skip
             import wandb
 
             config = asdict(self.args)
@@ -1414,8 +1444,7 @@ class Run:
         Nothing is saved if another process has failed: the model cannot be put together without it.
         """
         if kind is KeyboardInterrupt:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+            error.add_note(f"to resume: {self.resume_command()}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.bar.close()
@@ -1430,6 +1459,21 @@ class Run:
             error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
+        if error is None:
+            self.show_commands()
+
+    def resume_command(self) -> str:
+        """The command line that continues this run."""
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        return f"{launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}"
+
+    def show_commands(self) -> None:
+        """The command lines that look at a run that has ended, and that make one of twice the length out of it."""
+        files = Path(__file__).with_name("docs") / "xray.py", self.output / "samples.jsonl"
+        if all(file.exists() for file in files):
+            print(f"to look at its tokens: python docs/xray.py {shlex.quote(str(self.output))}")
+        length = getattr(self.args, LENGTH) or self.num_steps * self.args.batch_size
+        print(f"to go on for as long again: {self.resume_command()} --{LENGTH.replace('_', '-')} {2 * length}")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, each begun with its own seed."""
@@ -1463,7 +1507,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
-                "learning rate is too high); no such step was made")  # fmt: skip
+                "--learning-rate is too high; ddpo.py: --train-learning-rate); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
         """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""

@@ -111,9 +111,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9)]
-Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
@@ -123,8 +123,9 @@ Name = Annotated[str, Field(min_length=1)]
 
 @dataclass
 class Args:
-    # --- PPO
-    num_ppo_epochs: Count = 4  # passes over each batch. More: faster, until the ratio is clipped everywhere (TRL: 4)
+    # --- PPO ---
+    # passes over each batch. More: faster, until the ratio is clipped everywhere (TRL: 4)
+    num_ppo_epochs: Count = 4
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     cliprange_value: Positive = 0.2  # eps_v of the clipped value (TRL, N+ details)
@@ -139,24 +140,27 @@ class Args:
     ratio_threshold: Positive = 10.0  # skip and count the step of a mini-batch whose mean ratio exceeds this (TRL 0.7)
     target_kl: Positive | None = None  # stop updating on a batch once approxkl exceeds 1.5 times this (TRL 0.7)
 
-    # --- KL to the reference
-    kl_coef: NonNegative = 0.05  # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: little moves
+    # --- KL to the reference ---
+    # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: little moves
+    kl_coef: NonNegative = 0.05
     # per token, with d = log(pi/ref): k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
     kl_estimator: Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"] = "k1"
     adaptive_kl: bool = False  # let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)
     kl_target: Positive = 6.0  # KL in nats per response that the controller aims at (TRL 0.7)
     kl_horizon: Count = 10_000  # episodes over which the controller reacts (TRL 0.7)
 
-    # --- Rollout
-    response_length: Count = 53  # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
+    # --- Rollout ---
+    # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
+    response_length: Count = 53
     response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
     stop_token: Name = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
     missing_eos_penalty: NonNegative | None = None  # subtracted from scores of responses that never stop (TRL)
     local_rollout_forward_batch_size: Count = 64  # responses sampled at once (TRL); no effect on the result
 
-    # --- Optimisation
-    learning_rate: Positive | None = None  # AdamW's; by default from the policy's size, ten times as high with LoRA
+    # --- Optimisation ---
+    # AdamW's; by default from the policy's size, ten times as high with LoRA
+    learning_rate: Positive | None = None
     critic_learning_rate: Positive | None = None  # the critic's; by default the policy's
     critic_warmup_updates: Natural = 0  # first updates, in which only the critic learns
     lr_scheduler_type: Name = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
@@ -166,15 +170,17 @@ class Args:
     adam_epsilon: Positive = 1e-8  # AdamW's (torch and TRL; the N+ details take 1e-5)
     max_grad_norm: Positive = 1.0  # the gradients of policy and critic are each clipped to this norm
 
-    # --- Batch sizes
-    batch_size: Count | None = None  # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
+    # --- Batch sizes ---
+    # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
+    batch_size: Count | None = None
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
     # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
-    # --- Models: a folder, or a name on the hub
-    model: Name = "toy/sft"  # the policy to start from, which is also the reference that KL is measured against
+    # --- Models: a folder, or a name on the hub ---
+    # the policy to start from, which is also the reference that KL is measured against
+    model: Name = "toy/sft"
     reward_model: Name = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
     reward_label: Name | None = None  # the label whose logit is the reward, for a classifier that has several
     reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; of several, the sum
@@ -189,16 +195,18 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
-    # --- Data
-    dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
+    # --- Data ---
+    # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = "toy/data/prompts"
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
     max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
 
-    # --- Additions to PPO
-    pretrain_data: Name | None = None  # folder, file or hub name of texts (column text, split train): PPO-ptx
+    # --- Additions to PPO ---
+    # folder, file or hub name of texts (column text, split train): PPO-ptx
+    pretrain_data: Name | None = None
     ptx_coef: NonNegative = 0.0  # weight of their language-modelling loss (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
     aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss; depends on micro-batches
@@ -206,8 +214,9 @@ class Args:
     eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
-    # --- Run. Settings from here on may change when a run is resumed
-    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    # --- Run. Settings from here on may change when a run is resumed ---
+    # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None
     total_episodes: Count | None = None  # responses sampled in the whole run; by default 2048
     num_train_epochs: Positive | None = None  # passes over the prompts; total_episodes wins over it
     exp_name: Name = "ppo"  # name of this run, in its folder and on W&B
@@ -221,8 +230,9 @@ class Args:
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
-    # --- Many GPUs: torchrun --nproc-per-node N
-    zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # --- Many GPUs: torchrun --nproc-per-node N ---
+    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    zero_stage: Literal[0, 2, 3] = 0
     shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
@@ -1255,6 +1265,7 @@ ALIASES = {  # other libraries' spellings
     "--init-kl-coef": "--kl-coef", "--kl-penalty": "--kl-estimator", "--adap-kl-ctrl": "--adaptive-kl",
     "--target": "--kl-target", "--horizon": "--kl-horizon", "--resume-from-checkpoint": "--resume",
 }  # fmt: skip
+LENGTH = "total_episodes"  # the setting that says how long a run is
 CURVES = [["objective/scores", "objective/gold_scores", "eval/scores"], ["objective/kl", "objective/kl_k3"],
           ["val/eos_share"]]  # fmt: skip
 
@@ -1836,7 +1847,9 @@ class Run:
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
         names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
-        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # W&B's own 90 seconds are long for a wrong address
+        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline (`wandb sync` uploads it "
+                     "later) or, for a slow server, WANDB_INIT_TIMEOUT=90, or leave out --track"):  # fmt: skip
             import wandb
 
             config = asdict(self.args)
@@ -1863,8 +1876,7 @@ class Run:
         Nothing is saved if another process has failed: the model cannot be put together without it.
         """
         if kind is KeyboardInterrupt:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+            error.add_note(f"to resume: {self.resume_command()}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.bar.close()
@@ -1879,6 +1891,21 @@ class Run:
             error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
+        if error is None:
+            self.show_commands()
+
+    def resume_command(self) -> str:
+        """The command line that continues this run."""
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        return f"{launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}"
+
+    def show_commands(self) -> None:
+        """The command lines that look at a run that has ended, and that make one of twice the length out of it."""
+        files = Path(__file__).with_name("docs") / "xray.py", self.output / "samples.jsonl"
+        if all(file.exists() for file in files):
+            print(f"to look at its tokens: python docs/xray.py {shlex.quote(str(self.output))}")
+        length = getattr(self.args, LENGTH) or self.num_steps * self.args.batch_size
+        print(f"to go on for as long again: {self.resume_command()} --{LENGTH.replace('_', '-')} {2 * length}")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, each begun with its own seed."""
@@ -1912,7 +1939,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
-                "learning rate is too high); no such step was made")  # fmt: skip
+                "--learning-rate is too high; ddpo.py: --train-learning-rate); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
         """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""

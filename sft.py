@@ -88,8 +88,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
 
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
@@ -99,27 +99,31 @@ Name = Annotated[str, Field(min_length=1)]
 
 @dataclass
 class Args:
-    # --- Supervised fine-tuning
-    completion_only_loss: bool = True  # no loss on prompts, nor on messages that are not the assistant's (TRL)
+    # --- Supervised fine-tuning ---
+    # no loss on prompts, nor on messages that are not the assistant's (TRL)
+    completion_only_loss: bool = True
     max_length: Length = 512  # longer texts lose their end, and are counted; with packing, the length of a block
     packing: bool = False  # join all texts, EOS between them, and cut them into blocks of max_length: no padding (TRL)
 
-    # --- Optimisation
-    learning_rate: Positive | None = None  # AdamW's; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
+    # --- Optimisation ---
+    # AdamW's; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
+    learning_rate: Positive | None = None
     lr_scheduler_type: Name = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
-    # --- Batch sizes
-    batch_size: Count | None = None  # rows per optimiser step, on all GPUs together; by default 64
+    # --- Batch sizes ---
+    # rows per optimiser step, on all GPUs together; by default 64
+    batch_size: Count | None = None
     micro_batch_size: Count | None = None  # rows per forward/backward pass; affects rounding and dropout only
     # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
-    # --- Model: a folder, or a name on the hub
-    model: Name | None = None  # the pretrained model to fine-tune
+    # --- Model: a folder, or a name on the hub ---
+    # the pretrained model to fine-tune
+    model: Name | None = None
     from_scratch: Name | None = None  # instead: random weights, with the config and tokenizer of this; default toy/base
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
@@ -129,8 +133,9 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
 
-    # --- Data
-    dataset: Name = "toy/data/sft"  # folder, file (jsonl, json, csv, parquet) or hub name
+    # --- Data ---
+    # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = "toy/data/sft"
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
@@ -140,8 +145,9 @@ class Args:
     messages_column: Name = "messages"  # conversations: lists of messages, for the tokenizer's chat template
     seed: Natural = 1  # seed of the order of texts, of dropout, and of the weights with from_scratch
 
-    # --- Run. Settings from here on may change when a run is resumed
-    resume: Name | None = None  # a run's folder or one of its checkpoints: continue, with the settings of that run
+    # --- Run. Settings from here on may change when a run is resumed ---
+    # a run's folder or one of its checkpoints: continue, with the settings of that run
+    resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the texts (N+ details: 1)
     exp_name: Name = "sft"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
@@ -154,8 +160,9 @@ class Args:
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
-    # --- Many GPUs: torchrun --nproc-per-node N
-    zero_stage: Literal[0, 2, 3] = 0  # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # --- Many GPUs: torchrun --nproc-per-node N ---
+    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    zero_stage: Literal[0, 2, 3] = 0
     shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
@@ -373,7 +380,7 @@ def evaluate(policy: nn.Module, rows: list[Row], args: Args) -> dict[str, float]
 
 
 def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args) -> None:
-    """A table of prompts, sampled completions and the texts' own.
+    """A table of prompts, sampled completions and the texts' own; those sampled are also in samples.jsonl, by token.
 
     The prompt is what stands before the first label; if nothing does, eight tokens, or half of a shorter text.
     """
@@ -381,9 +388,10 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
     length = min(53, context_length(policy) // 2)
     room = context_length(policy) - length  # for the prompt
     table = []
+    samples = []
     torch.manual_seed(args.seed)  # all processes draw the same completions
     with gathered(policy, args):
-        for ids, labels in examples[:3]:
+        for i, (ids, labels) in enumerate(examples[:3]):
             start = next(i for i, label in enumerate(labels) if label != IGNORE)
             if start == 0:
                 start = min(8, max(1, len(ids) // 2))
@@ -392,10 +400,17 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
                 torch.tensor([prompt], device=args.torch_device), max_new_tokens=length, do_sample=True,
                 temperature=1.0, top_k=0, top_p=1.0,  # the policy itself, whatever its generation config says
                 eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-            )[0]  # fmt: skip
-            completion = output[len(prompt) :]
-            table.append([tokenizer.decode(x) for x in (prompt, completion, ids[start:])])
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            completion = output.sequences[0, len(prompt) :]  # (T,)
+            losses = F.cross_entropy(torch.cat(output.logits).float(), completion, reduction="none")  # (T,)
+            row = [tokenizer.decode(x) for x in (prompt, completion, ids[start:])]
+            table.append(row)
+            sample = {"row": i, "prompt": row[0], "response": row[1]}
+            sample["tokens"] = [tokenizer.decode(token) for token in completion]
+            samples.append(sample | {"logprobs": (-losses).tolist()})
     run.table(f"step {run.step} of {run.num_steps}", ["prompt", "sampled completion", "the text's own"], table)
+    run.keep_samples(samples)
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
@@ -481,6 +496,7 @@ ALIASES = {  # other libraries' spellings
     "--model-name-or-path": "--model", "--dataset-name": "--dataset", "--dataset-config-name": "--dataset-config",
     "--dataset-text-field": "--text-column", "--max-seq-length": "--max-length", "--resume-from-checkpoint": "--resume",
 }  # fmt: skip
+LENGTH = "num_train_epochs"  # the setting that says how long a run is
 CURVES = [["loss", "eval/loss"], ["eval/perplexity"], ["eval/eos_loss"]]
 
 
@@ -1048,7 +1064,9 @@ class Run:
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
         names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
-        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline, or leave out --track"):
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # W&B's own 90 seconds are long for a wrong address
+        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline (`wandb sync` uploads it "
+                     "later) or, for a slow server, WANDB_INIT_TIMEOUT=90, or leave out --track"):  # fmt: skip
             import wandb
 
             config = asdict(self.args)
@@ -1075,8 +1093,7 @@ class Run:
         Nothing is saved if another process has failed: the model cannot be put together without it.
         """
         if kind is KeyboardInterrupt:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            error.add_note(f"to resume: {launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}")
+            error.add_note(f"to resume: {self.resume_command()}")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         self.bar.close()
@@ -1091,6 +1108,21 @@ class Run:
             error.add_note(f"then: {str(second) or type(second).__name__}")
         if self.wandb:
             self.wandb.finish()
+        if error is None:
+            self.show_commands()
+
+    def resume_command(self) -> str:
+        """The command line that continues this run."""
+        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        return f"{launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}"
+
+    def show_commands(self) -> None:
+        """The command lines that look at a run that has ended, and that make one of twice the length out of it."""
+        files = Path(__file__).with_name("docs") / "xray.py", self.output / "samples.jsonl"
+        if all(file.exists() for file in files):
+            print(f"to look at its tokens: python docs/xray.py {shlex.quote(str(self.output))}")
+        length = getattr(self.args, LENGTH) or self.num_steps * self.args.batch_size
+        print(f"to go on for as long again: {self.resume_command()} --{LENGTH.replace('_', '-')} {2 * length}")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, each begun with its own seed."""
@@ -1124,7 +1156,7 @@ class Run:
         is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
         self.broken = 0 if is_finite else self.broken + 1
         require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
-                "learning rate is too high); no such step was made")  # fmt: skip
+                "--learning-rate is too high; ddpo.py: --train-learning-rate); no such step was made")  # fmt: skip
 
     def keep_samples(self, samples: list[dict]) -> None:
         """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""

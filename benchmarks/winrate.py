@@ -35,6 +35,7 @@ import math
 import os
 import re
 import runpy
+import signal
 import statistics
 import sys
 import time
@@ -43,6 +44,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while the libraries load: no traceback
 
 import datasets
 import httpx2
@@ -545,6 +549,8 @@ def command_line() -> None:
     """Reads the command line and compares. A mistake in the input ends in one sentence and exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.set_verbosity_error(), logging.disable_progress_bar()
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
     try:
         compare(args)

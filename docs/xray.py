@@ -1,6 +1,7 @@
-"""X-ray of a run of ppo.py, rloo.py or grpo.py: one web page in which every sampled token is coloured by its numbers.
+"""X-ray of a run that samples texts: one web page in which every sampled token is coloured by its numbers.
 
     python docs/xray.py runs/my-run          # writes runs/my-run/xray.html, to be opened in any browser
+    python docs/xray.py --docs               # runs each script of PAGES as it is, and writes its page in docs/
 
 The run's samples.jsonl has the texts and what the run kept of each token, its metrics.jsonl the curves (the page does
 without them if there is no such file). A run that is resumed appends to samples.jsonl: the last line of each update and
@@ -10,7 +11,9 @@ are shown as text: whatever a model writes, it is not taken for HTML.
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +22,9 @@ QUANTITIES = {
     "advantages": ("advantage", True, "How much better this token turned out than was expected. Orange is blame: "
                    "training makes such tokens less likely. Blue is credit: it makes them likelier. (Where advantages "
                    "are whitened, as in ppo.py by default, 0 is the mean of the whole batch.)"),
+    "implicit_rewards": ("implicit reward", True, "What DPO makes of this token: beta times the difference of the two "
+                         "log-probabilities. Blue: the policy says it more often than the reference would. The sum over "
+                         "a response is the reward for which the policy is the best one."),
     "rewards": ("reward", True, "What the token was paid: its KL times −kl_coef and, for the last one, the score."),
     "kl": ("KL", True, "How far the policy moved from the reference at this token, in nats. The default estimate is "
            "the difference of the two log-probabilities, so it is negative where the token has become less likely."),
@@ -26,6 +32,8 @@ QUANTITIES = {
     "returns": ("return", True, "What the critic should have predicted: its value plus the advantage, unwhitened."),
     "old_logprobs": ("logprob", False, "The log-probability of this token for the policy that drew it: 0 is certain, "
                      "−2.3 one chance in ten, −4.6 one in a hundred. The more violet, the more surprising."),
+    "logprobs": ("logprob", False, "The log-probability of this token for the policy, at temperature 1: 0 is certain, "
+                 "−2.3 one chance in ten, −4.6 one in a hundred. The more violet, the more surprising."),
     "ref_logprobs": ("reference logprob", False, "The same for the reference, the policy's frozen first self. Where it "
                      "is far lower than the policy's, the policy has learned to say this."),
 }  # fmt: skip
@@ -34,7 +42,12 @@ CURVES = {
     "score": {"score": "objective/scores", "gold score": "objective/gold_scores"},
     "KL to the reference": {"KL per response, nats": "objective/kl", "KL per token, nats": "kl"},
     "length": {"tokens per response": "val/response_length", "tokens per completion": "completions/mean_length"},
+    "loss on the test split": {"loss, nats": "eval/loss"},
+    "accuracy on the test split": {"pairs": "eval/rewards/accuracies", "tokens": "eval/mean_token_accuracy"},
 }
+# script -> its page in docs/
+PAGES = {"ppo": "xray.html", "rloo": "xray-rloo.html", "grpo": "xray-grpo.html", "dpo": "xray-dpo.html",
+         "sft": "xray-sft.html"}  # fmt: skip
 
 
 class UserError(Exception):
@@ -91,7 +104,7 @@ def read_sample(row: dict) -> dict:
     }
     short = QUANTITIES.keys() & row.keys() - columns.keys()
     require(not short, f"there is not one number for each token in {', '.join(sorted(short))}")
-    named = {"score": row.get("score"), **row.get("rewards_by_name", {})}
+    named = ({"score": row["score"]} if "score" in row else {}) | row.get("rewards_by_name", {})
     return {
         "update": row["update"],
         "row": row.get("row"),
@@ -110,12 +123,12 @@ def describe(name: str, samples: list[dict]) -> dict:
     return {"name": name, "label": label, "signed": signed, "text": text}
 
 
-def make_page(run: Path) -> str:
-    """The page of a run's folder."""
+def make_page(run: Path, name: str | None = None, links: dict[str, str] | None = None) -> str:
+    """The page of a run's folder, called `name` or like the folder, with links to other pages."""
     require(run.is_dir(), f"{run}: there is no such folder; name the --output-dir of a run")
     file = run / "samples.jsonl"
-    require(file.exists(), f"{run} has no samples.jsonl: ppo.py, rloo.py and grpo.py write it (unless told "
-            "--num-sample-generations 0), the other scripts do not")  # fmt: skip
+    require(file.exists(), f"{run} has no samples.jsonl: the scripts that sample texts write it (unless told "
+            "--num-sample-generations 0), reward_model.py and ddpo.py do not")  # fmt: skip
     last = {}  # of a run that was resumed, the last line of each update and row
     for number, sample in enumerate(read_lines(file, read_sample), 1):
         if sample:
@@ -132,7 +145,9 @@ def make_page(run: Path) -> str:
         points = {label: [rounded(row.get(name)) for row in metrics] for label, name in lines.items()}
         curves.append({"title": title, "lines": {label: xs for label, xs in points.items() if any(xs)}})  # not if all 0
     data = {
-        "run": run.resolve().name,
+        "run": name or run.resolve().name,
+        "links": links or {},
+        "is_trained_by_reward": not names.isdisjoint(("advantages", "implicit_rewards")),
         "samples": sorted(samples, key=lambda sample: sample["update"]),
         "quantities": [describe(name, samples) for name in ordered],
         "curves": [curve for curve in curves if curve["lines"]],
@@ -142,12 +157,28 @@ def make_page(run: Path) -> str:
     return PAGE.replace("DATA", text)
 
 
+def make_docs() -> None:
+    """The pages in docs/: the script's run without flags, but for fewer tables, which keeps the pages small."""
+    docs = Path(__file__).resolve().parent
+    links = {f"{script}.py": page for script, page in PAGES.items()}
+    for script, page in PAGES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ["--num-sample-generations", "4", "--output-dir", folder]
+            subprocess.run([sys.executable, docs.parent / f"{script}.py", *flags], check=True)
+            (docs / page).write_text(make_page(Path(folder), f"python {script}.py", links), encoding="utf-8")
+
+
 def main() -> None:
     """Reads the command line and writes the page; a user's mistake ends in one sentence and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="the folder of a run, with samples.jsonl and metrics.jsonl")
+    parser.add_argument("run", type=Path, nargs="?", help="the folder of a run, with samples.jsonl and metrics.jsonl")
     parser.add_argument("--output", type=Path, help="the page to write; by default xray.html in that folder")
+    parser.add_argument("--docs", action="store_true", help="run the scripts, and write the pages in docs/")
     args = parser.parse_args()
+    if args.docs:
+        return make_docs()
+    if args.run is None:
+        parser.error("name the folder of a run")
     sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal has not
     output = args.output or args.run / "xray.html"
     try:
@@ -180,6 +211,7 @@ h1 { font: 600 2rem/1.15 Georgia, "Liberation Serif", serif; margin: 0 0 .3rem }
 h2 { font-size: .8rem; font-weight: 600; margin: 0 0 .2rem; color: var(--soft) }
 p { margin: 0 0 .7rem; max-width: 62rem }
 .soft { color: var(--soft); font-size: .85rem }
+nav a { color: inherit; margin-right: 1rem }
 fieldset { border: 0; padding: 0; margin: 0 0 .6rem; display: flex; flex-wrap: wrap; gap: .35rem }
 fieldset label { border: 1px solid var(--line); border-radius: 2rem; padding: .15rem .8rem; cursor: pointer }
 fieldset label:has(:checked) { background: var(--ink); color: var(--paper); border-color: var(--ink) }
@@ -234,10 +266,11 @@ figcaption .line0::before, figcaption .line1::before { content: "━ " }
     overflow: auto; box-shadow: 0 -3px 14px #0005; font-size: .9rem } dl { gap: 0 .6rem } }
 </style>
 <main>
-  <h1>Which token got the blame?</h1>
-  <p>A reward is one number for a whole text. Training makes numbers for every token out of it. Below are responses
-    that the policy gave in the run <span id="run"></span>; their colours show the number chosen here. Point at a token,
-    tap it, or step through a response with the arrow keys, to see all its numbers.</p>
+  <nav id="links" class="soft"></nav>
+  <h1 id="title">Which token got the blame?</h1>
+  <p><span id="why">A reward is one number for a whole text. Training makes numbers for every token out of it.</span>
+    Below are responses that the policy gave in the run <span id="run"></span>; their colours show the number chosen
+    here. Point at a token, tap it, or step through a response with the arrow keys, to see all its numbers.</p>
   <div id="slide"><label for="slider">Update</label><input id="slider" type="range" min="0" value="0">
     <output id="update"></output></div>
   <fieldset id="quantities" aria-label="What the colours show"></fieldset>
@@ -385,19 +418,24 @@ function drawCurve(curve) {
   draw("text", { x: 36, y: 115, "text-anchor": "middle" }, "1")
   draw("text", { x: 322, y: 115, "text-anchor": "end" }, `update ${data.last}`)
   lines.forEach(([, xs], i) => {
-    const points = xs.map((v, t) => v === null ? "" : `${t && xs[t - 1] !== null ? "L" : "M"}${x(t + 1)} ${y(v)}`)
-    draw("path", { class: `line${i}`, d: points.join("") })
+    const points = xs.map((v, t) => v === null ? "" : `L${x(t + 1)} ${y(v)}`).join("")  // lines bridge what is missing
+    draw("path", { class: `line${i}`, d: points.replace("L", "M") })
   })
   const marker = draw("line", { class: "marker", y1: 4, y2: 98 })
   curve.mark = update => {
     marker.setAttribute("x1", x(update))
     marker.setAttribute("x2", x(update))
     caption.replaceChildren()
-    lines.forEach(([name, xs], i) => make(caption, "span", `${name} ${fixed(xs[update - 1], 2)}`, `line${i}`))
+    lines.forEach(([name, xs], i) => make(caption, "span", `${name} ${fixed(xs.slice(0, update).findLast(v => v !== null), 2)}`, `line${i}`))
   }
 }
 
 $("run").textContent = data.run
+if (!data.is_trained_by_reward) {
+  $("title").textContent = document.title = "Which token was a surprise?"
+  $("why").remove()
+}
+for (const [name, page] of Object.entries(data.links)) make($("links"), "a", name).href = page
 data.curves.forEach(drawCurve)
 for (const q of data.quantities) {
   const label = make($("quantities"), "label"), input = make(label, "input")

@@ -11,11 +11,13 @@ import pytest
 import torch
 from test_options import chat_tokenizer
 from test_train import ROOT, run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dpo
 import grpo
 import ppo
 import rloo
+import sft
 
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}
 SMALL = dict(batch_size=8, total_episodes=16, response_length=6, dataset_test_split="none", model="toy/sft")
@@ -185,7 +187,7 @@ def test_wrong_reward_functions(tmp_path, data, write):
     file = write(CODE, "")
     assert "--reward-weights: 1 numbers for 2" in sentence(file + "odd", file + "three", reward_weights=(1.0,))
     assert "two of them are called 'odd'" in sentence(file + "odd", file + "odd")
-    assert "Input should be less than" in sentence(file + "odd", reward_weights=(math.nan,))
+    assert "Input should be a finite number" in sentence(file + "odd", reward_weights=(math.nan,))
     assert "--reward-fn names no function" in sentence()
     wants = sentence(write("def f(completions, solution, **_):\n    return [0.0] * len(completions)\n"))
     assert "missing 1 required positional argument: 'solution'" in wants
@@ -222,6 +224,29 @@ def test_samples_are_what_was_trained_on(name, tmp_path, tiny):
         if name == "ppo":  # reward: the KL of each token, and the score in the last
             assert sum(sample["rewards"]) == pytest.approx(sample["score"] - 0.05 * sum(sample["kl"]), abs=1e-4)
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_samples_of_the_policy_by_hand(name, tmp_path, tiny):
+    """The log-probabilities of those at the end are those of the saved model and of the one before."""
+    run({"dpo": dpo, "sft": sft}[name], tmp_path, num_sample_generations=2, **tiny[name] | {"model": "toy/sft"})
+    samples = samples_of(tmp_path)
+    assert [sample["row"] for sample in samples] == [0, 1, 2] * 2
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = {tokenizer.decode(i): i for i in range(len(tokenizer))}
+    models = {"logprobs": tmp_path} | ({"ref_logprobs": ROOT / "toy/sft"} if name == "dpo" else {})
+    models = {column: AutoModelForCausalLM.from_pretrained(folder).eval() for column, folder in models.items()}
+    for sample in samples[3:]:
+        assert "".join(sample["tokens"]) == sample["response"]
+        prompt, response = tokenizer(sample["prompt"])["input_ids"], [ids[token] for token in sample["tokens"]]
+        for column, model in models.items():
+            logits = model(torch.tensor([prompt + response])).logits.detach()[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+            torch.testing.assert_close(torch.tensor(sample[column]), expected, rtol=0, atol=1e-4)
+        if name == "dpo":
+            gap = torch.tensor(sample["logprobs"]) - torch.tensor(sample["ref_logprobs"])
+            torch.testing.assert_close(torch.tensor(sample["implicit_rewards"]), 0.1 * gap)
+            assert gap.abs().max() > 0.01
 
 
 def test_samples_of_a_resumed_run(tmp_path, tiny):

@@ -30,7 +30,8 @@ SHARED = {  # in which scripts a function or method has the same text; another's
         UserError require explain setting_up hub_answers on_disk locate load_split read_column shuffled make_seed
         autocast all_reduce clip_gradient check_values read_checkpoint machine printable peak_memory_mb write_card
         draw_curves read_command_line Terminal main Run.__init__ Run.open_folder Run.start_wandb Run.__enter__ Run.heed
-        Run.__exit__ Run.steps Run.clock Run.write Run.is_due Run.save Run.stop Run.restore""",
+        Run.__exit__ Run.resume_command Run.show_commands Run.steps Run.clock Run.write Run.is_due Run.save Run.stop
+        Run.restore""",
     "ppo rloo grpo dpo sft reward_model": """
         apply_template load_model load_tokenizer use_bfloat16 add_adapter context_length load_data pad make_schedule
         set_learning_rates shard tie split reshard start_run keep_freed_memory check_unused save_model Run.keep_samples Run.is_turn
@@ -104,7 +105,7 @@ def helps(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_has_its_sentence(script, capsys, monkeypatch):
-    """--help shows each setting with its comment, and no heading of the source."""
+    """--help shows each setting with its comment, and before that of the first in a part of Args the part's heading."""
     monkeypatch.setattr(sys, "argv", [script, "--help"]), monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
         MODULES[script].read_command_line()
@@ -113,7 +114,8 @@ def test_every_flag_has_its_sentence(script, capsys, monkeypatch):
     for name in [field.name for field in dataclasses.fields(MODULES[script].Args) if field.init]:
         assert sentences[name], f"{name} has no sentence"
         assert f"--{name.replace('_', '-')}" in shown and " ".join(sentences[name].split())[:40] in shown, name
-    assert "# ---" not in shown
+    headings = re.findall(r"^    # (--- .*)", text_of(script), re.M)[:-1]  # the last is of what is computed
+    assert len(headings) > 5 and not [heading for heading in headings if " ".join(heading.split()) not in shown]
 
 
 def test_shared_arguments_have_the_same_help():

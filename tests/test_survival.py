@@ -178,6 +178,19 @@ def test_a_longer_run_goes_on_where_the_run_ended(whole, tiny, tmp_path):
     assert [line["lr"] for line in metrics(copy)[3:]] == pytest.approx([4e-4, 2e-4])
 
 
+@pytest.mark.parametrize("script", ["rloo", "sft", "ddpo"])
+def test_the_commands_that_a_run_ends_with(script, tiny, tmp_path, monkeypatch, capsys):
+    """One makes a run of twice the length out of it; the other draws its page, if there are texts to draw."""
+    module, folder = SCRIPTS[script], tmp_path / "a run"
+    module.train(arguments(script, tiny, folder) if script == "ddpo" else module.Args(**tiny[script], output_dir=str(folder)))
+    steps, said = len(metrics(folder)), capsys.readouterr().out
+    python, name, *words = shlex.split(re.search("to go on for as long again: (.*)", said)[1])
+    assert (python, name) == ("python", f"{script}.py")
+    module.train(command_line(module, monkeypatch, *words))
+    assert len(metrics(folder)) == 2 * steps
+    assert (f"python docs/xray.py '{folder}'" in said) == (script != "ddpo")
+
+
 def test_more_epochs_go_on_where_the_run_ended(tiny, tmp_path, monkeypatch):
     """A run of a part of an epoch is made one of a larger part."""
     folder = tmp_path / "run"
@@ -566,9 +579,13 @@ def test_wandb_that_does_not_start(tiny, tmp_path, monkeypatch):
     import wandb
 
     def refuse(**_):
+        settings = wandb.Settings()
+        settings.update_from_env_vars(os.environ)
+        assert settings.init_timeout == 15
         raise wandb.errors.CommError("connection\nrefused")
 
     with monkeypatch.context() as patch:
+        patch.delenv("WANDB_INIT_TIMEOUT", raising=False)
         patch.setattr(wandb, "init", refuse)
         with pytest.raises(rloo.UserError, match="W&B did not start; log in .*: CommError: connection refused"):
             rloo.train(arguments("rloo", tiny, tmp_path / "out", track=True))

@@ -117,6 +117,17 @@ def test_damaged_lines_are_left_out_and_counted(run):
     assert data["curves"][0]["lines"] == {"score": [1, None, 3]}
 
 
+def test_a_run_without_rewards(tmp_path):
+    """That of sft.py: no score is shown, and nothing is said of blame."""
+    line = {"update": 1, "row": 0, "prompt": "a", "response": "b", "tokens": ["b"], "logprobs": [-0.5]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
+    data = json.loads(Elements(page_of(tmp_path)).data)
+    assert data["samples"][0]["scores"] == {} and not data["is_trained_by_reward"] and not data["links"]
+    (tmp_path / "samples.jsonl").write_text(json.dumps(line | {"implicit_rewards": [0.1]}) + "\n")
+    data = json.loads(Elements(page_of(tmp_path)).data)
+    assert data["quantities"][0]["label"] == "implicit reward" and data["is_trained_by_reward"]
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
