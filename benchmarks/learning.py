@@ -83,7 +83,7 @@ RUNS = [Run(script, flags, judged=script in ("ppo", "rloo", "dpo", "grpo")) for 
 # The models of toy/models.sh; the first is a sweep's, too
 RUNS += [
     Run("sft", "--num-train-epochs 3", ONE, effort=3),
-    Run("reward_model", "--num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5", ONE, effort=2),
+    Run("reward_model", "--num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5", (2,), effort=2),
     Run("sft", "--from-scratch toy/shells/base --dataset toy/shells/data/sft --num-train-epochs 4 --batch-size 32 "
         "--learning-rate 2e-3", ONE),
 ]  # fmt: skip
@@ -450,7 +450,7 @@ def main() -> None:
     """Plans, and runs what is missing."""
     global VENVS, COMPARING
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="names as --list shows them, as in a shell")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of --list, * for any letters")
     parser.add_argument("--seeds", default="1,2,3,4,5", help="of those of each run, these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, on one thread each")
     parser.add_argument("--list", action="store_true", help="show the runs and end")
@@ -473,8 +473,8 @@ def main() -> None:
         default = DEFAULTS[script]
         runs = [Run(script, default), Run(script, f"{default} {flags.strip()}".strip())]
     there = {(line["run"], line["seed"]) for line in read_record()}
-    chosen = [run for run in runs if args.compare or fnmatch.fnmatch(run.name, args.only)]
-    wanted = [(run, s) for run in chosen for s in run.seeds if s in seeds and (run.name, s) not in there]
+    chosen = [run for run in runs if args.compare or any(fnmatch.fnmatch(run.name, name) for name in args.only)]
+    wanted = [(run, s) for s in seeds for run in chosen if s in run.seeds and (run.name, s) not in there]
     if args.list:
         for run in chosen:
             missing = sum((run.name, seed) not in there for seed in run.seeds)

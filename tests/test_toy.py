@@ -204,9 +204,9 @@ def test_the_shipped_models_are_still_made(folder, tmp_path, monkeypatch):
     evaluation. And what is shipped has the last one."""
     command = next(x for x in read_commands() if x[0] == folder)
     script = importlib.import_module(command[1].removesuffix(".py"))
-    flags = shlex.join(command[2:])
+    flags, _, seed = shlex.join(command[2:]).partition(" --seed ")
     record = [json.loads(x) for x in (TOY.parent / "benchmarks/results/learning.jsonl").read_text().splitlines()]
-    run = next(x for x in record if (x["run"], x["seed"]) == (f"{command[1].removesuffix('.py')} {flags}", 1))
+    run = next(x for x in record if (x["run"], x["seed"]) == (f"{command[1].removesuffix('.py')} {flags}", int(seed or 1)))
     metric = "eval/loss" if folder == "reward_model" else "eval/perplexity"
     evaluate, seen = script.evaluate, []
 

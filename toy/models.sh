@@ -27,7 +27,7 @@ train() { # train FOLDER SCRIPT FLAGS...: the run $out/FOLDER, whose model then 
 
 "$python" toy/make.py
 train sft sft.py --num-train-epochs 3
-train reward_model reward_model.py --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5
+train reward_model reward_model.py --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5 --seed 2
 "$python" toy/shells/make.py
 train shells/sft sft.py --from-scratch toy/shells/base --dataset toy/shells/data/sft --num-train-epochs 4 \
     --batch-size 32 --learning-rate 2e-3
