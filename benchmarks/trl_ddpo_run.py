@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def train_ddpo(settings: dict, output: Path) -> None:
-    """Trains for settings["num_epochs"] epochs. `settings` is the args.json of a run of ddpo.py."""
+    """Trains for settings["num_epochs"] epochs. `settings` is the args.json of a run of ddpo.py with a gold reward."""
     assert not settings["lora_r"] and not settings["bf16"] and not settings["kl_coef"], "not in this comparison"
     logged = []
     trainer = make_trainer(settings, logged)
