@@ -46,7 +46,7 @@ TIED = "--beta 0.1"
 PRICE = f"{TIED} --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length --reward-weights 1 -0.05"
 BY_MODEL = "--model toy/sft --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7"
 SECONDS = {  # of CPU time, roughly, of a default run
-    "ppo": 45, "rloo": 35, "grpo": 35, "dpo": 170, "sft": 75, "reward_model": 75, "ddpo": 80,
+    "ppo": 75, "rloo": 48, "grpo": 33, "dpo": 200, "sft": 76, "reward_model": 88, "ddpo": 95,
 }  # fmt: skip
 CURVES = {
     "ppo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),

@@ -39,7 +39,7 @@ VERSIONS = {
         "trl116", "trl==1.16.0 transformers==5.23.0 torch==2.13.0 accelerate==1.15.0 datasets==5.2.0 numpy==2.4.6",
         ("rloo", "grpo"),
     ),
-    "0.23": Version(  # the last one with a DDPOTrainer, for trl_ddpo_parity.py
+    "0.23": Version(  # the last one with a DDPOTrainer: trl_ddpo_parity.py, trl_ddpo_run.py
         "trl023", "trl==0.23.0 transformers==4.56.2 torch==2.13.0 diffusers==0.35.2 accelerate==1.15.0 peft==0.21.2 "
         "numpy==2.4.6", ("ddpo",),
     ),

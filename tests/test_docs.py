@@ -60,7 +60,8 @@ def code_lines(text):
 
 
 def flags_in(code):
-    """The flags of a piece of code, in our spelling."""
+    """The flags of a piece of code, in our spelling; what stands in quotes is for another program."""
+    code = re.sub('"[^"]*"', '""', code)
     return [flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)]
 
 
