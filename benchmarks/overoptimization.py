@@ -47,8 +47,8 @@ EPOCHS = {300: 8, 1000: 5, 3000: 4, 10_000: 3, 30_000: 2}  # pairs -> passes ove
 WIDTHS = {"0.41M": 80, "0.13M": 32}  # size -> width; the first is that of toy/sft
 BEST_OF = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 SETTINGS = {
-    "epochs": EPOCHS, "widths": WIDTHS, "sft_epochs": 3, "prompts": 32, "responses": 768, "temperature": 0.7,
-    "response_length": 53, "episodes": 3072, "penalty": 0.05, "penalty_pairs": 3000,
+    "epochs": EPOCHS, "widths": WIDTHS, "sft_epochs": 2, "prompts": 20, "responses": 640, "temperature": 0.7,
+    "response_length": 53, "episodes": 2048, "penalty": 0.05, "penalty_pairs": 3000,
 }  # fmt: skip
 SECONDS = {"sft": 150, "responses": 60, "step": 0.12, "start": 8, "best of n": 20, "episode": 0.015}  # on one thread
 SMOOTH = 5  # updates of PPO whose mean is a point of the charts
@@ -242,7 +242,7 @@ def optimise(reward_model: Path, seed: int, kl_coef: float, start: dict, folder:
         folder, "ppo.py", "--reward-model", reward_model, "--gold-reward-fn", "toy/make.py:gold_score", "--seed", seed,
         "--kl-coef", kl_coef, "--total-episodes", SETTINGS["episodes"], "--temperature", SETTINGS["temperature"],
         "--response-length", SETTINGS["response_length"], "--dataset-test-split", "none",
-        "--num-sample-generations", 0,
+        "--num-sample-generations", 0, "--lr-scheduler-type", "constant",  # a rate that falls to 0 slows down KL
     )  # fmt: skip
     names = {"kl": "objective/kl", "proxy": "objective/scores", "gold": "objective/gold_scores",
              "eos_share": "val/eos_share", "length": "val/response_length"}  # fmt: skip
