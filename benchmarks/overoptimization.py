@@ -109,65 +109,43 @@ def peak(form: str, alpha: float, beta: float) -> float:
 # A worker: what the project's scripts do not do
 
 
+def load_policy():
+    """The module ppo.py, its settings for many responses, the initial policy, and all prompts."""
+    sys.path.append(str(ROOT))
+    import ppo
+
+    args = ppo.Args(temperature=SETTINGS["temperature"], response_length=SETTINGS["response_length"],
+                    micro_batch_size=256, local_rollout_forward_batch_size=256)  # fmt: skip
+    policy = ppo.load_policy(args)
+    return ppo, args, policy, ppo.load_prompts(args, policy, None)[0]
+
+
 def sample_responses(seed: int, file: Path) -> None:
-    """Responses of toy/sft with their gold scores: rows of tokens, padded on the right, and how many of them count."""
+    """Responses of the initial policy, and their gold scores: all of one prompt, then all of the next."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    sys.path.append(str(ROOT / "toy"))
-    from make import gold_text_score
-
+    ppo, args, policy, prompts = load_policy()
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").eval()
-    policy.generation_config = GenerationConfig()  # generate() would fill the gaps in ours from the checkpoint's
-    config = GenerationConfig(
-        max_new_tokens=SETTINGS["response_length"], eos_token_id=tokenizer.eos_token_id, do_sample=True,
-        pad_token_id=tokenizer.pad_token_id, temperature=SETTINGS["temperature"], top_k=0, top_p=1.0,
-    )  # fmt: skip
-    lines = (ROOT / "toy/data/prompts/train.jsonl").read_text().splitlines()
     count = SETTINGS["prompts"]
-    rows, gold = [], []
-    for line in lines[(seed - 1) * count : seed * count]:
-        prompt = tokenizer(json.loads(line)["prompt"], return_tensors="pt")
-        for size in split_evenly(SETTINGS["responses"], 256):
-            texts = policy.generate(**prompt, generation_config=config, num_return_sequences=size)
-            rows += [strip(row, prompt["input_ids"].shape[1], tokenizer.eos_token_id) for row in texts.tolist()]
-    for row in rows:
-        gold.append(gold_text_score(tokenizer.decode(row, skip_special_tokens=True)))
-    ids = np.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id, dtype=np.int16)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = row
-    write_whole(file, lambda out: np.savez(out, ids=ids, lengths=list(map(len, rows)), gold=gold))
-
-
-def split_evenly(total: int, most: int) -> list[int]:
-    """Sizes of parts, each at most `most`."""
-    return [min(most, total - start) for start in range(0, total, most)]
-
-
-def strip(row: list[int], start: int, eos: int) -> list[int]:
-    """Prompt and response up to and including EOS."""
-    return row[: row.index(eos, start) + 1] if eos in row[start:] else row
+    own = prompts[(seed - 1) * count : seed * count]
+    rollout = ppo.sample_batch(policy, [prompt for prompt in own for _ in range(SETTINGS["responses"])], args)
+    gold = ppo.function_reward("toy/make.py:gold_score", own, policy, args)(rollout)
+    names = ("prompts", "prompt_mask", "responses", "mask", "ended", "old_logprobs")
+    data = {name: getattr(rollout, name) for name in names} | {"gold": gold}
+    write_whole(file, lambda out: torch.save(data, out))
 
 
 def score_responses(reward_model: Path, responses: Path, file: Path) -> None:
-    """The proxy scores of all responses, in their order; read at the last real token, as ppo.py does."""
+    """The proxy scores of these responses, in their order, and the gold scores."""
     import torch
-    from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
-    data = np.load(responses)
-    lengths = torch.tensor(data["lengths"])
-    order = lengths.argsort()  # rows of like length together: hardly any padding
-    scores = torch.zeros(len(lengths))
+    ppo, args, policy, _ = load_policy()
+    args.reward_model = str(reward_model)
+    data = torch.load(responses)
+    gold = data.pop("gold")
     with torch.no_grad():
-        for part in order.split(256):
-            ids = torch.tensor(data["ids"][part.numpy()].astype(int))[:, : lengths[part].max()]
-            states = model.base_model(ids, use_cache=False).last_hidden_state  # (B, S, D); padding comes after
-            last = states[torch.arange(len(part)), lengths[part] - 1]  # (B, D)
-            scores[part] = model.score(last).squeeze(1) + getattr(model.config, "reward_bias", 0.0)
-    write_whole(file, lambda out: np.save(out, scores.numpy()))
+        proxy = ppo.model_reward(ppo.load_reward_model(args, policy), policy, args)(ppo.Rollout(**data, examples=[]))
+    write_whole(file, lambda out: np.savez(out, proxy=proxy.numpy(), gold=gold.numpy()))
 
 
 def write_whole(file: Path, write) -> None:
@@ -195,7 +173,7 @@ def train(folder: Path, *words) -> Path:
     """The folder of a training by one of the scripts, which is made unless it is there, whole."""
     if not (folder / "curves.png").exists():  # the last that a run writes
         shutil.rmtree(folder, ignore_errors=True)
-        run_process([*words, "--output-dir", folder, "--save-steps", 10**6], folder.with_suffix(".log"))
+        run_process([*words, "--output-dir", folder, "--save-steps", 10**6], folder.parent / f"{folder.name}.log")
     return folder
 
 
@@ -215,8 +193,8 @@ def make_sft(size: str, work: Path) -> None:
 
 
 def make_responses(seed: int, work: Path) -> None:
-    """responses-SEED.npz."""
-    file = work / f"responses-{seed}.npz"
+    """responses-SEED.pt."""
+    file = work / f"responses-{seed}.pt"
     if not file.exists():
         run_process([__file__, "--worker", "sample", seed, file], file.with_suffix(".log"))
 
@@ -259,14 +237,14 @@ def run(size: str, pairs: int, seed: int, work: Path) -> dict:
     """
     reward_model = make_reward_model(size, pairs, seed, work)
     name = reward_model.name.removeprefix("rm-")
-    scores = work / f"scores-{name}.npy"
-    responses = work / f"responses-{seed}.npz"
+    scores = work / f"scores-{name}.npz"
+    responses = work / f"responses-{seed}.pt"
     if not scores.exists():
         run_process([__file__, "--worker", "score", reward_model, responses, scores], scores.with_suffix(".log"))
-    proxy = np.load(scores)
+    proxy, gold = (np.load(scores)[key].astype(float) for key in ("proxy", "gold"))
     start = {"mean": float(proxy.mean()), "deviation": float(proxy.std())}
     proxy = ((proxy - start["mean"]) / start["deviation"]).reshape(-1, SETTINGS["responses"])
-    gold = np.load(responses)["gold"].reshape(proxy.shape)
+    gold = gold.reshape(proxy.shape)
     mean = lambda values, n: round(statistics.fmean(best_of_n(p, v, n) for p, v in zip(proxy, values)), 4)
     evaluation = read_lines(reward_model)[-1]
     result = {
@@ -317,7 +295,7 @@ def run_all(args: argparse.Namespace) -> dict:
     if not todo:
         return results
     small = [size for size in WIDTHS if not start_of(size, work).exists()]
-    seeds = [seed for seed in args.seeds if not (work / f"responses-{seed}.npz").exists()]
+    seeds = [seed for seed in args.seeds if not (work / f"responses-{seed}.pt").exists()]
     seconds = sum(seconds_of(*key[:2]) for key in todo)
     seconds += SECONDS["sft"] * len(small) + SECONDS["responses"] * len(seeds)
     print(f"{len(todo)} of {len(wanted)} runs are to be made, with {len(small)} language model and {len(seeds)} sets of "
@@ -328,9 +306,10 @@ def run_all(args: argparse.Namespace) -> dict:
     def work_on(key: tuple[str, int, int]) -> None:
         """One run, when what it needs is there."""
         size, pairs, seed = key
-        responses[seed].result()
         starts[size].result()
         start = time.perf_counter()
+        make_reward_model(*key, work)
+        responses[seed].result()
         result = run(*key, work)
         with lock:
             runs.append(result | {"seconds": round(time.perf_counter() - start)})
