@@ -51,7 +51,8 @@ SETTINGS = {
     "response_length": 53, "episodes": 2048, "penalty": 0.05, "penalty_pairs": 3000,
 }  # fmt: skip
 SECONDS = {"sft": 150, "responses": 60, "step": 0.12, "start": 8, "best of n": 20, "episode": 0.015}  # on one thread
-SMOOTH = 5  # updates of PPO whose mean is a point of the charts
+FORMS = ("best of n", "ppo")
+SMOOTH = 3  # updates of PPO whose mean is a point of the charts
 COLOURS = dict(zip(EPOCHS, ("#c46a2b", "#d9a441", "#8f9f4f", "#4f9d8d", "#2a6fbb")))
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,31 +122,33 @@ def load_policy():
 
 
 def sample_responses(seed: int, file: Path) -> None:
-    """Responses of the initial policy, and their gold scores: all of one prompt, then all of the next."""
+    """Responses of the initial policy, with their gold scores: many to each of a few prompts, then one to each of all.
+
+    The latter show where PPO starts.
+    """
     import torch
 
     ppo, args, policy, prompts = load_policy()
     torch.manual_seed(seed)
     count = SETTINGS["prompts"]
-    own = prompts[(seed - 1) * count : seed * count]
-    rollout = ppo.sample_batch(policy, [prompt for prompt in own for _ in range(SETTINGS["responses"])], args)
-    gold = ppo.function_reward("toy/make.py:gold_score", own, policy, args)(rollout)
+    few = prompts[(seed - 1) * count : seed * count]
+    rollout = ppo.sample_batch(policy, [x for x in few for _ in range(SETTINGS["responses"])] + prompts, args)
+    gold = ppo.function_reward("toy/make.py:gold_score", prompts, policy, args)(rollout)
     names = ("prompts", "prompt_mask", "responses", "mask", "ended", "old_logprobs")
     data = {name: getattr(rollout, name) for name in names} | {"gold": gold}
     write_whole(file, lambda out: torch.save(data, out))
 
 
 def score_responses(reward_model: Path, responses: Path, file: Path) -> None:
-    """The proxy scores of these responses, in their order, and the gold scores."""
+    """The proxy scores of these responses, beside their gold scores."""
     import torch
 
     ppo, args, policy, _ = load_policy()
     args.reward_model = str(reward_model)
     data = torch.load(responses)
-    gold = data.pop("gold")
-    with torch.no_grad():
-        proxy = ppo.model_reward(ppo.load_reward_model(args, policy), policy, args)(ppo.Rollout(**data, examples=[]))
-    write_whole(file, lambda out: np.savez(out, proxy=proxy.numpy(), gold=gold.numpy()))
+    gold = data.pop("gold").numpy()
+    proxy = ppo.model_reward(ppo.load_reward_model(args, policy), policy, args)(ppo.Rollout(**data)).numpy()
+    write_whole(file, lambda out: np.savez(out, proxy=proxy, gold=gold))
 
 
 def write_whole(file: Path, write) -> None:
@@ -242,16 +245,19 @@ def run(size: str, pairs: int, seed: int, work: Path) -> dict:
     if not scores.exists():
         run_process([__file__, "--worker", "score", reward_model, responses, scores], scores.with_suffix(".log"))
     proxy, gold = (np.load(scores)[key].astype(float) for key in ("proxy", "gold"))
-    start = {"mean": float(proxy.mean()), "deviation": float(proxy.std())}
-    proxy = ((proxy - start["mean"]) / start["deviation"]).reshape(-1, SETTINGS["responses"])
-    gold = gold.reshape(proxy.shape)
-    mean = lambda values, n: round(statistics.fmean(best_of_n(p, v, n) for p, v in zip(proxy, values)), 4)
+    count = SETTINGS["prompts"] * SETTINGS["responses"]  # the others are one to each prompt
+    start = {"mean": float(proxy[count:].mean()), "deviation": float(proxy[count:].std())}
+    shape = SETTINGS["prompts"], SETTINGS["responses"]
+    few = ((proxy[:count] - proxy[:count].mean()) / start["deviation"]).reshape(shape)
+    few_gold = gold[:count].reshape(shape)
+    mean = lambda values, n: round(statistics.fmean(best_of_n(p, v, n) for p, v in zip(few, values)), 4)
     evaluation = read_lines(reward_model)[-1]
     result = {
         "size": size, "pairs": pairs, "seed": seed, "accuracy": round(evaluation["eval/accuracy"], 4),
         "loss": round(evaluation["eval/loss"], 4),
-        "correlation": round(float(np.corrcoef(proxy.ravel(), gold.ravel())[0, 1]), 4),
-        "best_of_n": {"proxy": [mean(proxy, n) for n in BEST_OF], "gold": [mean(gold, n) for n in BEST_OF]},
+        "start_gold": round(float(gold[count:].mean()), 4),
+        "correlation": round(float(np.corrcoef(proxy[count:], gold[count:])[0, 1]), 4),
+        "best_of_n": {"proxy": [mean(few, n) for n in BEST_OF], "gold": [mean(few_gold, n) for n in BEST_OF]},
         "ppo": optimise(reward_model, seed, 0.0, start, work / f"ppo-{name}"),
     }  # fmt: skip
     if has_penalty(size, pairs):
@@ -353,8 +359,8 @@ def smooth(values: list[float], count: int = SMOOTH) -> np.ndarray:
 
 
 def start_gold(results: dict) -> float:
-    """The gold score of the initial policy: the mean over all its responses."""
-    return statistics.fmean({run["seed"]: run["best_of_n"]["gold"][0] for run in results["runs"]}.values())
+    """The gold score of the initial policy, over all prompts."""
+    return statistics.fmean(run["start_gold"] for run in results["runs"])
 
 
 def points(results: dict, run: dict, form: str) -> tuple[np.ndarray, np.ndarray]:
@@ -386,11 +392,10 @@ def markdown(lines: list[list[str]], names: int = 2) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
-def at_kl(run: dict, kl: float) -> float:
-    """PPO's gold score where it first reaches a KL."""
-    where = smooth(run["ppo"]["kl"])
-    first = int(np.argmax(where >= kl)) if (where >= kl).any() else len(where) - 1
-    return float(smooth(run["ppo"]["gold"])[first])
+def first_at(run: dict, along: str, level: float, want: str) -> float:
+    """Where a smoothed metric of PPO first reaches a level: another metric there; NaN if it never does."""
+    reached = smooth(run[along]) >= level
+    return float(smooth(run[want])[reached.argmax()]) if reached.any() else math.nan
 
 
 def best_of_n_table(results: dict) -> str:
@@ -441,7 +446,7 @@ def pooled_fit(results: dict, runs: list[dict], form: str) -> dict[str, float]:
 def trend_table(results: dict) -> str:
     """How α and β change with the number of pairs: lines against its logarithm, through all seeds."""
     lines = [["form", "parameters", "coefficient", "at 300 pairs", "for ten times the pairs", "R²"]]
-    for form in ("best of n", "ppo"):
+    for form in FORMS:
         for size in dict.fromkeys(run["size"] for run in results["runs"]):
             runs = [run for run in results["runs"] if run["size"] == size]
             fits = [fit(form, *points(results, run, form)) for run in runs]
@@ -461,35 +466,32 @@ def line_through(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, flo
 
 
 def check_table(results: dict) -> str:
-    """The paper's other findings, by number of pairs; both sizes together."""
+    """The paper's other findings, by number of pairs; both sizes together. A gain is a gold score less its start."""
     most, few = results["n"][-1], 32
     kl = best_of_n_kl(most)
-    lines = [["pairs", f"gold score of the best of {most}", f"of PPO at its KL, {kl:.1f}", "KL at which PPO is as good",
-              f"best of {most}, foretold from n ≤ {few}", "proxy score of it", "gold score of PPO at that proxy score",
-              "error of each form on best of n", "on PPO"]]  # fmt: skip
+    lines = [["pairs", f"gain of the best of {most}", f"foretold from n ≤ {few}", f"gain of PPO at its KL, {kl:.1f}",
+              "KL at which PPO is as good", "gain of PPO at its proxy score", "errors on best of n", "errors on PPO",
+              ]]  # fmt: skip
     for pairs in dict.fromkeys(run["pairs"] for run in results["runs"]):
-        runs = [run for run in results["runs"] if run["pairs"] == pairs]
-        foretold, as_good, at_proxy, errors = [], [], [], {}
-        for run in runs:
-            d, gain = points(results, run, "best of n")
-            seen = np.array(results["n"]) <= few
-            f = fit("best of n", d[seen], gain[seen])
-            foretold.append(float(law("best of n", d[-1], f["alpha"], f["beta"])) + run["best_of_n"]["gold"][0])
-            ppo = run["ppo"]
-            reached = smooth(ppo["gold"]) >= run["best_of_n"]["gold"][-1]
-            as_good.append(smooth(ppo["kl"])[reached.argmax()] if reached.any() else math.nan)
-            reached = smooth(ppo["proxy"]) >= run["best_of_n"]["proxy"][-1]
-            at_proxy.append(smooth(ppo["gold"])[reached.argmax()] if reached.any() else math.nan)
-            for method in ("best of n", "ppo"):
-                for form in ("best of n", "ppo"):
-                    error = fit(form, *points(results, run, method))["error"]
-                    errors.setdefault((method, form), []).append(error)
-        both = lambda method: " / ".join(f"{statistics.fmean(errors[method, f]):.2f}" for f in ("best of n", "ppo"))
-        lines.append([
-            f"{pairs:,}", cell([run["best_of_n"]["gold"][-1] for run in runs]), cell([at_kl(run, kl) for run in runs]),
-            where_reached(as_good, 1), cell(foretold), cell([run["best_of_n"]["proxy"][-1] for run in runs]),
-            where_reached(at_proxy, 2), both("best of n"), both("ppo"),
-        ])  # fmt: skip
+        columns = {name: [] for name in ("gain", "foretold", "at kl", "as good", "at proxy")}
+        errors = {(method, form): [] for method in FORMS for form in FORMS}
+        for run in results["runs"]:
+            if run["pairs"] != pairs:
+                continue
+            d, gains = points(results, run, "best of n")
+            start, ppo = start_gold(results), run["ppo"]
+            f = fit("best of n", *(x[np.array(results["n"]) <= few] for x in (d, gains)))
+            columns["gain"].append(gains[-1])
+            columns["foretold"].append(law("best of n", d[-1], f["alpha"], f["beta"]))
+            columns["at kl"].append(first_at(ppo, "kl", kl, "gold") - start)
+            columns["as good"].append(first_at(ppo, "gold", gains[-1] + start, "kl"))
+            columns["at proxy"].append(first_at(ppo, "proxy", run["best_of_n"]["proxy"][-1], "gold") - start)
+            for method, form in errors:
+                errors[method, form].append(fit(form, *points(results, run, method))["error"])
+        cells = [where_reached(values, 1 if name == "as good" else 2) for name, values in columns.items()]
+        for method in FORMS:
+            cells.append(" / ".join(f"{statistics.fmean(errors[method, form]):.2f}" for form in FORMS))
+        lines.append([f"{pairs:,}", *cells])
     return markdown(lines, names=1)
 
 
@@ -511,7 +513,7 @@ def penalty_table(results: dict) -> str:
         lines.append([
             label, cell([g.max() for g in gold]), cell([k[g.argmax()] for k, g in zip(kl, gold)], 1),
             cell([g[-1] for g in gold]), cell([k[-1] for k in kl], 1),
-            cell([at_kl({"ppo": run[name]}, end) for run, end in zip(runs, ends)]),
+            where_reached([first_at(run[name], "kl", end, "gold") for run, end in zip(runs, ends)], 2),
         ])  # fmt: skip
     return markdown(lines, names=1)
 
@@ -551,13 +553,13 @@ def draw_curves(results: dict, file: Path) -> None:
     figure, axes = figure_of(2, 2, 11, 7.5)
     for pairs in dict.fromkeys(run["pairs"] for run in results["runs"]):
         runs = [run for run in results["runs"] if (run["size"], run["pairs"]) == (size, pairs)]
-        for column, form in enumerate(("best of n", "ppo")):
+        for column, form in enumerate(FORMS):
             mean = lambda name: np.mean([run["best_of_n" if column == 0 else "ppo"][name] for run in runs], 0)
             gold, proxy = mean("gold"), mean("proxy")
             d = points(results, runs[0], form)[0]
             if form == "ppo":
                 d, gold, proxy = np.sqrt(smooth(mean("kl")).clip(0)), smooth(gold), smooth(proxy)
-            f, start = pooled_fit(results, runs, form), start_gold(results)
+            f, start = pooled_fit(results, runs, form), gold[0] if form == "best of n" else start_gold(results)
             x = np.linspace(0.01, d.max(), 200)
             style = {"color": COLOURS[pairs], "linewidth": 1}
             axes[0, column].plot(d, gold, "o", markersize=3, color=COLOURS[pairs], label=f"{pairs:,} pairs")
@@ -590,7 +592,7 @@ def draw_sizes(results: dict, file: Path) -> None:
 def draw_coefficients(results: dict, file: Path) -> None:
     """α and β against the number of pairs; each seed a point, their mean a line."""
     figure, axes = figure_of(1, 4, 14, 3.4)
-    for panel, (form, name) in zip(axes[0], ((f, n) for f in ("best of n", "ppo") for n in ("alpha", "beta"))):
+    for panel, (form, name) in zip(axes[0], ((f, n) for f in FORMS for n in ("alpha", "beta"))):
         for size, colour in zip(dict.fromkeys(run["size"] for run in results["runs"]), ("#2a6fbb", "#c46a2b")):
             found = {}
             for run in results["runs"]:
