@@ -50,8 +50,8 @@ SETTINGS = {
     "epochs": EPOCHS, "widths": WIDTHS, "sft_epochs": 2, "prompts": 20, "responses": 640, "temperature": 0.7,
     "response_length": 53, "episodes": 2048, "penalty": 0.05, "penalty_pairs": 3000,
 }  # fmt: skip
-SECONDS = {"sft": 150, "responses": 60, "step": 0.12, "start": 8, "best of n": 20, "episode": 0.015}  # on one thread
-FORMS = ("best of n", "ppo")
+SECONDS = {"sft": 100, "responses": 60, "step": 0.12, "start": 8, "best of n": 20, "episode": 0.02}  # on one thread
+FORMS = {"best of n": "quadratic", "ppo": "logarithmic"}  # the two ways to optimise, and the law of each
 SMOOTH = 3  # updates of PPO whose mean is a point of the charts
 COLOURS = dict(zip(EPOCHS, ("#c46a2b", "#d9a441", "#8f9f4f", "#4f9d8d", "#2a6fbb")))
 
@@ -363,9 +363,9 @@ def start_gold(results: dict) -> float:
     return statistics.fmean(run["start_gold"] for run in results["runs"])
 
 
-def points(results: dict, run: dict, form: str) -> tuple[np.ndarray, np.ndarray]:
+def points(results: dict, run: dict, method: str) -> tuple[np.ndarray, np.ndarray]:
     """d, and the gold score less its start, of one run; best of n starts at its own prompts' mean."""
-    if form == "best of n":
+    if method == "best of n":
         gold = np.array(run["best_of_n"]["gold"])
         return np.sqrt([best_of_n_kl(n) for n in results["n"]]), gold - gold[0]
     kl = np.clip(run["ppo"]["kl"], 0, None)  # an estimate, which may be negative at first
@@ -405,27 +405,28 @@ def best_of_n_table(results: dict) -> str:
               "α", "β", "R²", "peak at d"]]  # fmt: skip
     for (size, pairs), runs in groups_of(results).items():
         fits = [fit("best of n", *points(results, run, "best of n")) for run in runs]
-        pooled = pooled_fit(results, runs, "best of n")
+        pooled = pooled_fit(results, runs, "best of n", "best of n")
         lines.append([
             size, f"{pairs:,}", cell([run["accuracy"] for run in runs]), cell([run["correlation"] for run in runs]),
             cell([run["best_of_n"]["gold"][-1] for run in runs]), cell([f["alpha"] for f in fits]),
-            cell([f["beta"] for f in fits]), f"{pooled['r2']:.2f}", show_peak("best of n", pooled),
+            cell([f["beta"] for f in fits], 3), f"{pooled['r2']:.2f}", show_peak("best of n", pooled),
         ])  # fmt: skip
     return markdown(lines)
 
 
 def ppo_table(results: dict) -> str:
     """The law of PPO, and the peak that was seen."""
-    lines = [["parameters", "pairs", "α", "β", "R²", "peak of the law at d", "highest gold score", "at d",
-              "gold score at the end", "at d"]]  # fmt: skip
+    lines = [["parameters", "pairs", "α", "β", "R²", "R², quadratic", "peak at d, quadratic", "highest gold score",
+              "at d", "gold score at the end", "at d"]]  # fmt: skip
     for (size, pairs), runs in groups_of(results).items():
         fits = [fit("ppo", *points(results, run, "ppo")) for run in runs]
-        pooled = pooled_fit(results, runs, "ppo")
+        r2 = {form: pooled_fit(results, runs, "ppo", form)["r2"] for form in FORMS}
         gold = [smooth(run["ppo"]["gold"]) for run in runs]
         d = [np.sqrt(smooth(run["ppo"]["kl"]).clip(0)) for run in runs]
         lines.append([
             size, f"{pairs:,}", cell([f["alpha"] for f in fits]), cell([f["beta"] for f in fits]),
-            f"{pooled['r2']:.2f}", show_peak("ppo", pooled), cell([g.max() for g in gold]),
+            f"{r2['ppo']:.2f}", f"{r2['best of n']:.2f}",
+            show_peak("best of n", pooled_fit(results, runs, "ppo", "best of n")), cell([g.max() for g in gold]),
             cell([x[g.argmax()] for x, g in zip(d, gold)], 1), cell([g[-1] for g in gold]),
             cell([x[-1] for x in d], 1),
         ])  # fmt: skip
@@ -438,23 +439,24 @@ def show_peak(form: str, f: dict) -> str:
     return f"{d:.1f}" if d < 20 else "none"
 
 
-def pooled_fit(results: dict, runs: list[dict], form: str) -> dict[str, float]:
+def pooled_fit(results: dict, runs: list[dict], method: str, form: str) -> dict[str, float]:
     """The law through the points of all seeds."""
-    return fit(form, *(np.concatenate(x) for x in zip(*(points(results, run, form) for run in runs))))
+    return fit(form, *(np.concatenate(x) for x in zip(*(points(results, run, method) for run in runs))))
 
 
 def trend_table(results: dict) -> str:
     """How α and β change with the number of pairs: lines against its logarithm, through all seeds."""
-    lines = [["form", "parameters", "coefficient", "at 300 pairs", "for ten times the pairs", "R²"]]
-    for form in FORMS:
+    lines = [["", "law", "parameters", "coefficient", "at 300 pairs", "for ten times the pairs", "R²"]]
+    for method, form in (("best of n", "best of n"), ("ppo", "ppo"), ("ppo", "best of n")):
         for size in dict.fromkeys(run["size"] for run in results["runs"]):
             runs = [run for run in results["runs"] if run["size"] == size]
-            fits = [fit(form, *points(results, run, form)) for run in runs]
+            fits = [fit(form, *points(results, run, method)) for run in runs]
             x = np.log10([run["pairs"] / 300 for run in runs])
             for name, sign in (("alpha", "α"), ("beta", "β")):
                 slope, level, error, r2 = line_through(x, np.array([f[name] for f in fits]))
-                lines.append([form, size, sign, f"{level:.2f}", f"{slope:+.2f} ± {error:.2f}", f"{r2:.2f}"])
-    return markdown(lines, names=3)
+                change = f"{slope:+.3f} ± {error:.3f}"
+                lines.append([method, FORMS[form], size, sign, f"{level:.3f}", change, f"{r2:.2f}"])
+    return markdown(lines, names=4)
 
 
 def line_through(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
@@ -548,25 +550,28 @@ def filled_in(page: str, results: dict) -> str:
 
 
 def draw_curves(results: dict, file: Path) -> None:
-    """Gold and proxy score against d: best of n and PPO of the first size; points of the seeds' mean, and the laws."""
+    """Gold and proxy score against d, of the first size: the seeds' mean as points, the laws as lines."""
     size = results["runs"][0]["size"]
     figure, axes = figure_of(2, 2, 11, 7.5)
-    for pairs in dict.fromkeys(run["pairs"] for run in results["runs"]):
-        runs = [run for run in results["runs"] if (run["size"], run["pairs"]) == (size, pairs)]
-        for column, form in enumerate(FORMS):
-            mean = lambda name: np.mean([run["best_of_n" if column == 0 else "ppo"][name] for run in runs], 0)
-            gold, proxy = mean("gold"), mean("proxy")
-            d = points(results, runs[0], form)[0]
-            if form == "ppo":
-                d, gold, proxy = np.sqrt(smooth(mean("kl")).clip(0)), smooth(gold), smooth(proxy)
-            f, start = pooled_fit(results, runs, form), gold[0] if form == "best of n" else start_gold(results)
-            x = np.linspace(0.01, d.max(), 200)
+    for (its_size, pairs), runs in groups_of(results).items():
+        if its_size != size:
+            continue
+        for column, method in enumerate(FORMS):
+            mean = lambda name: np.mean([run[method.replace(" ", "_")][name] for run in runs], 0)
+            d, gold, proxy = points(results, runs[0], method)[0], mean("gold"), mean("proxy")
+            start = gold[0]
+            if method == "ppo":
+                d, gold, proxy, start = np.sqrt(smooth(mean("kl"))), smooth(gold), smooth(proxy), start_gold(results)
             style = {"color": COLOURS[pairs], "linewidth": 1}
             axes[0, column].plot(d, gold, "o", markersize=3, color=COLOURS[pairs], label=f"{pairs:,} pairs")
-            axes[0, column].plot(x, start + law(form, x, f["alpha"], f["beta"]), **style)
+            x = np.linspace(0.01, d.max(), 200)
+            for form in {"best of n": ("best of n",), "ppo": tuple(FORMS)}[method]:
+                f = pooled_fit(results, runs, method, form)
+                line = "-" if form == method else ":"
+                axes[0, column].plot(x, start + law(form, x, f["alpha"], f["beta"]), line, **style)
             axes[1, column].plot(d, proxy, "o-", markersize=3, **style)
-    for column, title in enumerate(("best of n", "PPO without KL penalty")):
-        axes[0, column].set_title(f"{title}, reward model of {size}", fontsize=10)
+    for column, title in enumerate(("best of n", "PPO without KL penalty (dotted: the law of best of n)")):
+        axes[0, column].set_title(f"{title}, {size}" if column == 0 else title, fontsize=10)
         axes[1, column].set_xlabel("d = √KL")
     axes[0, 0].set_ylabel("gold score"), axes[1, 0].set_ylabel("proxy score, deviations of the initial policy")
     axes[0, 0].legend(frameon=False, fontsize=8)
@@ -660,3 +665,5 @@ if __name__ == "__main__":
     except BenchmarkError as problem:
         print(f"{Path(__file__).name}: error: {problem}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # started again, it goes on
