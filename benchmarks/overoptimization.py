@@ -90,7 +90,7 @@ def fit(form: str, d: np.ndarray, gain: np.ndarray) -> dict[str, float]:
     terms = np.stack([d, -d * slowdown(form, d)], 1)
     (alpha, beta), *_ = np.linalg.lstsq(terms, gain, rcond=None)
     residual = gain - terms @ [alpha, beta]
-    return {"alpha": float(alpha), "beta": float(beta), "r2": float(1 - residual.var() / gain.var()),
+    return {"alpha": float(alpha), "beta": float(beta), "r2": float(1 - np.mean(residual**2) / gain.var()),
             "error": float(np.sqrt(np.mean(residual**2)))}  # fmt: skip
 
 
