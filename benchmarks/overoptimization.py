@@ -100,8 +100,8 @@ def law(form: str, d: np.ndarray, alpha: float, beta: float) -> np.ndarray:
 
 
 def peak(form: str, alpha: float, beta: float) -> float:
-    """The d at which the law is highest; infinite if it only rises."""
-    if beta <= 0:
+    """The d at which the law is highest; infinite if it only rises, or begins by falling."""
+    if alpha <= 0 or beta <= 0:
         return math.inf
     return alpha / (2 * beta) if form == "best of n" else math.exp(min(alpha / beta - 1, 700))
 
@@ -474,7 +474,7 @@ def check_table(results: dict) -> str:
     lines = [["pairs", f"gain of the best of {most}", f"foretold from n ≤ {few}", f"gain of PPO at its KL, {kl:.1f}",
               "KL at which PPO is as good", "gain of PPO at its proxy score", "errors on best of n", "errors on PPO",
               ]]  # fmt: skip
-    for pairs in dict.fromkeys(run["pairs"] for run in results["runs"]):
+    for pairs in sorted({run["pairs"] for run in results["runs"]}):
         columns = {name: [] for name in ("gain", "foretold", "at kl", "as good", "at proxy")}
         errors = {(method, form): [] for method in FORMS for form in FORMS}
         for run in results["runs"]:
