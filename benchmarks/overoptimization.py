@@ -570,11 +570,11 @@ def draw_curves(results: dict, file: Path) -> None:
                 line = "-" if form == method else ":"
                 axes[0, column].plot(x, start + law(form, x, f["alpha"], f["beta"]), line, **style)
             axes[1, column].plot(d, proxy, "o-", markersize=3, **style)
-    for column, title in enumerate(("best of n", "PPO without KL penalty (dotted: the law of best of n)")):
-        axes[0, column].set_title(f"{title}, {size}" if column == 0 else title, fontsize=10)
+    for column, title in enumerate(("best of n", "PPO without KL penalty; dotted: the law of best of n")):
+        axes[0, column].set_title(title, fontsize=10)
         axes[1, column].set_xlabel("d = √KL")
     axes[0, 0].set_ylabel("gold score"), axes[1, 0].set_ylabel("proxy score, deviations of the initial policy")
-    axes[0, 0].legend(frameon=False, fontsize=8)
+    axes[0, 0].legend(frameon=False, fontsize=8), figure.suptitle(f"reward models of {size}", fontsize=10)
     figure.savefig(file, dpi=110)
 
 
