@@ -280,8 +280,9 @@ def seconds_of(size: str, pairs: int) -> float:
 
 def fingerprint() -> str:
     """Of all that the results depend on, but for the scripts."""
-    files = [ROOT / "toy" / name for name in ("make.py", "sft/model.safetensors", "data/preferences/train.jsonl")]
-    content = b"".join(file.read_bytes() for file in files) + json.dumps([SETTINGS, BEST_OF]).encode()
+    data = [f"data/{name}/train.jsonl" for name in ("sft", "preferences", "prompts")]
+    files = ["make.py", "base/config.json", "sft/model.safetensors", *data]
+    content = b"".join((ROOT / "toy" / file).read_bytes() for file in files) + json.dumps([SETTINGS, BEST_OF]).encode()
     return hashlib.sha256(content).hexdigest()[:12]
 
 

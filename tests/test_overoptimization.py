@@ -50,6 +50,7 @@ def test_a_fit_finds_the_law_that_made_the_points(law, form):
 
 def test_the_page_says_what_was_measured(law):
     results = json.loads(law.OUTPUT.read_text())
+    assert results["fingerprint"] == law.fingerprint(), "policy, data or settings have changed: run it again"
     runs = {(run["size"], run["pairs"], run["seed"]) for run in results["runs"]}
     assert runs == set(itertools.product(law.WIDTHS, law.EPOCHS, results["seeds"]))
     page = text_of("docs/overoptimization.md")
