@@ -302,7 +302,7 @@ def run_all(args: argparse.Namespace) -> dict:
     todo = [key for key in wanted if key not in done]
     if not todo:
         return results
-    small = [size for size in WIDTHS if not start_of(size, work).exists()]
+    small = [size for size in WIDTHS if WIDTHS[size] < 80 and not (start_of(size, work) / "curves.png").exists()]
     seeds = [seed for seed in args.seeds if not (work / f"responses-{seed}.pt").exists()]
     seconds = sum(seconds_of(*key[:2]) for key in todo)
     seconds += SECONDS["sft"] * len(small) + SECONDS["responses"] * len(seeds)
