@@ -286,8 +286,8 @@ def fingerprint() -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def run_all(args: argparse.Namespace) -> dict:
-    """Runs what is missing, with the results written after each run."""
+def run_all(args: argparse.Namespace) -> None:
+    """Runs what is missing; the results are written after each run."""
     work = (args.work / fingerprint()).resolve()
     work.mkdir(parents=True, exist_ok=True)
     old = json.loads(args.output.read_text()) if args.output.exists() else {}
@@ -301,7 +301,7 @@ def run_all(args: argparse.Namespace) -> dict:
     wanted = [(size, pairs, seed) for seed in args.seeds for pairs in args.pairs for size in WIDTHS]
     todo = [key for key in wanted if key not in done]
     if not todo:
-        return results
+        return
     small = [size for size in WIDTHS if WIDTHS[size] < 80 and not (start_of(size, work) / "curves.png").exists()]
     seeds = [seed for seed in args.seeds if not (work / f"responses-{seed}.pt").exists()]
     seconds = sum(seconds_of(*key[:2]) for key in todo)
@@ -339,7 +339,6 @@ def run_all(args: argparse.Namespace) -> dict:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return results
 
 
 def write_results(file: Path, results: dict) -> None:
@@ -654,11 +653,10 @@ def main(argv: list[str]) -> None:
     if args.worker:
         score_responses(*map(Path, args.worker[1:]))
         return
-    if args.redraw:
-        require(args.output.exists(), f"--redraw reads {args.output}, and there is none; run without it first")
-        show(json.loads(args.output.read_text()), args.output)
-        return
-    show(run_all(args), args.output)
+    require(args.output.exists() or not args.redraw, f"--redraw reads {args.output}; run without it first")
+    if not args.redraw:
+        run_all(args)
+    show(json.loads(args.output.read_text()), args.output)
 
 
 if __name__ == "__main__":
