@@ -41,7 +41,7 @@ nothing: such groups are counted (`frac_reward_zero_std`). Papers: Shao et al. 2
 19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025 (DAPO, 2503.14476); Zheng et al. 2025 (GSPO, 2507.18071);
 MiniMax 2025 (CISPO, 2506.13585). docs/grpo.md has a glossary of the metrics.
 
-  python grpo.py                       # the toy task: offline, half a minute on two CPU cores, 44 % to 88 % right
+  python grpo.py                       # the toy task: offline, half a minute on two CPU cores, right answers .4 to 1.0
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
       --reward-fn rewards/verifiers.py:right_number    # on one GPU; problems.jsonl has the columns prompt and answer
 

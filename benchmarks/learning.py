@@ -187,6 +187,11 @@ def folder_of(run: Run, seed: int) -> Path:
     return ROOT / "runs/learning" / f"{words}-{seed}"
 
 
+def log_of(output: Path) -> Path:
+    """What a run prints."""
+    return output.with_name(f"{output.name}.log")
+
+
 def our_command(run: Run, seed: int, output: Path) -> list:
     """As a reader would start it, with more evaluations."""
     command = [sys.executable, f"{run.script}.py", *shlex.split(run.flags), "--seed", seed, "--output-dir", output]
@@ -202,7 +207,7 @@ def train_ours(run: Run, seed: int, output: Path) -> float:
     """One training by our script."""
     if "runs/learning/chosen" in run.flags:
         write_chosen()
-    return run_process(our_command(run, seed, output), output.with_suffix(".log"))
+    return run_process(our_command(run, seed, output), log_of(output))
 
 
 def train_trl(run: Run, seed: int, output: Path) -> float:
@@ -212,12 +217,12 @@ def train_trl(run: Run, seed: int, output: Path) -> float:
         raise RuntimeError(f"TRL takes its settings from {ours}/args.json: run ours first")
     output.mkdir(parents=True)
     if run.script == "sft":
-        run_process([sys.executable, __file__, "--save-start", ours, output], output.with_suffix(".log"))
+        run_process([sys.executable, __file__, "--save-start", ours, output], log_of(output))
     python = trl_versions.make_venv(trl_runs.VERSIONS[run.script], VENVS)
     command = [python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
-    seconds = run_process(command, output.with_suffix(".log"))
+    seconds = run_process(command, log_of(output))
     if run.script in (*trl_runs.EVERY, "grpo"):
-        run_process([sys.executable, __file__, "--judge", run.script, ours, output], output.with_suffix(".log"))
+        run_process([sys.executable, __file__, "--judge", run.script, ours, output], log_of(output))
     return seconds
 
 
@@ -255,7 +260,7 @@ def make_run(run: Run, seed: int) -> None:
     if run.judged:
         is_game = run.script == "grpo" and WORKED in run.flags
         command = [sys.executable, __file__, "--read-shells" if is_game else "--read", output]
-        run_process(command, output.with_suffix(".log"))
+        run_process(command, log_of(output))
         result["answers"] = json.loads((output / "answers.json").read_text())
     with LOCK, open(COMPARED if COMPARING else RECORD, "a") as file:
         file.write(json.dumps(result) + "\n")

@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from learning import BY_MODEL, DEFAULTS, GOLD, PRICE, TIED, Run, read_record
@@ -53,11 +53,12 @@ def mean(name: str, metric: str, digits: int = 1) -> str:
     return number(values(name, metric), digits).split(" ± ")[0]
 
 
-def table(heading: str, rows: dict[str, str], columns: list[Column], seeds: int | None = None) -> str:
-    """Markdown: a row for each label -> name of a run. With `seeds`, of that many of its runs."""
+def table(heading: str | None, rows: dict[str, str], columns: list[Column]) -> str:
+    """Markdown: a row for each label -> name of a run. Without a heading, the number of seeds takes its place."""
+    heading = seeds_of(rows.values()) if heading is None else heading
     lines = [[heading, *(title for title, _, _ in columns)], ["---"] + ["---:"] * len(columns)]
     for label, name in rows.items():
-        lines.append([label, *(number(values(name, metric)[:seeds], digits) for _, metric, digits in columns)])
+        lines.append([label, *(number(values(name, metric), digits) for _, metric, digits in columns)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -69,6 +70,12 @@ def default(script: str) -> str:
 def both(script: str) -> dict[str, str]:
     """The rows of ours and of TRL's."""
     return {f"`{script}.py`": default(script), THEIRS.get(script, "TRL 1.16"): f"TRL {default(script)}"}
+
+
+def seeds_of(names: Iterable[str]) -> str:
+    """Over how many seeds the runs of these names go."""
+    counts = sorted({len(RECORD.get(name, [])) for name in names})
+    return f"{' to '.join(map(str, counts[:1] + counts[-1:] * (len(counts) > 1)))} seeds".replace("1 seeds", "1 seed")
 
 
 def sweep(script: str, heading: str, rows: dict[str, str], columns: list[Column], own: str = "") -> str:
@@ -117,7 +124,7 @@ def with_column(text: str, heading: str, cells: list[str]) -> str:
 def ppo_results() -> str:
     rows = both("ppo")
     return with_column(
-        table("five seeds", rows, [SCORE, *ENDS]), "episodes to gold 3",
+        table(None, rows, [SCORE, *ENDS]), "episodes to gold 3",
         [reached(name, "objective/gold_scores", 3.0) for name in rows.values()],
     )  # fmt: skip
 
@@ -146,8 +153,7 @@ ANSWERS = [
 
 
 def thinking() -> str:
-    rows = {"before": BEFORE, "`grpo.py`": GAME, "may only answer at once": DIRECT}
-    return table("512 unseen prompts", rows, ANSWERS)
+    return table("", {"before": BEFORE, "`grpo.py`": GAME, "may only answer at once": DIRECT}, ANSWERS)
 
 
 def price() -> str:
@@ -171,7 +177,7 @@ def family() -> str:
     names = [f"{GAME} {flags}".strip() for flags in rows.values()]
     columns = [("`eval/pass@1`", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1),
                ("`entropy`", "end entropy", 3), ("equal groups", "end frac_reward_zero_std", 2)]  # fmt: skip
-    text = table("five seeds", dict(zip(rows, names)), columns)
+    text = table(None, dict(zip(rows, names)), columns)
     return with_column(text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in names])
 
 
@@ -179,7 +185,7 @@ def grpo_results() -> str:
     columns = [("right, last five updates", "end rewards/right_number/mean", 3), ("`eval/accuracy`", "end eval/accuracy", 3),
                ("`eval/pass@1`", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1)]  # fmt: skip
     rows = both("grpo")
-    text = table("five seeds", rows, columns)
+    text = table(None, rows, columns)
     return with_column(text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in rows.values()])
 
 
@@ -192,7 +198,7 @@ def ddpo_results() -> str:
     columns = [("reward, first epoch", "start reward_mean", 2), ("last five", "end reward_mean", 2),
                ("gold score, first", "start objective/gold_scores", 3), ("last five", "end objective/gold_scores", 3),
                ("KL", "end objective/kl", 0)]  # fmt: skip
-    return table("five seeds", both("ddpo"), columns)
+    return table(None, both("ddpo"), columns)
 
 
 def perplexities(flags: dict[str, str]) -> str:
@@ -214,7 +220,7 @@ JUDGED = [("gold score", "answers gold", 2), ("KL, nats", "answers kl", 1), ("to
 
 
 def which(rows: dict[str, str]) -> str:
-    return table("five seeds", rows, JUDGED)
+    return table(None, rows, JUDGED)
 
 
 def which_episodes() -> str:
@@ -341,7 +347,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ppo-eos": lambda: sweep("ppo", "penalty", {
         "0": "--response-length 24", "3": "--response-length 24 --missing-eos-penalty 3"},
         [("EOS share, first update", "start val/eos_share", 2), ("EOS share, last five", "end val/eos_share", 2), ENDS[0]]),
-    "rloo-results": lambda: table("five seeds", {
+    "rloo-results": lambda: table(None, {
         "`rloo.py`": default("rloo"), "`rloo.py --max-grad-norm 1e9`": f"{default('rloo')} --max-grad-norm 1e9",
         "TRL 0.16.1": f"TRL {default('rloo')}"}, [SCORE, *ENDS]),
     "rloo-k": lambda: sweep("rloo", "K", {"2 (default)": "", "8": "--rloo-k 8"}, [SCORE, *ENDS]),
@@ -351,11 +357,11 @@ TABLES: dict[str, Callable[[], str]] = {
         "responses (default)": "", "`--token-level-kl`": "--token-level-kl",
         "and both normalised": "--token-level-kl --normalize-reward --normalize-advantage"}, [SCORE, *ENDS]),
     "grpo-results": grpo_results, "grpo-thinking": thinking, "grpo-price": price, "grpo-family": family,
-    "dpo-results": lambda: table("five seeds", both("dpo") | {"`ppo.py`": default("ppo"), "`rloo.py`": default("rloo")}, DPO),
+    "dpo-results": lambda: table(None, both("dpo") | {"`ppo.py`": default("ppo"), "`rloo.py`": default("rloo")}, DPO),
     "dpo-beta": lambda: sweep("dpo", "β", {"0.02": "--beta 0.02", "0.1 (default)": "", "0.5": "--beta 0.5"}, DPO),
     "dpo-loss": lambda: sweep("dpo", "loss", {"sigmoid (default)": "", "ipo": "--loss-type ipo"}, DPO),
     "dpo-pairs": lambda: sweep("dpo", "pairs", {"7,500": "--num-train-epochs 0.25", "30,000 (default)": ""}, DPO),
-    "sft-results": lambda: table("five seeds", both("sft"), [
+    "sft-results": lambda: table(None, both("sft"), [
         ("perplexity", "end eval/perplexity", 1), ("likeliest token right", "end eval/mean_token_accuracy", 3),
         ("loss on EOS", "end eval/eos_loss", 2)]),
     "sft-rate": lambda: perplexities({
@@ -363,7 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "1e-2": "--learning-rate 1e-2"}),
     "sft-epochs": lambda: perplexities({"1 epoch (default)": "", "3 epochs": "--num-train-epochs 3"}),
     "sft-batch": lambda: perplexities({"16": "--batch-size 16", "64 (default)": "", "256": "--batch-size 256"}),
-    "reward-model-results": lambda: table("five seeds", both("reward_model"), [
+    "reward-model-results": lambda: table(None, both("reward_model"), [
         ("pairs right", "end eval/accuracy", 3), ("loss", "end eval/loss", 3),
         ("calibration error", "end eval/calibration_error", 3)]),
     "reward-model-pairs": lambda: sweep("reward_model", "passes over 30,000 pairs", {
@@ -441,7 +447,7 @@ def draw_beside(script: str, folder: Path) -> None:
     figure, axes = figure_of(1, len(metrics) - 1, 3.6 * (len(metrics) - 1), 3)
     for panel, metric in zip(axes[0], metrics[1:]):
         for (label, runs), colour in zip(rows.items(), (OURS, OTHERS)):
-            if runs and metric in runs[0]["curves"]:
+            if any(y is not None for run in runs for y in run["curves"][metric]):
                 draw_band(panel, runs, metric, colour, label.strip("`"))
         title = "share worked out" if (script, metric) == ("grpo", "objective/gold_scores") else TITLES[metric]
         panel.set_title(title, fontsize=10), panel.set_xlabel(f"{metrics[0]}s", fontsize=9)

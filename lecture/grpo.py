@@ -23,7 +23,7 @@ and 6 tokens (T = 6). A dot may be anything, until the mask takes it out.
 In RLOO a response is one action and KL a part of its reward; here each token is an action, clipped
 by itself, and KL, if beta is not 0, a term of the loss. A group of equal scores teaches nothing.
 
-  python lecture/grpo.py    # the shell game: half a minute on a CPU; NN % -> NN % are right
+  python lecture/grpo.py    # the shell game: half a minute on a CPU, right answers .4 -> 1.0
   python lecture/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 3e-6 --dataset MINE \\
       --reward-fn mine.py:reward --response-length 1024
 

@@ -25,7 +25,7 @@ and 6 tokens (T = 6). A dot may be anything, until the mask takes it out.
 PPO has a critic to say what was to be expected; here the other responses to the prompt say it. They
 do not depend on this one, so the gradient is right on average. A whole response is one action.
 
-  python lecture/rloo.py    # the toy world: a minute on a CPU, score 0 -> 3.5, KL 0 -> 16 nats
+  python lecture/rloo.py    # the toy world: a minute on a CPU, score 0 -> 4.4, KL 0 -> 17 nats
   python lecture/rloo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE
 
 Papers: RLOO 2402.14740, REINFORCE with a leave-one-out baseline (Kool et al. 2019), PPO 1707.06347.

@@ -1,6 +1,7 @@
 """What the pages show is what the record of the runs says."""
 
 import json
+import math
 import re
 import sys
 
@@ -45,6 +46,26 @@ def test_each_run_says_how_and_where_it_was_made():
     for line in RECORD:
         assert line["command"].startswith("python ") and re.match(r"[0-9a-f]{7}", line["commit"]), line["run"]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", line["date"]) and line["machine"] and line["cpu_seconds"] > 0
+
+
+AFTER = {  # what the first command in a short form's docstring comes to
+    "sft": ["loss", "end eval/perplexity"], "reward_model": ["accuracy", "end eval/accuracy"],
+    "ppo": ["score", "end objective/scores", "KL", "end objective/kl"],
+    "rloo": ["score", "end objective/scores", "KL", "end objective/kl"], "grpo": ["right answers", "answers greedy"],
+    "dpo": ["accuracy", "end eval/rewards/accuracies"], "ddpo": ["reward", "end reward_mean"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", AFTER)
+def test_docstrings_say_what_comes_out(script):
+    """To a tenth."""
+    tables.fill_record()
+    line = next(x for x in text_of(f"lecture/{script}.py").splitlines() if x.startswith(f"  python lecture/{script}.py"))
+    for what, metric in zip(*[iter(AFTER[script])] * 2):
+        said = float(re.search(rf"{what} [\d. ]*-> ([\d.]*\d)", line)[1])
+        found = tables.values(tables.default(script), metric)
+        found = [math.log(x) for x in found] if what == "loss" else found
+        assert said == pytest.approx(sum(found) / len(found), rel=0.1), what
 
 
 def test_cells(record):
