@@ -37,6 +37,7 @@ from throughput import RESULTS, ROOT, describe_machine, describe_ours
 
 RECORD = RESULTS / "learning.jsonl"
 COMPARED = ROOT / "runs/learning/compared.jsonl"  # of --compare; the defaults are read from RECORD, if they are there
+TRAINED = "cpu_seconds.txt"  # in the folder of a run of TRL's, once it has ended
 LAST = 5  # updates at the end of a run whose mean is its result
 FIVE, ONE = (1, 2, 3, 4, 5), (1,)
 GOLD = "--gold-reward-fn toy/make.py:gold_score"
@@ -215,15 +216,17 @@ def train_trl(run: Run, seed: int, output: Path) -> float:
     ours = folder_of(Run(run.script, run.flags), seed)
     if not (ours / "args.json").exists():
         raise RuntimeError(f"TRL takes its settings from {ours}/args.json: run ours first")
-    output.mkdir(parents=True)
-    if run.script == "sft":
-        run_process([sys.executable, __file__, "--save-start", ours, output], log_of(output))
-    python = trl_versions.make_venv(trl_runs.VERSIONS[run.script], VENVS)
-    command = [python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
-    seconds = run_process(command, log_of(output))
+    trained = output / TRAINED
+    if not trained.exists():
+        output.mkdir(parents=True)
+        if run.script == "sft":
+            run_process([sys.executable, __file__, "--save-start", ours, output], log_of(output))
+        python = trl_versions.make_venv(trl_runs.VERSIONS[run.script], VENVS)
+        command = [python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
+        trained.write_text(str(run_process(command, log_of(output))))
     if run.script in (*trl_runs.EVERY, "grpo"):
         run_process([sys.executable, __file__, "--judge", run.script, ours, output], log_of(output))
-    return seconds
+    return float(trained.read_text())
 
 
 def summarize(script: str, lines: list[dict]) -> dict:
@@ -247,14 +250,16 @@ def summarize(script: str, lines: list[dict]) -> dict:
 def make_run(run: Run, seed: int) -> None:
     """One run from start to its line in the record."""
     output = folder_of(run, seed)
-    if output.exists():
+    if output.exists() and not (output / TRAINED).exists():
         subprocess.run(["rm", "-r", output], check=True)  # one that was interrupted
     output.parent.mkdir(parents=True, exist_ok=True)
     seconds = (train_ours if run.side == "ours" else train_trl)(run, seed, output)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    command = our_command(run, seed, "DIR")[1:]
+    if run.side == "TRL":
+        command = ["benchmarks/learning.py", "--only", run.name, "--seeds", seed]
     result = {
-        "run": run.name, "seed": seed, "command": shlex.join(["python", *map(str, our_command(run, seed, "DIR")[1:])]),
-        **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d"), "machine": describe_machine()["cpu"],
+        "run": run.name, "seed": seed, "command": shlex.join(["python", *map(str, command)]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d"), "machine": describe_machine()["cpu"],
         "cpu_seconds": round(seconds), **summarize(run.script, lines),
     }  # fmt: skip
     if run.judged:
@@ -321,6 +326,7 @@ def judge_texts(script, algorithm: str, ours: Path, checkpoint: Path) -> dict[st
     kind = AutoModelForSequenceClassification if algorithm == "reward_model" else AutoModelForCausalLM
     model = kind.from_pretrained(checkpoint).eval()
     model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    model.tokenizer.num_embeddings = model.get_input_embeddings().num_embeddings
     _, test = script.load_data(args)
     if algorithm == "sft":
         return script.evaluate(model, script.encode_texts(test, model.tokenizer, args, args.max_length), args)

@@ -308,6 +308,19 @@ nats. Right: the share of reviews that come to an end. (The picture is of `pytho
 toy/make.py:gold_score`, the numbers are means of five seeds.)"""
 
 
+def beside() -> str:
+    """The README's paragraph."""
+    ours, theirs = (lambda script, metric, digits: number(values(default(script), metric), digits),
+                    lambda script, metric, digits: number(values(f"TRL {default(script)}", metric), digits))  # fmt: skip
+    parts = [
+        f"`{script}.py` ends at a gold score of {ours(script, 'end objective/gold_scores', 1)}, TRL 0.16 at "
+        f"{theirs(script, 'end objective/gold_scores', 1)}, after {mean(default(script), 'cpu_seconds', 0)} and "
+        f"{mean(f'TRL {default(script)}', 'cpu_seconds', 0)} seconds of CPU time"
+        for script in ("ppo", "rloo")
+    ]  # fmt: skip
+    return "With the same settings, models and data:\n" + ";\n".join(parts) + "."
+
+
 def toy_models() -> str:
     """What is shipped in toy/, by the last evaluation of the run that made it."""
     commands = {
@@ -387,7 +400,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ddpo-ink": lambda: sweep("ddpo", "β", {
         "0": "--reward-fn toy/shapes/make.py:little_ink", "1": "--reward-fn toy/shapes/make.py:little_ink --kl-coef 1"},
         [("reward, first epoch", "start reward_mean", 2), *DDPO]),
-    "files": files, "caption": caption, "toy-models": toy_models, "which-lines": which_lines,
+    "files": files, "caption": caption, "beside": beside, "toy-models": toy_models, "which-lines": which_lines,
     "which-episodes": which_episodes, "which-seconds": which_seconds, "beside-trl": beside_trl,
 }  # fmt: skip
 
