@@ -259,8 +259,9 @@ def make_run(run: Run, seed: int) -> None:
     if run.side == "TRL":
         command = ["benchmarks/learning.py", "--only", run.name, "--seeds", seed]
     result = {
-        "run": run.name, "seed": seed, "command": shlex.join(["python", *map(str, command)]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d"), "machine": describe_machine()["cpu"],
-        "cpu_seconds": round(seconds), **summarize(run.script, lines),
+        "run": run.name, "seed": seed, "command": shlex.join(["python", *map(str, command)]), **describe_ours(ROOT),
+        "date": time.strftime("%Y-%m-%d"), "machine": describe_machine()["cpu"], "cpu_seconds": round(seconds),
+        **summarize(run.script, lines),
     }  # fmt: skip
     if run.judged:
         is_game = run.script == "grpo" and WORKED in run.flags
