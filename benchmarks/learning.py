@@ -238,7 +238,7 @@ def summarize(script: str, lines: list[dict]) -> dict:
         name: values[-1] if evaluated or name.startswith("eval/") else statistics.fmean(values[-LAST:])
         for name, values in numbers.items() if values
     }  # fmt: skip
-    axis = next(name for name in ("episode", "epoch", "step") if name in lines[-1])
+    axis = "step" if evaluated else "epoch" if script == "ddpo" else "episode"
     curve_lines = [line for line in lines if CURVES[script][0] in line]
     curves = {name: [line.get(name) for line in curve_lines] for name in (axis, *CURVES[script])}
     rounded = lambda values: {name: float(f"{value:.5g}") for name, value in values.items()}

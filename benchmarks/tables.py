@@ -493,8 +493,11 @@ def draw_thinking(docs: Path) -> None:
     figure, axes = figure_of(1, 3, 11, 3)
     metrics = ("rewards/right_number/mean", "completions/mean_length", "objective/gold_scores")
     for panel, metric in zip(axes[0], metrics):
-        draw_band(panel, RECORD[GAME], metric, OURS, "grpo.py")
-        draw_band(panel, RECORD[DIRECT], metric, OTHERS, "may only answer at once")
+        for name, colour, label in ((GAME, OURS, "grpo.py"), (DIRECT, OTHERS, "may only answer at once")):
+            x, y = band(RECORD[name], metric)
+            means = [statistics.fmean(points) for points in zip(*[smooth(line, 5) for line in y])]
+            panel.plot(x[2:-2], means, color=colour, label=label)
+            panel.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
         panel.set_title(TITLES[metric] if metric in metrics[:2] else "share worked out", fontsize=10)
         panel.set_xscale("log"), panel.set_xlabel("episodes", fontsize=9)
     axes[0, 0].set_ylim(0, 1), axes[0, 1].set_ylim(0), axes[0, 0].legend(frameon=False, fontsize=9)
@@ -527,7 +530,7 @@ def draw_no_kl(docs: Path) -> None:
     flags = "--learning-rate 1e-3 --total-episodes 4096"
     for panel, (title, name) in zip(axes[0], {"β = 0": f"{flags} --kl-coef 0", "β = 0.05": flags}.items()):
         for metric, colour in {"objective/scores": OURS, "objective/gold_scores": "#b58900"}.items():
-            draw_band(panel, RECORD[f"ppo {GOLD} {name}"], metric, colour, TITLES[metric])
+            draw_band(panel, RECORD.get(f"ppo {GOLD} {name}", []), metric, colour, TITLES[metric])
         panel.set_title(title, fontsize=10), panel.set_xlabel("episodes", fontsize=9)
     axes[0, 0].legend(frameon=False, fontsize=9), axes[0, 0].sharey(axes[0, 1])
     figure.savefig(docs / "no-kl.png", dpi=100)
