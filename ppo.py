@@ -1063,7 +1063,7 @@ def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -
         if args.critic == "shared":
             print("critic: a value head on the policy's trunk")
         else:
-            print("critic: starts from the policy, since no reward model with one label reads the same tokens")
+            print("critic: starts from the policy, as there is no reward model of one label that reads its tokens")
             body = load_model(AutoModelForCausalLM, args.model, args).base_model
     if body is not None:
         turn_off_dropout(body)

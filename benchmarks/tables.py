@@ -310,15 +310,17 @@ toy/make.py:gold_score`, the numbers are means of five seeds.)"""
 
 def beside() -> str:
     """The README's paragraph."""
-    ours, theirs = (lambda script, metric, digits: number(values(default(script), metric), digits),
-                    lambda script, metric, digits: number(values(f"TRL {default(script)}", metric), digits))  # fmt: skip
-    parts = [
-        f"`{script}.py` ends at a gold score of {ours(script, 'end objective/gold_scores', 1)}, TRL 0.16 at "
-        f"{theirs(script, 'end objective/gold_scores', 1)}, after {mean(default(script), 'cpu_seconds', 0)} and "
-        f"{mean(f'TRL {default(script)}', 'cpu_seconds', 0)} seconds of CPU time"
-        for script in ("ppo", "rloo")
-    ]  # fmt: skip
-    return "With the same settings, models and data:\n" + ";\n".join(parts) + "."
+    what = {"ppo": ("gold score", "end objective/gold_scores", 1), "grpo": ("share of right answers", "end eval/pass@1", 2),
+            "sft": ("perplexity", "end eval/perplexity", 1)}  # fmt: skip
+    lines = []
+    for script, (title, metric, digits) in what.items():
+        ours, theirs = both(script).values()
+        lines.append(
+            f"- `{script}.py`: {title} {number(values(ours, metric), digits)}, in TRL {number(values(theirs, metric), digits)}; "
+            f"{mean(ours, 'cpu_seconds', 0)} seconds of CPU time, in TRL {mean(theirs, 'cpu_seconds', 0)}"
+        )  # fmt: skip
+    ours, theirs = (seeds_of([name]) for name in both("ppo").values())
+    return f"With the same settings, models and data ({ours} of ours, {theirs} of TRL's):\n\n" + "\n".join(lines)
 
 
 def toy_models() -> str:
