@@ -310,8 +310,7 @@ toy/make.py:gold_score`, the numbers are means of five seeds.)"""
 
 def beside() -> str:
     """The README's paragraph."""
-    what = {"ppo": ("gold score", "end objective/gold_scores", 1), "grpo": ("share of right answers", "end eval/pass@1", 2),
-            "sft": ("perplexity", "end eval/perplexity", 1)}  # fmt: skip
+    what = {"ppo": ("gold score", "end objective/gold_scores", 1), "grpo": ("right answers", "end eval/pass@1", 2)}
     lines = []
     for script, (title, metric, digits) in what.items():
         ours, theirs = both(script).values()

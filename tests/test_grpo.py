@@ -427,9 +427,9 @@ def test_resumed_with_everything_on(tmp_path, tiny):
 
 
 def accuracy(folder, seed, **settings):
-    """The share of right answers in the last 6 of 24 updates; in the first it is 0.4.
+    """The share of right answers in the last 6 of 40 updates; in the first it is 0.4.
 
-    Over three seeds and all kinds it was 0.58 to 0.68; with the advantages' sign turned, 0.02 at most.
+    Over three seeds and all kinds it was 0.87 to 0.96; with the advantages' sign turned, 0.25 to 0.28.
     """
     settings = dict(total_episodes=40 * 64, dataset_test_split="none") | settings
     return sum(line["reward"] for line in run(grpo, folder, seed=seed, **settings)[-6:]) / 6
@@ -441,19 +441,19 @@ KINDS = [GSPO, DR_GRPO, dict(loss_type="cispo"), dict(beta=0.01, dynamic_samplin
 
 
 def test_grpo_learns(tmp_path):
-    assert accuracy(tmp_path, 1) > 0.5
+    assert accuracy(tmp_path, 1) > 0.7
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed, settings", [(2, {}), (3, {}), *((1, kind) for kind in KINDS)])
 def test_other_seeds_and_kinds_learn(tmp_path, seed, settings):
-    assert accuracy(tmp_path, seed, **settings) > 0.5
+    assert accuracy(tmp_path, seed, **settings) > 0.7
 
 
 def test_grpo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
     right = grpo.group_advantages
     monkeypatch.setattr(grpo, "group_advantages", lambda *a: -right(*a))
-    assert accuracy(tmp_path, 1) < 0.1
+    assert accuracy(tmp_path, 1) < 0.4
 
 
 # --- the rest of the loop

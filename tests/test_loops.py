@@ -801,7 +801,7 @@ def one_update(world, tmp_path_factory):
     def get(name, **more):
         key = name, *more.items()
         if key not in made:
-            short = {"total_episodes": 8, "adaptive_kl": False, "num_ppo_epochs": 3, "learning_rate": 1e-3}
+            short = {"total_episodes": 8, "adaptive_kl": False, "num_ppo_epochs": 3, "learning_rate": 3e-4}
             settings = settings_of(world, BOTH | short | {"dataset_test_split": "none"} | more)
             run = train_watched(SCRIPTS[name], settings, tmp_path_factory.mktemp("one") / "run")
             calls, seen = run.watch.calls["policy_loss"], []
