@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from learning import COLOURS, run_process
+from learning import run_process
+from tables import OTHERS, OURS
 from throughput import RESULTS, ROOT, describe_machine, describe_ours, figure_of
 
 OUTPUT = RESULTS / "watch.json"
@@ -69,7 +70,7 @@ def run(command: str) -> dict:
 def draw(runs: list[dict]) -> None:
     """A row of panels for each fault: what came out, and what shows it. Dotted: the bound of healthy values."""
     by_command = {run["command"]: run for run in runs}
-    blue, orange = COLOURS.values()
+    blue, orange = OURS, OTHERS
     figure, axes = figure_of(len(ROWS), 2, 8, 11)
     for row, panels in zip(ROWS, axes):
         for panel, metric in zip(panels, (row.result, row.metric)):
