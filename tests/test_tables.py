@@ -34,9 +34,10 @@ def test_the_tables_are_those_of_the_record(page):
     assert tables.rewritten(text) == text
 
 
-def test_every_table_stands_in_one_page():
+def test_no_table_stands_in_two_pages():
     places = [name for page in tables.PAGES for name in re.findall(r"^<!-- ([\w-]+) -->$", page.read_text("utf-8"), re.M)]
-    assert sorted(name for name in places if name in tables.TABLES) == sorted(tables.TABLES)
+    names = [name for name in places if name in tables.TABLES]
+    assert len(names) == len(set(names)) > 20
 
 
 def test_each_run_says_how_and_where_it_was_made():
