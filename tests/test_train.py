@@ -349,6 +349,7 @@ def test_offline_wandb_carries_the_same_names(tmp_path, monkeypatch, tiny):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # it remembers the mode of whichever test came before
     logged, init = [], wandb.init
 
     def spy(**settings):
