@@ -228,6 +228,7 @@ def which_episodes() -> str:
         "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683",
         "`dpo.py`, 2,048 pairs": f"dpo {GOLD} --num-train-epochs 0.0683", "`rloo.py`, 2,048 responses": default("rloo"),
         "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048", "`ppo.py`, 2,048 responses": default("ppo"),
+        "`dpo.py`, all 30,000 pairs": default("dpo"),
     })  # fmt: skip
 
 
