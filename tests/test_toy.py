@@ -221,7 +221,7 @@ def test_the_shipped_models_are_still_made(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "evaluate", first)
     monkeypatch.chdir(TOY.parent)
-    argv = [*command[2:], "--output-dir", str(tmp_path / "run"), "--eval-steps", str(run["curves"]["step"][0])]
+    argv = [*command[2:], "--output-dir", str(tmp_path / "run"), "--eval-steps", str(int(run["curves"]["step"][0]))]
     monkeypatch.setattr(sys, "argv", [command[1], *argv])
     with pytest.raises(Enough):
         script.train(script.read_command_line())
