@@ -27,6 +27,7 @@ SCRIPT = ROOT / "lecture/ppo.py"
 PAGE = ROOT / "docs/fork.md"
 OUTPUT = RESULTS / "forks.json"
 SEEDS = (1, 2, 3, 4, 5)
+MINUTES = 0.8  # a run
 LAST = 5  # updates at the end of a run whose mean is its result
 DIGITS = {"score": 2, "gold score": 2, "KL": 1, "EOS share": 2, "entropy": 2}  # of the columns of the table
 
@@ -96,10 +97,14 @@ def main() -> None:
     """Runs what is missing; writes the results after each run, and the table at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", metavar="NAME", help="only write this fork of the page as lecture/fork.py")
+    parser.add_argument("--list", action="store_true", help="only say how many runs are missing")
     args = parser.parse_args()
     source = SCRIPT.read_text("utf-8")
     if args.write:
-        fork = apply(read_diffs(PAGE.read_text("utf-8"))[args.write], source)
+        diffs = read_diffs(PAGE.read_text("utf-8"))
+        if args.write not in diffs:
+            sys.exit(f"--write {args.write!r} is none of the forks in {PAGE.name}: {', '.join(diffs)}")
+        fork = apply(diffs[args.write], source)
         SCRIPT.with_name("fork.py").write_text(fork, "utf-8")
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # before torch is imported
@@ -109,10 +114,12 @@ def main() -> None:
     runs = [run for run in results["runs"] if results["diffs"][run["fork"]] == forks.get(run["fork"])]
     results = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     results |= {"machine": describe_machine(), "seeds": SEEDS, "updates": LAST, "diffs": forks, "runs": runs}
-    wanted = [(fork, seed) for seed in SEEDS for fork in forks]
+    there = {(run["fork"], run["seed"]) for run in runs}
+    wanted = [(fork, seed) for seed in SEEDS for fork in forks if (fork, seed) not in there]
+    print(f"{len(wanted)} runs, about {len(wanted) * MINUTES:.0f} minutes")
+    if args.list:
+        return
     for number, (fork, seed) in enumerate(wanted, 1):
-        if any((run["fork"], run["seed"]) == (fork, seed) for run in runs):
-            continue
         print(f"run {number} of {len(wanted)}: {fork}, seed {seed}", flush=True)
         start = time.process_time()
         result = run(apply(forks[fork], source), seed)

@@ -145,10 +145,6 @@ RUNS += [
         "--learning-rate 1e-4": 1, "--learning-rate 3e-3": 1, "--eos-dropout 0.5": 1,
     }.items()
 ]  # fmt: skip
-RUNS += [
-    Run("ppo", f"{GOLD} --reward-model runs/learning/{run}-1", ONE)  # the first run's, and the last's, of reward_model.py
-    for run in ("reward_model", "reward_model-eos-dropout-0.5")
-]
 # Which one? 2,048 episodes each, and some hundred CPU seconds each
 RUNS += [
     Run(script, flags, effort=effort, judged=True)
@@ -162,6 +158,11 @@ RUNS += [
         ("dpo", f"{GOLD} --num-train-epochs 0.6", 0.6),
         ("sft", "--model toy/sft --dataset runs/learning/chosen", 1.4),
     )
+]
+# Last, since they need the first run of reward_model.py, and its last
+RUNS += [
+    Run("ppo", f"{GOLD} --reward-model runs/learning/{run}-1", ONE)
+    for run in ("reward_model", "reward_model-eos-dropout-0.5")
 ]
 
 

@@ -27,15 +27,18 @@ stage 0 sends 8 N once an optimiser step. Weights and gradients travel as they a
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from throughput import RESULTS, ROOT, describe_machine, describe_ours
+
 GB = 1e9
 
 
@@ -129,38 +132,35 @@ def sent(m: Shape, p: Plan) -> float:
     return {0: 8, 2: 8, 3: 12}[p.stage] * m.weights * p.trained
 
 
-def print_rows(head: list[str], rows: list[list[str]]) -> None:
-    """A table in Markdown."""
-    print("| " + " | ".join(head) + " |\n|" + "---|" * 2 + "---:|" * (len(head) - 2))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    print()
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def on_paper() -> None:
-    """The tables of three models."""
+PLANS = {
+    "PPO, separate critic": Plan(),
+    "PPO, separate critic, --gradient-checkpointing": Plan(checkpointing=True),
+    "PPO with --critic shared, or RLOO; --gradient-checkpointing": Plan(trained=1, checkpointing=True),
+}
+
+
+def on_paper(plan: Plan) -> str:
+    """The table of three models."""
     head = ["policy", "GPUs, stage", "weights", "gradients", "Adam", "gathered", "activations", "logits",
             "**in the update**", "**in the rollout**", "layer by layer", "sent"]  # fmt: skip
-    for title, options in (
-        ("PPO, separate critic", {}),
-        ("PPO, separate critic, --gradient-checkpointing", {"checkpointing": True}),
-        ("PPO with --critic shared, or RLOO; --gradient-checkpointing", {"trained": 1, "checkpointing": True}),
-    ):
-        print(
-            f"{title}: GB on each GPU; bfloat16, micro-batches of 4 rows, 32 rows sampled at once, 512 + 512 tokens\n"
-        )
-        rows = []
-        for name, shape in SHAPES.items():
-            for gpus, stage in ((8, 0), (8, 2), (8, 3), (64, 3)):
-                plan = Plan(stage=stage, shards=gpus, **options)
-                alone = memory(shape, replace(plan, gather=False))["in the rollout"]
-                parts = [*memory(shape, plan).values(), alone, sent(shape, plan)]
-                cells = [f"{x / GB:.1f}" if x < 20 * GB else f"{x / GB:.0f}" for x in parts]
-                cells[-2] = cells[-2] if stage == 3 else ""
-                for i in (6, 7):
-                    cells[i] = f"**{cells[i]}**"
-                rows.append([name, f"{gpus}, {stage}", *cells])
-        print_rows(head, rows)
+    rows = []
+    for name, shape in SHAPES.items():
+        for gpus, stage in ((8, 0), (8, 2), (8, 3), (64, 3)):
+            plan = replace(plan, stage=stage, shards=gpus)
+            alone = memory(shape, replace(plan, gather=False))["in the rollout"]
+            parts = [*memory(shape, plan).values(), alone, sent(shape, plan)]
+            cells = [f"{x / GB:.1f}" if x < 20 * GB else f"{x / GB:.0f}" for x in parts]
+            cells[-2] = cells[-2] if stage == 3 else ""
+            for i in (6, 7):
+                cells[i] = f"**{cells[i]}**"
+            rows.append([name, f"{gpus}, {stage}", *cells])
+    return table(head, rows)
 
 
 LADDER = [  # what is changed -> its effect on the plan; from the top, each beside those before it
@@ -225,35 +225,33 @@ def make_models(folder: Path, m: Shape = SMALL) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def train(script: str, flags: list[str]) -> None:
-    """In a process: trains, and prints by how many bytes the first one's peak grew from the imports to the last update.
+def run(script: str, flags: list[str]) -> None:
+    """In a process: runs a script that, unlike on a CPU otherwise, gives freed memory back.
 
-    What comes after it does not count: a checkpoint is put together in the first process.
+    The first process leaves imports.json in the output folder: the bytes of its peak before anything was loaded.
     """
     import importlib
     import resource
 
-    import torch
-    import tyro
-
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(script)
-    if "RANK" in os.environ:
-        torch.distributed.init_process_group()
+    module.keep_freed_memory = lambda: None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    args = tyro.cli(module.Args, args=flags)
-    module.train(args)
-    if os.environ.get("RANK", "0") == "0":
-        last = json.loads((Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()[-1])
-        print(f"\npeak: {last['perf/peak_memory_mb'] * 2**20 - before}", flush=True)
+    sys.argv = [f"{script}.py", *flags]
+    module.main()
+    if os.environ.get("RANK", "0") == "0" and "--output-dir" in flags:
+        Path(flags[flags.index("--output-dir") + 1], "imports.json").write_text(json.dumps(before))
 
 
 def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> float:
-    """The peak of the first process in bytes."""
+    """By how many bytes the first process's peak grew from the imports to the last update.
+
+    What comes after it does not count: a checkpoint is put together in the first process.
+    """
     batch = rows * processes
-    output = tempfile.mkdtemp(dir=work)
+    output = Path(tempfile.mkdtemp(dir=work), "run")
     given = (
-        f"--model {work}/policy --reward-model {work}/reward --dataset {work}/prompts.jsonl --output-dir {output}/run "
+        f"--model {work}/policy --reward-model {work}/reward --dataset {work}/prompts.jsonl --output-dir {output} "
         f"--batch-size {batch} --micro-batch-size {rows} --local-rollout-forward-batch-size {rows} "
         f"--total-episodes {3 * batch} --response-length {RESPONSE} --stop-token none --num-sample-generations 0 "
         f"--save-steps 1000 --num-ppo-epochs 2 --learning-rate 1e-5 {flags}"
@@ -262,35 +260,58 @@ def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> 
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run = subprocess.run(
-        [*launcher, __file__, "--train", script, *given], capture_output=True, text=True,
-        env=dict(os.environ, **FREED), cwd=ROOT,
+        [*launcher, __file__, "--run", script, *given], capture_output=True, text=True,
+        env=dict(os.environ, **FREED), cwd=ROOT, check=False,
     )  # fmt: skip
-    peaks = [float(line.split(": ")[1]) for line in run.stdout.splitlines() if line.startswith("peak: ")]
-    if run.returncode or not peaks:
+    if run.returncode:
         raise SystemExit(f"{script} {flags} failed:\n{run.stderr[-3000:]}")
-    return peaks[0]
+    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    return last["perf/peak_memory_mb"] * 2**20 - json.loads((output / "imports.json").read_text())
 
 
-def measure() -> None:
+def measure(output: Path) -> None:
     """The states of four layouts, and how peaks grow with the rows of a micro-batch, beside the formulas."""
-    head, cases = ["run", "processes, stage", "by formula, GB", "measured, GB", "measured / formula"], []
-    cases += [("ppo", W, stage, 2, 2, "", {}) for W, stage in ((1, 0), (2, 0), (2, 2), (2, 3))]
+    cases = [("ppo", W, stage, 2, 2, "", {}) for W, stage in ((1, 0), (2, 0), (2, 2), (2, 3))]
     cases += [("ppo", 1, 0, 2, 1, "--critic shared", {}), ("rloo", 1, 0, 2, 1, "--rloo-k 2", {})]
     cases += [("rloo", 2, 3, 2, 1, "--rloo-k 2", {})]
     cases += [("ppo", 1, 0, 64, 2, "", {}), ("ppo", 1, 0, 64, 2, "--gradient-checkpointing", {"checkpointing": True})]
-    rows = []
+    found = []
     with tempfile.TemporaryDirectory() as work:
         make_models(Path(work))
         for script, W, stage, b, trained, flags, options in cases:
             plan = Plan(trained=trained, stage=stage, shards=W, rows=b, rollout_rows=b, prompt=PROMPT, response=RESPONSE,
                         bf16=False, **options)  # fmt: skip
-            formula = peak(SMALL, plan)
             more = f"--zero-stage {stage}" if W > 1 else ""
-            found = measured(Path(work), script, W, b, f"{flags} {more}")
             name = f"`{script}.py {flags}`".replace(" `", "`") + f", {b} rows"
-            rows.append([name, f"{W}, {stage}", f"{formula / GB:.2f}", f"{found / GB:.2f}", f"{found / formula:.2f}"])
-            print(" ".join(rows[-1]), file=sys.stderr)
-    print_rows(head, rows)
+            print(name, W, stage, file=sys.stderr)
+            taken = measured(Path(work), script, W, b, f"{flags} {more}")
+            found.append({"run": name, "processes": W, "stage": stage, "formula": peak(SMALL, plan), "measured": taken})
+    write(output, found)
+    print(measured_table(found))
+
+
+def write(output: Path, found: list[dict]) -> None:
+    """The results, with all that one has to know about them."""
+    about = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    output.write_text(json.dumps(about | {"machine": describe_machine(), "runs": found}, indent=1) + "\n")
+
+
+def measured_table(found: list[dict]) -> str:
+    """Of measure()'s runs."""
+    head = ["run", "processes, stage", "by formula, GB", "measured, GB", "measured / formula"]
+    return table(head, [
+        [run["run"], f"{run['processes']}, {run['stage']}", f"{run['formula'] / GB:.2f}", f"{run['measured'] / GB:.2f}",
+         f"{run['measured'] / run['formula']:.2f}"] for run in found
+    ])  # fmt: skip
+
+
+def starting_table(found: list[dict]) -> str:
+    """Of starting()'s runs."""
+    cells = [
+        [str(run["processes"]), *(cell for when, models in run["models"].items()
+         for cell in (f"{run['bytes']['large'][when] / GB:.2f}", f"{models:.1f}"))] for run in found
+    ]  # fmt: skip
+    return table(["processes", "to start, GB", "models", "to resume, GB", "models"], cells)
 
 
 def until_the_first_update(processes: int, flags: list[str]) -> float:
@@ -303,7 +324,7 @@ def until_the_first_update(processes: int, flags: list[str]) -> float:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     given = ["--zero-stage", "3", "--device", "cpu", "--dataset-test-split", "none", "--num-sample-generations", "0"]
     run = subprocess.Popen(
-        [*launcher, "rloo.py", *given, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*launcher, __file__, "--run", "rloo", *given, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=dict(os.environ, **FREED),
     )  # fmt: skip
     peak, is_over = 0, threading.Event()
@@ -328,13 +349,13 @@ def until_the_first_update(processes: int, flags: list[str]) -> float:
     return peak
 
 
-def starting() -> None:
+def starting(output: Path) -> None:
     """What the models of a run take on a node, by the number of its processes: started, and resumed.
 
     The same with a model of 0.4M weights, which is Python and its libraries, is taken off.
     """
     weights = 4 * MIDDLE.weights
-    rows, kept = [], []
+    kept = []
     with tempfile.TemporaryDirectory() as work:
         make_models(Path(work), MIDDLE)
         large = ["--model", f"{work}/policy", "--dataset", f"{work}/prompts.jsonl"]
@@ -350,29 +371,31 @@ def starting() -> None:
                 print(processes, name, f"{started / GB:.2f} {resumed / GB:.2f} GB", file=sys.stderr)
             times = {when: (found["large"][when] - found["toy"][when]) / weights for when in ("started", "resumed")}
             kept.append({"processes": processes, "bytes": found, "models": times})
-            rows.append([str(processes), *(f"{found['large'][x] / GB:.2f}, {times[x]:.1f}" for x in times)])
-    (ROOT / "benchmarks/results/memory-starting.json").write_text(json.dumps(kept, indent=1) + "\n")
-    print_rows(["processes", "started: GB, models", "resumed: GB, models"], rows)
+    write(output, kept)
+    print(starting_table(kept))
 
 
 def main() -> None:
     """The command line."""
-    if sys.argv[1:2] == ["--train"]:
-        train(sys.argv[2], sys.argv[3:])
+    if sys.argv[1:2] == ["--run"]:
+        run(sys.argv[2], sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="small models on this machine, beside the formulas")
     parser.add_argument("--ladder", action="store_true", help="what to try when memory runs out, for a 7B policy")
     parser.add_argument("--starting", action="store_true", help="1, 2 and 4 processes until the first update")
+    parser.add_argument("--output", type=Path, help="JSON file of the last two")
     args = parser.parse_args()
     if args.measure:
-        measure()
+        measure(args.output or RESULTS / "memory-measured.json")
     elif args.starting:
-        starting()
+        starting(args.output or RESULTS / "memory-starting.json")
     elif args.ladder:
         climb()
     else:
-        on_paper()
+        for title, plan in PLANS.items():
+            print(f"{title}: GB on each GPU; bfloat16, micro-batches of 4 rows, 32 sampled at once, 512 + 512 tokens\n")
+            print(f"{on_paper(plan)}\n")
 
 
 if __name__ == "__main__":

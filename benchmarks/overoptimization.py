@@ -39,7 +39,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from throughput import RESULTS, ROOT, BenchmarkError, a_list, describe_machine, describe_ours, figure_of, require
+from throughput import RESULTS, ROOT, BenchmarkError, describe_machine, describe_ours, figure_of, require
 
 PAGE = ROOT / "docs/overoptimization.md"
 OUTPUT = RESULTS / "overoptimization.json"
@@ -289,7 +289,6 @@ def fingerprint() -> str:
 def run_all(args: argparse.Namespace) -> None:
     """Runs what is missing; the results are written after each run."""
     work = (args.work / fingerprint()).resolve()
-    work.mkdir(parents=True, exist_ok=True)
     old = json.loads(args.output.read_text()) if args.output.exists() else {}
     runs = old["runs"] if old.get("fingerprint") == work.name else []
     results = {
@@ -301,7 +300,7 @@ def run_all(args: argparse.Namespace) -> None:
     wanted = [(size, pairs, seed) for seed in args.seeds for pairs in args.pairs for size in WIDTHS]
     todo = [key for key in wanted if key not in done]
     if not todo:
-        return
+        return print("all runs are there")
     small = [size for size in WIDTHS if WIDTHS[size] < 80 and not (start_of(size, work) / "curves.png").exists()]
     seeds = [seed for seed in args.seeds if not (work / f"responses-{seed}.pt").exists()]
     seconds = sum(seconds_of(*key[:2]) for key in todo)
@@ -309,6 +308,9 @@ def run_all(args: argparse.Namespace) -> None:
     print(f"{len(todo)} of {len(wanted)} runs are to be made, with {len(small)} language model and {len(seeds)} sets of "
           f"responses: about {seconds / 60:.0f} minutes of one thread, {seconds / args.jobs / 60:.0f} with "
           f"--jobs {args.jobs}; intermediate results in {work}", flush=True)  # fmt: skip
+    if args.list:
+        return None
+    work.mkdir(parents=True, exist_ok=True)
     lock, begin = threading.Lock(), time.perf_counter()
 
     def work_on(key: tuple[str, int, int]) -> None:
@@ -636,6 +638,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=numbers, default=list(EPOCHS), help="with commas between them")
     parser.add_argument("--work", type=Path, default=ROOT / "runs/overoptimization", help="folder of what is between")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file")
+    parser.add_argument("--list", action="store_true", help="only say what is missing, and how long it will take")
     parser.add_argument("--redraw", action="store_true", help="run nothing, draw what the JSON file holds")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -656,6 +659,8 @@ def main(argv: list[str]) -> None:
     require(args.output.exists() or not args.redraw, f"--redraw reads {args.output}; run without it first")
     if not args.redraw:
         run_all(args)
+    if args.list:
+        return
     show(json.loads(args.output.read_text()), args.output)
 
 

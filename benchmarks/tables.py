@@ -1,12 +1,13 @@
-"""Writes the tables and charts of README and docs from benchmarks/results/learning.jsonl.
+"""Writes the tables and charts of README and docs from benchmarks/results.
 
     python benchmarks/tables.py            # what stands between <!-- NAME --> and <!-- /NAME -->, and the charts
     python benchmarks/tables.py --check    # only says which tables are not those of the results
 
-A cell is the mean over the seeds ± their standard deviation; where there is one seed, its number.
+Of learning.jsonl, a cell is the mean over the seeds ± their standard deviation; where there is one seed, its number.
 """
 
 import argparse
+import json
 import math
 import re
 import statistics
@@ -14,9 +15,11 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import memory
+import throughput
 from learning import BY_MODEL, DEFAULTS, GOLD, PRICE, TIED, Run, read_record
+from throughput import RESULTS, ROOT, figure_of
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "toy/README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 Column = tuple[str, str, int]  # heading, metric, digits
 SCORE = ("score", "end objective/scores", 2)
@@ -53,13 +56,18 @@ def mean(name: str, metric: str, digits: int = 1) -> str:
     return number(values(name, metric), digits).split(" ± ")[0]
 
 
+def markdown(lines: list[list[str]]) -> str:
+    """A table of these cells."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def table(heading: str | None, rows: dict[str, str], columns: list[Column]) -> str:
     """Markdown: a row for each label -> name of a run. Without a heading, the number of seeds takes its place."""
     heading = seeds_of(rows.values()) if heading is None else heading
     lines = [[heading, *(title for title, _, _ in columns)], ["---"] + ["---:"] * len(columns)]
     for label, name in rows.items():
         lines.append([label, *(number(values(name, metric), digits) for _, metric, digits in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def default(script: str) -> str:
@@ -164,7 +172,7 @@ def price() -> str:
             of = [run["answers"]["by_swaps"] for run in RECORD.get(name, [])]
             cells = [f"{statistics.fmean(x[str(k)][key] for x in of):.{digits}f}" if of else "–" for k in range(1, 9)]
             lines.append([f"{label}: {what}", *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
 
 
 def family() -> str:
@@ -205,7 +213,7 @@ def perplexities(flags: dict[str, str]) -> str:
     """One row of perplexities."""
     names = [f"sft {flag}".strip() for flag in flags.values()]
     cells = [mean(name, "end eval/perplexity", 1) for name in names]
-    return "\n".join(f"| {' | '.join(x)} |" for x in (list(flags), ["---:"] * len(flags), cells))
+    return markdown([list(flags), ["---:"] * len(flags), cells])
 
 
 def cut_texts() -> str:
@@ -256,7 +264,44 @@ def beside_trl() -> str:
         for i, (title, metric, digits) in enumerate(columns):
             cells = [number(values(name, metric), digits) for name in both(script).values()]
             lines.append([f"`{script}.py`" if i == 0 else "", title, *cells, THEIRS.get(script, "TRL 1.16")[4:]])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines)
+
+
+def from_file(name: str) -> dict:
+    """results/NAME.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def throughput_table() -> str:
+    """The comparisons of all results/throughput*.json, the newest first, with their date and machine."""
+    results = [from_file(path.stem) for path in RESULTS.glob("throughput*.json") if "growth" not in path.stem]
+    results.sort(key=lambda x: x["date"], reverse=True)
+    made = [f"{x['date'][:10]}, {x['machine']['cpu'].split('(R)')[0]}" for x in results for _ in x["comparisons"]]
+    return with_column(throughput.table([c for x in results for c in x["comparisons"]]), "measured", made)
+
+
+def growth() -> str:
+    """With what power time and memory grow along each axis."""
+    powers = from_file("throughput-growth")["powers"]
+    sides = list(dict.fromkeys(x["side"] for x in powers))
+    kinds = [name for name in powers[0] if " " in name]
+    lines = [["", *(f"{side}: {kind}" for kind in kinds for side in sides)], ["---"] + ["---:"] * len(kinds) * len(sides)]
+    for axis in dict.fromkeys(x["axis"] for x in powers):
+        of = {x["side"]: x for x in powers if x["axis"] == axis}
+        lines.append([axis, *(f"{of[side][kind]:.2f}" for kind in kinds for side in sides)])
+    return markdown(lines)
+
+
+def kernels() -> str:
+    """Where an update's milliseconds go."""
+    results = from_file("kernels")["results"]
+    runs = [run for setting in results.values() for run in setting.values()]
+    heading = [f"{setting}, {kind}" for setting, of in results.items() for kind in of]
+    lines = [["operators", *heading], ["---"] + ["---:"] * len(runs)]
+    lines += [[kind, *(f"{run['ms'][kind]:.0f}" for run in runs)] for kind in runs[0]["ms"]]
+    lines.append(["all", *(f"{sum(run['ms'].values()):.0f}" for run in runs)])
+    lines.append(["products, GFLOP/s", *(f"{run['gflops']:.0f}" for run in runs)])
+    return markdown(lines)
 
 
 def lines_in(file: str) -> int:
@@ -319,6 +364,10 @@ def beside() -> str:
             f"- `{script}.py`: {title} {number(values(ours, metric), digits)}, in TRL {number(values(theirs, metric), digits)}; "
             f"{mean(ours, 'cpu_seconds', 0)} seconds of CPU time, in TRL {mean(theirs, 'cpu_seconds', 0)}"
         )  # fmt: skip
+    small = next(c for c in from_file("throughput")["comparisons"] if (c["setting"], c["algorithm"]) == ("small", "ppo"))
+    time, memory = ([small["summary"][side][key] for side in ("ours", "other")] for key in ("seconds_per_update", "memory_mb"))
+    lines.append(f"- an update of a small GPT-2 by `ppo.py` on two cores: {time[0]:.1f} seconds, in TRL {time[1]:.1f}; "
+                 f"{memory[0] / 1024:.1f} GB, in TRL {memory[1] / 1024:.1f}")  # fmt: skip
     ours, theirs = (seeds_of([name]) for name in both("ppo").values())
     return f"With the same settings, models and data ({ours} of ours, {theirs} of TRL's):\n\n" + "\n".join(lines)
 
@@ -403,6 +452,10 @@ TABLES: dict[str, Callable[[], str]] = {
         "0": "--reward-fn toy/shapes/make.py:little_ink", "1": "--reward-fn toy/shapes/make.py:little_ink --kl-coef 1"},
         [("reward, first epoch", "start reward_mean", 2), *DDPO]),
     "files": files, "caption": caption, "beside": beside, "toy-models": toy_models, "which-lines": which_lines,
+    "throughput": throughput_table, "growth": growth, "kernels": kernels,
+    "memory": lambda: memory.on_paper(memory.Plan(checkpointing=True)),
+    "memory-measured": lambda: memory.measured_table(from_file("memory-measured")["runs"]),
+    "memory-starting": lambda: memory.starting_table(from_file("memory-starting")["runs"]),
     "which-episodes": which_episodes, "which-seconds": which_seconds, "beside-trl": beside_trl,
 }  # fmt: skip
 
@@ -455,8 +508,6 @@ TITLES = {
 
 def draw_beside(script: str, folder: Path) -> None:
     """learning-SCRIPT.png: ours and TRL's curves, the mean and range of the seeds."""
-    from throughput import figure_of
-
     rows = {label: RECORD.get(name, []) for label, name in both(script).items()}
     metrics = list(next(iter(rows.values()))[0]["curves"])
     figure, axes = figure_of(1, len(metrics) - 1, 3.6 * (len(metrics) - 1), 3)
@@ -472,8 +523,6 @@ def draw_beside(script: str, folder: Path) -> None:
 
 def draw_all_beside(folder: Path) -> None:
     """learning.png: for each script the one metric that it is about."""
-    from throughput import figure_of
-
     figure, axes = figure_of(2, 4, 14, 6)
     axes[1, 3].axis("off")
     for panel, script in zip(axes.flat, DEFAULTS):
@@ -490,8 +539,6 @@ def draw_all_beside(folder: Path) -> None:
 
 def draw_thinking(docs: Path) -> None:
     """thinking.png: right answers, length, share worked out, of grpo.py and of a policy that may only answer at once."""
-    from throughput import figure_of
-
     figure, axes = figure_of(1, 3, 11, 3)
     metrics = ("rewards/right_number/mean", "completions/mean_length", "objective/gold_scores")
     for panel, metric in zip(axes[0], metrics):
@@ -508,8 +555,6 @@ def draw_thinking(docs: Path) -> None:
 
 def draw_price(docs: Path) -> None:
     """price.png: length against the number of swaps, before, after, and with a price for each sign."""
-    from throughput import figure_of
-
     figure, axes = figure_of(1, 2, 8, 3)
     runs = {"before": (BEFORE, "grey"), "without a price": (TIED_GAME, OURS), "with a price": (PRICED, OTHERS)}
     for label, (name, colour) in runs.items():
@@ -526,8 +571,6 @@ def draw_price(docs: Path) -> None:
 
 def draw_no_kl(docs: Path) -> None:
     """no-kl.png: score and gold score with and without KL penalty."""
-    from throughput import figure_of
-
     figure, axes = figure_of(1, 2, 8, 3)
     flags = "--learning-rate 1e-3 --total-episodes 4096"
     for panel, (title, name) in zip(axes[0], {"β = 0": f"{flags} --kl-coef 0", "β = 0.05": flags}.items()):
@@ -540,8 +583,6 @@ def draw_no_kl(docs: Path) -> None:
 
 def draw_frontier(docs: Path) -> None:
     """frontier.png: gold score against KL along the training, the mean over the seeds."""
-    from throughput import figure_of
-
     figure, axes = figure_of(1, 1, 6, 4)
     for script in ("dpo", "rloo", "ppo"):
         kl, gold = (band(RECORD[default(script)], name)[1].mean(0) for name in ("objective/kl", "objective/gold_scores"))
@@ -563,12 +604,12 @@ def main() -> None:
         sys.exit(bool(stale))
     for page in stale:
         page.write_text(rewritten(page.read_text("utf-8")), "utf-8")
-    results, docs = ROOT / "benchmarks/results", ROOT / "docs"
+    docs = ROOT / "docs"
     for script in DEFAULTS:
-        draw_beside(script, results)
+        draw_beside(script, RESULTS)
     for draw in (draw_thinking, draw_price, draw_no_kl, draw_frontier):
         draw(docs)
-    draw_all_beside(results)
+    draw_all_beside(RESULTS)
 
 
 if __name__ == "__main__":

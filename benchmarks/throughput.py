@@ -402,8 +402,8 @@ def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side
 # Outside: what came out, and the command line
 
 
-def print_table(comparisons: list[dict]) -> None:
-    """All comparisons as a table in Markdown."""
+def table(comparisons: list[dict]) -> str:
+    """All comparisons, in Markdown."""
     head = ["setting", "against", "theirs, episodes/s", "ours", "**ratio**", "theirs: rollout + score + update, s", "ours",
             "theirs, GB", "ours", "ratio"]  # fmt: skip
     rows = [head, ["---", "---", "---:", "---:", "---:", "---", "---", "---:", "---:", "---:"]]
@@ -412,13 +412,13 @@ def print_table(comparisons: list[dict]) -> None:
         ratios = [f"{r['median']:.2f}" + f" ({r['least']:.2f}–{r['most']:.2f})" * (len(c["pairs"]) > 1)
                   for r in (speed, memory)]  # fmt: skip
         phases = [" + ".join(f"{side[phase]:.2f}" for phase in PHASES) for side in (other, ours)]
-        flags = f", `{c['our_flags']}`" if c["our_flags"] else ""
+        flags = c["our_flags"] + " --bf16" * c["geometry"]["bf16"]
         rows.append([
-            f"{c['setting']} {c['algorithm']}{flags}", c["other"], f"{other['episodes_per_second']:.3g}",
+            f"{c['setting']} {c['algorithm']}" + (f", `{flags.strip()}`" if flags else ""), c["other"], f"{other['episodes_per_second']:.3g}",
             f"{ours['episodes_per_second']:.3g}", f"**{ratios[0]}**", *phases, f"{other['memory_mb'] / 1024:.2f}",
             f"{ours['memory_mb'] / 1024:.2f}", ratios[1],
         ])  # fmt: skip
-    print("\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def figure_of(rows: int, columns: int, width: float, height: float):
@@ -545,7 +545,7 @@ def main(argv: list[str]) -> int:
                 failed.append(f"{name} {algorithm} against {other.name}: {error}")
                 print(failed[-1], file=sys.stderr, flush=True)
             args.output.write_text(json.dumps(results, indent=1) + "\n")
-    print_table(comparisons)
+    print(f"\n{table(comparisons)}\n")
     if args.growth and not failed:
         results["powers"] = growth(comparisons, args.output.with_suffix(".png"))
         args.output.write_text(json.dumps(results, indent=1) + "\n")

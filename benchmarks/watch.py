@@ -89,17 +89,22 @@ def draw(runs: list[dict]) -> None:
 
 def main() -> None:
     """Makes the runs that are missing, and draws."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="only say how many runs are missing")
+    args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # of the runs
     commands = dict.fromkeys(command_of(flags) for row in ROWS for flags in (row.right, row.wrong))
     runs = json.loads(OUTPUT.read_text())["runs"] if OUTPUT.exists() else []
     runs = [run for run in runs if run["command"] in commands]
     results = {"command": "python benchmarks/watch.py", **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     results |= {"machine": describe_machine(), "seed": SEED, "runs": runs}
-    for number, command in enumerate(commands, 1):
-        if any(run["command"] == command for run in runs):
-            continue
-        print(f"run {number} of {len(commands)}: {command}", flush=True)
+    there = {run["command"] for run in runs}
+    wanted = [command for command in commands if command not in there]
+    print(f"{len(wanted)} runs, about {len(wanted) / 2:.0f} minutes")
+    if args.list:
+        return
+    for number, command in enumerate(wanted, 1):
+        print(f"run {number} of {len(wanted)}: {command}", flush=True)
         runs.append(run(command))
         OUTPUT.write_text(json.dumps(results) + "\n")
     draw(runs)
