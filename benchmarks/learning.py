@@ -18,6 +18,7 @@ and charts from it. A run that is there is not made again: take its line out fir
 import argparse
 import fnmatch
 import importlib
+import itertools
 import json
 import os
 import re
@@ -43,12 +44,14 @@ FIVE, ONE = (1, 2, 3, 4, 5), (1,)
 GOLD = "--gold-reward-fn toy/make.py:gold_score"
 SHAPES = "--gold-reward-fn toy/shapes/make.py:same_shape"
 WORKED = "--gold-reward-fn toy/shells/make.py:worked"  # a number to look at
+GAME = "--from-scratch toy/shells/base --num-train-epochs 4 --batch-size 32 --learning-rate 2e-3"
 TIED = "--beta 0.1"
 PRICE = f"{TIED} --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length --reward-weights 1 -0.05"
 BY_MODEL = "--model toy/sft --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7"
 SECONDS = {  # of CPU time, roughly, of a default run
     "ppo": 75, "rloo": 48, "grpo": 33, "dpo": 200, "sft": 76, "reward_model": 88, "ddpo": 95,
 }  # fmt: skip
+TRL_EFFORT = {"ppo": 2, "rloo": 2.5, "grpo": 1, "dpo": 6, "sft": 5, "reward_model": 2, "ddpo": 1}  # times ours
 CURVES = {
     "ppo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
     "rloo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
@@ -77,6 +80,12 @@ class Run:
         return f"{'TRL ' * (self.side == 'TRL')}{self.script} {self.flags}".strip()
 
 
+def folder_of(run: Run, seed: int) -> Path:
+    """Where a run goes; what it is made of stands in the name."""
+    words = re.sub(r"[^\w.]+", "-", run.name.replace(GOLD, "").replace(SHAPES, "")).strip("-")
+    return ROOT / "runs/learning" / f"{words}-{seed}"
+
+
 DEFAULTS = {
     "sft": "", "reward_model": "", "ppo": GOLD, "rloo": GOLD, "grpo": WORKED, "dpo": GOLD, "ddpo": SHAPES,
 }  # fmt: skip
@@ -85,10 +94,12 @@ RUNS = [Run(script, flags, judged=script in ("ppo", "rloo", "dpo", "grpo")) for 
 RUNS += [
     Run("sft", "--num-train-epochs 3", ONE, effort=3),
     Run("reward_model", "--num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5", (2,), effort=2),
-    Run("sft", "--from-scratch toy/shells/base --dataset toy/shells/data/sft --num-train-epochs 4 --batch-size 32 "
-        "--learning-rate 2e-3", ONE),
-]  # fmt: skip
-# The shell game: before training; answering at once only; a price for each token; relatives of GRPO
+    Run("sft", f"{GAME} --dataset toy/shells/data/sft", ONE),
+]
+# The shell game: before training; a policy that has seen no working; answering at once only; a price for each token;
+# relatives of GRPO
+UNTAUGHT = Run("sft", f"{GAME} --dataset runs/learning/at-once", ONE)
+RUNS += [UNTAUGHT, Run("grpo", f"{WORKED} --model {folder_of(UNTAUGHT, 1).relative_to(ROOT)}", judged=True)]
 RUNS += [Run("grpo", f"{WORKED} --total-episodes 64 --learning-rate 1e-12", ONE, effort=0.3, judged=True)]
 RUNS += [
     Run("grpo", f"{WORKED} {flags}", effort=effort, judged=effort == 1)
@@ -100,8 +111,7 @@ RUNS += [
     }.items()
 ]  # fmt: skip
 RUNS += [
-    Run(script, flags, side="TRL", effort={"ppo": 3, "rloo": 4, "grpo": 2}.get(script, 2))
-    for script, flags in DEFAULTS.items()
+    Run(script, flags, side="TRL", effort=TRL_EFFORT[script]) for script, flags in DEFAULTS.items()
 ]
 # Sweeps of the pages
 RUNS += [
@@ -183,12 +193,6 @@ def run_process(command: list, log: Path) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def folder_of(run: Run, seed: int) -> Path:
-    """Where a run goes; what it is made of stands in the name."""
-    words = re.sub(r"[^\w.]+", "-", run.name.replace(GOLD, "").replace(SHAPES, "")).strip("-")
-    return ROOT / "runs/learning" / f"{words}-{seed}"
-
-
 def log_of(output: Path) -> Path:
     """What a run prints."""
     return output.with_name(f"{output.name}.log")
@@ -207,8 +211,8 @@ def our_command(run: Run, seed: int, output: Path) -> list:
 
 def train_ours(run: Run, seed: int, output: Path) -> float:
     """One training by our script."""
-    if "runs/learning/chosen" in run.flags:
-        write_chosen()
+    if "--dataset runs/learning/" in run.flags:
+        write_texts()
     return run_process(our_command(run, seed, output), log_of(output))
 
 
@@ -412,15 +416,18 @@ def read_shells(output: Path, n: int = 8) -> None:
     (output / "answers.json").write_text(json.dumps(means | {"by_swaps": by_swaps}))
 
 
-def write_chosen() -> None:
-    """The chosen texts of the pairs, as data for sft.py."""
-    folder = ROOT / "runs/learning/chosen"
-    with LOCK:
-        folder.mkdir(parents=True, exist_ok=True)
-        for split in ("train", "validation"):
-            rows = map(json.loads, (ROOT / f"toy/data/preferences/{split}.jsonl").read_text().splitlines())
-            texts = [json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) for row in rows]
-            (folder / f"{split}.jsonl").write_text("\n".join(texts) + "\n")
+def write_texts() -> None:
+    """Data for sft.py: the chosen texts of the pairs, and the shell game's texts without their working."""
+    data = {
+        "chosen": ("toy/data/preferences", lambda row: row["chosen"]),
+        "at-once": ("toy/shells/data/sft", lambda row: row["completion"][-len(" #### 1") :]),
+    }
+    for (name, (source, completion)), split in itertools.product(data.items(), ("train", "validation")):
+        rows = map(json.loads, (ROOT / source / f"{split}.jsonl").read_text().splitlines())
+        texts = [json.dumps({"prompt": row["prompt"], "completion": completion(row)}) + "\n" for row in rows]
+        with LOCK:
+            (ROOT / "runs/learning" / name).mkdir(parents=True, exist_ok=True)
+            (ROOT / "runs/learning" / name / f"{split}.jsonl").write_text("".join(texts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import learning
 import memory
 import throughput
 from learning import BY_MODEL, DEFAULTS, GOLD, PRICE, TIED, Run, read_record
@@ -153,6 +154,7 @@ def smooth(points: list[float], width: int = 5) -> list[float]:
 GAME = f"grpo {DEFAULTS['grpo']}"
 BEFORE = f"{GAME} --total-episodes 64 --learning-rate 1e-12"
 DIRECT = f"{GAME} --response-length 3"
+UNTAUGHT = f"{GAME} --model {learning.folder_of(learning.UNTAUGHT, 1).relative_to(ROOT)}"
 TIED_GAME, PRICED = f"{GAME} {TIED}", f"{GAME} {PRICE}"
 ANSWERS = [
     ("likeliest answer right", "answers greedy", 2), ("sampled answers right", "answers right", 2),
@@ -161,7 +163,8 @@ ANSWERS = [
 
 
 def thinking() -> str:
-    return table("", {"before": BEFORE, "`grpo.py`": GAME, "may only answer at once": DIRECT}, ANSWERS)
+    rows = {"before": BEFORE, "`grpo.py`": GAME, "may only answer at once": DIRECT, "never saw the working": UNTAUGHT}
+    return table("", rows, ANSWERS)
 
 
 def price() -> str:
@@ -377,8 +380,7 @@ def toy_models() -> str:
     commands = {
         "`sft/`": "sft --num-train-epochs 3",
         "`reward_model/`": "reward_model --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5",
-        "`shells/sft/`": "sft --from-scratch toy/shells/base --dataset toy/shells/data/sft --num-train-epochs 4 --batch-size 32 "
-                         "--learning-rate 2e-3",
+        "`shells/sft/`": f"sft {learning.GAME} --dataset toy/shells/data/sft",
     }  # fmt: skip
     columns = [("perplexity", "end eval/perplexity", 2), ("unseen pairs right", "end eval/accuracy", 3), CPU]
     return table("", commands, columns)
