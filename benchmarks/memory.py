@@ -260,7 +260,7 @@ def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> 
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run = subprocess.run(
-        [*launcher, __file__, "--run", script, *given], capture_output=True, text=True,
+        [*launcher, __file__, "--worker", script, *given], capture_output=True, text=True,
         env=dict(os.environ, **FREED), cwd=ROOT, check=False,
     )  # fmt: skip
     if run.returncode:
@@ -324,7 +324,7 @@ def until_the_first_update(processes: int, flags: list[str]) -> float:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     given = ["--zero-stage", "3", "--device", "cpu", "--dataset-test-split", "none", "--num-sample-generations", "0"]
     run = subprocess.Popen(
-        [*launcher, __file__, "--run", "rloo", *given, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*launcher, __file__, "--worker", "rloo", *given, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=dict(os.environ, **FREED),
     )  # fmt: skip
     peak, is_over = 0, threading.Event()
@@ -377,7 +377,7 @@ def starting(output: Path) -> None:
 
 def main() -> None:
     """The command line."""
-    if sys.argv[1:2] == ["--run"]:
+    if sys.argv[1:2] == ["--worker"]:
         run(sys.argv[2], sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
