@@ -1,7 +1,7 @@
 """A scaling law on a laptop: how far can one optimise against a reward model before the true reward falls?
 
-    python benchmarks/overoptimization.py                  # 50 minutes of one thread; goes on where it stopped
-    python benchmarks/overoptimization.py --jobs 2         # half an hour on two CPU cores
+    python benchmarks/overoptimization.py                  # 80 minutes of one thread; goes on where it stopped
+    python benchmarks/overoptimization.py --jobs 2         # 45 minutes on two CPU cores
     python benchmarks/overoptimization.py --redraw         # charts and tables again, from the JSON file
     python benchmarks/overoptimization.py --seeds 1 --pairs 300,30000 --output FILE.json    # a part; the page stays
 
@@ -50,7 +50,7 @@ SETTINGS = {
     "epochs": EPOCHS, "widths": WIDTHS, "sft_epochs": 2, "prompts": 20, "responses": 640, "temperature": 0.7,
     "response_length": 53, "episodes": 2048, "penalty": 0.05, "penalty_pairs": 3000,
 }  # fmt: skip
-SECONDS = {"sft": 80, "responses": 50, "step": 0.1, "start": 8, "best of n": 15, "episode": 0.018}  # on one thread
+SECONDS = {"sft": 80, "responses": 60, "step": 0.15, "start": 10, "best of n": 20, "episode": 0.03}  # on one thread
 FORMS = {"best of n": "quadratic", "ppo": "logarithmic"}  # the two ways to optimise, and the law of each
 SMOOTH = 3  # updates of PPO whose mean is a point of the charts
 COLOURS = dict(zip(EPOCHS, ("#c46a2b", "#d9a441", "#8f9f4f", "#4f9d8d", "#2a6fbb")))
