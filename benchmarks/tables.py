@@ -276,11 +276,15 @@ def from_file(name: str) -> dict:
 
 
 def throughput_table() -> str:
-    """The comparisons of all results/throughput*.json, the newest first, with their date and machine."""
+    """The comparisons of all results/throughput*.json, the last of each kind, with its date and machine."""
     results = [from_file(path.stem) for path in RESULTS.glob("throughput*.json") if "growth" not in path.stem]
-    results.sort(key=lambda x: x["date"], reverse=True)
-    made = [f"{x['date'][:10]}, {x['machine']['cpu'].split('(R)')[0]}" for x in results for _ in x["comparisons"]]
-    return with_column(throughput.table([c for x in results for c in x["comparisons"]]), "measured", made)
+    last = {}
+    for result in sorted(results, key=lambda result: result["date"]):
+        made = f"{result['date'][:10]}, {result['machine']['cpu'].split('(R)')[0]}"
+        for c in result["comparisons"]:
+            last[c["setting"], c["algorithm"], c["other"], c["our_flags"], c["geometry"]["bf16"]] = c, made
+    rows = [last[key] for key in sorted(last, key=lambda key: (last[key][1], key), reverse=True)]
+    return with_column(throughput.table([c for c, _ in rows]), "measured", [made for _, made in rows])
 
 
 def growth() -> str:
@@ -369,7 +373,7 @@ def beside() -> str:
         )  # fmt: skip
     small = next(c for c in from_file("throughput")["comparisons"] if (c["setting"], c["algorithm"]) == ("small", "ppo"))
     time, memory = ([small["summary"][side][key] for side in ("ours", "other")] for key in ("seconds_per_update", "memory_mb"))
-    lines.append(f"- an update of a small GPT-2 by `ppo.py` on two cores: {time[0]:.1f} seconds, in TRL {time[1]:.1f}; "
+    lines.append(f"- an update of a small GPT-2 by `ppo.py` on two cores: {time[0]:.0f} seconds, in TRL {time[1]:.0f}; "
                  f"{memory[0] / 1024:.1f} GB, in TRL {memory[1] / 1024:.1f}")  # fmt: skip
     ours, theirs = (seeds_of([name]) for name in both("ppo").values())
     return f"With the same settings, models and data ({ours} of ours, {theirs} of TRL's):\n\n" + "\n".join(lines)
