@@ -24,8 +24,10 @@ for script in learning.py "overoptimization.py --jobs 2" forks.py watch.py; do
     # shellcheck disable=SC2086
     "$python" benchmarks/$script ${is_list:+--list}
 done
-make throughput.json 14 throughput.py --settings tiny,small,toy,vocab --repeats 1
-make throughput-gpt2.json 13 throughput.py --settings gpt2 --repeats 1
+make throughput.json 9 throughput.py --settings tiny,small,toy --repeats 1
+make throughput-vocab.json 6 throughput.py --settings vocab --repeats 1
+make throughput-gpt2.json 7 throughput.py --settings gpt2 --algorithms ppo --repeats 1
+make throughput-gpt2-rloo.json 5 throughput.py --settings gpt2 --algorithms rloo --repeats 1
 make throughput-bf16.json 5 throughput.py --settings tiny,small --bf16 --repeats 1
 make throughput-trl07.json 4 throughput.py --settings tiny,small --algorithms ppo --against 0.7.11 --repeats 1
 make throughput-trl116.json 4 throughput.py --settings tiny,small --algorithms rloo --against 1.16 --repeats 1
