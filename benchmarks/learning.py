@@ -99,7 +99,7 @@ RUNS += [
 # The shell game: before training; a policy that has seen no working; answering at once only; a price for each token;
 # relatives of GRPO
 UNTAUGHT = Run("sft", f"{GAME} --dataset runs/learning/at-once", ONE)
-RUNS += [UNTAUGHT, Run("grpo", f"{WORKED} --model {folder_of(UNTAUGHT, 1).relative_to(ROOT)}", judged=True)]
+RUNS += [UNTAUGHT]
 RUNS += [Run("grpo", f"{WORKED} --total-episodes 64 --learning-rate 1e-12", ONE, effort=0.3, judged=True)]
 RUNS += [
     Run("grpo", f"{WORKED} {flags}", effort=effort, judged=effort == 1)
@@ -169,7 +169,8 @@ RUNS += [
         ("sft", "--model toy/sft --dataset runs/learning/chosen", 1.4),
     )
 ]
-# Last, since they need the first run of reward_model.py, and its last
+# Last, since they need the models of other runs
+RUNS += [Run("grpo", f"{WORKED} --model {folder_of(UNTAUGHT, 1).relative_to(ROOT)}", judged=True)]
 RUNS += [
     Run("ppo", f"{GOLD} --reward-model runs/learning/{run}-1", ONE)
     for run in ("reward_model", "reward_model-eos-dropout-0.5")
