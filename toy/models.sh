@@ -29,8 +29,8 @@ train() { # train FOLDER SCRIPT FLAGS...: the run $out/FOLDER, whose model then 
 train sft sft.py --num-train-epochs 3
 train reward_model reward_model.py --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5 --seed 2
 "$python" toy/shells/make.py
-train shells/sft sft.py --from-scratch toy/shells/base --dataset toy/shells/data/sft --num-train-epochs 4 \
-    --batch-size 32 --learning-rate 2e-3
+train shells/sft sft.py --from-scratch toy/shells/base --num-train-epochs 4 --batch-size 32 --learning-rate 2e-3 \
+    --dataset toy/shells/data/sft
 if [ ! -e "$out/shapes.done" ]; then
     echo "== toy/shapes"
     "$python" toy/shapes/make.py
