@@ -217,11 +217,27 @@ def train_ours(run: Run, seed: int, output: Path) -> float:
     return run_process(our_command(run, seed, output), log_of(output))
 
 
+def write_settings(run: Run, seed: int, output: Path) -> None:
+    """args.json of a run of ours, which is stopped once it has begun."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_of(output), "w") as log:
+        command = [str(word) for word in our_command(run, seed, output)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None and not (output / "args.json").exists():
+            time.sleep(1)
+        time.sleep(1)  # for the rest of the file
+        process.kill()
+        process.wait()
+    if not (output / "args.json").exists():
+        raise RuntimeError(f"`{shlex.join(command)}` did not begin: see {log_of(output)}")
+
+
 def train_trl(run: Run, seed: int, output: Path) -> float:
     """One training by TRL; its models are then read by our evaluation."""
-    ours = folder_of(Run(run.script, run.flags), seed)
-    if not (ours / "args.json").exists():
-        raise RuntimeError(f"TRL takes its settings from {ours}/args.json: run ours first")
+    same = Run(run.script, run.flags)
+    ours = folder_of(same, seed)
+    if not (ours / "args.json").exists():  # ours is on record, but was made elsewhere
+        write_settings(same, seed, ours)
     trained = output / TRAINED
     if not trained.exists():
         output.mkdir(parents=True)
