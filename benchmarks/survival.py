@@ -1,17 +1,22 @@
 """Survival: runs that are killed again and again, and everything else that can end a run before its time.
 
-    python benchmarks/survival.py                                  # 20 kills a script, and the faults; half an hour
+    python benchmarks/survival.py                         # 10 kills a script, and the faults; a quarter of an hour
     python benchmarks/survival.py --scripts rloo --kills 5
-    python benchmarks/survival.py --kills 0 --faults "disk full"   # one fault: what was done, what was seen
+    python benchmarks/survival.py --kills 0 --faults "disk full"      # one fault: what was done, what was seen
 
 A script trains for some steps on the toy world. Another run of the same settings is killed with SIGKILL, resumed,
 killed again, at moments drawn at random: while it starts, in a step, while a checkpoint is written. When it is through,
 its metrics and its weights must be those of the run that nobody touched, bit for bit, and metrics.jsonl must have every
-line once. Then the faults: each is provoked by the command that the table shows, with {tmp} for a folder of its own.
+line once. Then the faults: each is provoked by the command that the table shows, with R for
+
+    ppo.py --batch-size 8 --total-episodes 32 --response-length 8 --output-dir D
+
+With --output, a JSON file is written, too: results/survival.json is the one whose tables stand in README.md.
 """
 
 import argparse
 import json
+import os
 import random
 import shlex
 import shutil
@@ -21,7 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from throughput import ROOT, describe_machine, describe_ours
+
 TINY = {  # flags of a run of 12 steps
     "ppo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl --ema-decay 0.9",
     "rloo": "--batch-size 8 --total-episodes 96 --response-length 8 --adaptive-kl",
@@ -29,7 +35,9 @@ TINY = {  # flags of a run of 12 steps
     "dpo": "--dataset {tmp}/preferences --dataset-test-split none --batch-size 8 --num-train-epochs 2",
     "sft": "--dataset {tmp}/sft --dataset-test-split none --batch-size 8",
     "reward_model": "--dataset {tmp}/preferences --dataset-test-split none --batch-size 8",
+    "ddpo": "--num-epochs 12 --sample-batch-size 4 --sample-num-batches-per-epoch 1 --train-batch-size 2",
 }
+MOMENTS = ("at the start", "in a step", "while a checkpoint is written")
 TIMED = ("time/", "perf/", "eps")  # metrics that no two runs share
 WRONG = {  # a file that the faults use -> its text
     "raises.py": """calls = 0
@@ -97,8 +105,9 @@ def command_of(script: str, folder: Path, tmp: Path) -> list[str]:
     if (folder / "args.json").exists():
         return [sys.executable, f"{script}.py", "--resume", str(folder)]
     flags = TINY[script].replace("{tmp}", str(tmp)).split()
-    return [sys.executable, f"{script}.py", *flags, "--save-steps", "1", "--num-sample-generations", "0",
-            "--output-dir", str(folder)]  # fmt: skip
+    if script != "ddpo":
+        flags += ["--num-sample-generations", "0"]
+    return [sys.executable, f"{script}.py", *flags, "--save-steps", "1", "--output-dir", str(folder)]
 
 
 def start(script: str, folder: Path, tmp: Path) -> subprocess.Popen:
@@ -108,16 +117,16 @@ def start(script: str, folder: Path, tmp: Path) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
-def result(folder: Path) -> tuple[list[dict], bytes]:
+def result(folder: Path) -> tuple[list[dict], list[bytes]]:
     """The metrics that do not depend on the clock, and the weights."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [{name: x for name, x in line.items() if not name.startswith(TIMED)} for line in lines]
-    return lines, (folder / "model.safetensors").read_bytes()
+    return lines, [path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))]
 
 
 def wait_for_a_moment(process: subprocess.Popen, folder: Path, chance: random.Random) -> str:
     """Waits for a random moment; returns a word for it, or "" when the run ended before."""
-    kind = chance.choice(["in a step", "in a step", "while a checkpoint is written", "at the start"])
+    kind = chance.choice(["in a step", *MOMENTS])  # twice as often as the others
     started, seconds = time.monotonic(), chance.uniform(0.5, 6)
     lines = folder / "metrics.jsonl"
     before = lines.read_bytes().count(b"\n") if lines.exists() else 0
@@ -152,12 +161,12 @@ def kill_and_resume(script: str, kills: int, tmp: Path) -> dict:
             shutil.rmtree(folder)
         elif not moment:
             sys.exit(f"{script} failed: {(tmp / 'log.txt').read_text()[-2000:]}")
-    counts = {kind: moments.count(kind) for kind in dict.fromkeys(sorted(moments))}
-    return {"script": script, "kills": len(moments), "moments": counts, "runs that ended": ends, "bit for bit": same}
+    counts = {kind: moments.count(kind) for kind in MOMENTS}
+    return {"script": f"`{script}.py`", "kills": kills, **counts, "runs completed": ends, "the same, bit for bit": same}
 
 
 def provoke(name: str, tmp: Path) -> dict:
-    """Runs the command of a fault; its exit code, its last line, and what is on disk."""
+    """Runs the command of a fault; what it said, its exit code, and what is on disk."""
     folder = Path(tempfile.mkdtemp(dir=tmp))
     for file, text in WRONG.items():
         (folder / file).write_text(text)
@@ -168,12 +177,17 @@ def provoke(name: str, tmp: Path) -> dict:
     there = [x for x in ("model.safetensors", "metrics.jsonl") if (folder / "run" / x).exists()]
     there += [f.name for f in sorted(folder.glob("run/checkpoints/*.pt"))[-1:]]
     said = [line for line in said if ".py: error" in line] or said  # not those of torchrun
-    last = said[-1] if said else (done.stdout.splitlines() or [""])[-1]
-    last = last.replace(str(folder), "{tmp}")
+    last = "a traceback" if "Traceback" in done.stderr else said[-1] if said else (done.stdout.splitlines() or [""])[-1]
     return {
-        "fault": name, "command": FAULTS[name], "exit code": done.returncode, "said": last,
-        "on disk": ", ".join(there), "traceback": "Traceback" in done.stderr,
+        "fault": name, "provoked by": f"`{shortened(FAULTS[name])}`", "the last word": shortened(last, folder),
+        "exit code": done.returncode, "left in D": ", ".join(there) or "nothing",
     }  # fmt: skip
+
+
+def shortened(text: str, folder: str | Path = "{tmp}") -> str:
+    """With R for the usual command, and D for its folder."""
+    text = text.replace(f"python {RUN}", "R").replace(RUN, "R")
+    return text.replace(f"{folder}/run", "D").replace(f"{folder}/", "")
 
 
 def table(rows: list[dict]) -> str:
@@ -187,10 +201,13 @@ def main() -> None:
     """The kills, then the faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = lambda text: [name for name in text.split(",") if name]
-    parser.add_argument("--scripts", type=names, default=list(TINY), help="of ppo,rloo,grpo,dpo,sft,reward_model")
-    parser.add_argument("--kills", type=int, default=20, help="of each script")
+    parser.add_argument("--scripts", type=names, default=list(TINY), help=f"of {','.join(TINY)}")
+    parser.add_argument("--kills", type=int, default=10, help="of each script")
     parser.add_argument("--faults", type=names, default=list(FAULTS), help=f"of {','.join(FAULTS)}; none for no fault")
+    parser.add_argument("--output", type=Path, help="JSON file of the results")
     args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # models as small as these gain nothing from more
+    kills, faults = [], []
     with tempfile.TemporaryDirectory(prefix="survival-") as folder:
         tmp = Path(folder)
         for name in ("sft", "preferences"):
@@ -198,10 +215,16 @@ def main() -> None:
             lines = (ROOT / f"toy/data/{name}/train.jsonl").read_text().splitlines(keepends=True)
             (tmp / name / "train.jsonl").write_text("".join(lines[: 96 if name == "sft" else 48]))
         for script in args.scripts if args.kills else []:
-            print(table([kill_and_resume(script, args.kills, tmp)]), flush=True)
-        rows = [provoke(name, tmp) for name in args.faults if name in FAULTS]
-        if rows:
-            print(table(rows))
+            kills.append(kill_and_resume(script, args.kills, tmp))
+            print(table(kills[-1:]), flush=True)
+        for name in args.faults:
+            if name in FAULTS:
+                faults.append(provoke(name, tmp))
+                print(table(faults[-1:]), flush=True)
+    if args.output:
+        about = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+        found = about | {"machine": describe_machine(), "kills": kills, "faults": faults}
+        args.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
