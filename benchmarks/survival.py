@@ -11,7 +11,8 @@ line once. Then the faults: each is provoked by the command that the table shows
 
     ppo.py --batch-size 8 --total-episodes 32 --response-length 8 --output-dir D
 
-With --output, a JSON file is written, too: results/survival.json is the one whose tables stand in README.md.
+With --output, each result is added to a JSON file, and what is there is not done again: results/survival.json is the one
+whose tables stand in README.md.
 """
 
 import argparse
@@ -207,7 +208,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # models as small as these gain nothing from more
-    kills, faults = [], []
+    about = {"command": "python benchmarks/survival.py", **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    found = about | {"machine": describe_machine(), "kills": [], "faults": []}
+    if args.output and args.output.exists():
+        found = json.loads(args.output.read_text())
+    there = {row.get("script") or row["fault"] for row in found["kills"] + found["faults"]}
+
+    def add(kind: str, row: dict) -> None:
+        """A result, on the screen and in the file."""
+        found[kind].append(row)
+        print(table([row]), flush=True)
+        if args.output:
+            args.output.write_text(json.dumps(found, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="survival-") as folder:
         tmp = Path(folder)
         for name in ("sft", "preferences"):
@@ -215,16 +228,11 @@ def main() -> None:
             lines = (ROOT / f"toy/data/{name}/train.jsonl").read_text().splitlines(keepends=True)
             (tmp / name / "train.jsonl").write_text("".join(lines[: 96 if name == "sft" else 48]))
         for script in args.scripts if args.kills else []:
-            kills.append(kill_and_resume(script, args.kills, tmp))
-            print(table(kills[-1:]), flush=True)
+            if f"`{script}.py`" not in there:
+                add("kills", kill_and_resume(script, args.kills, tmp))
         for name in args.faults:
-            if name in FAULTS:
-                faults.append(provoke(name, tmp))
-                print(table(faults[-1:]), flush=True)
-    if args.output:
-        about = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
-        found = about | {"machine": describe_machine(), "kills": kills, "faults": faults}
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+            if name in FAULTS and name not in there:
+                add("faults", provoke(name, tmp))
 
 
 if __name__ == "__main__":
