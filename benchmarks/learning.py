@@ -51,9 +51,9 @@ BY_MODEL = "--model toy/sft --dataset toy/data/prompts --reward-fn reward_model 
 SECONDS = {  # of CPU time, roughly, of a default run
     "ppo": 75, "rloo": 48, "grpo": 33, "dpo": 200, "sft": 76, "reward_model": 88, "ddpo": 95,
 }  # fmt: skip
-KEEP_MEMORY = {  # glibc keeps what is freed, as our scripts ask it to: half the time of TRL's DPO, and the same numbers
-    "MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**28),
-}  # fmt: skip
+KEEP_MEMORY = (  # glibc keeps what is freed, as our scripts ask it to: half the time of TRL's DPO, and the same numbers
+    f"MALLOC_MMAP_THRESHOLD_={2**32}", f"MALLOC_TRIM_THRESHOLD_={2**32}", f"MALLOC_TOP_PAD_={2**28}",
+)  # fmt: skip
 TRL_EFFORT = {"ppo": 2, "rloo": 2.5, "grpo": 1, "dpo": 6, "sft": 5, "reward_model": 2, "ddpo": 1}  # times ours
 CURVES = {
     "ppo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
@@ -186,8 +186,7 @@ RUNS += [
 
 def run_process(command: list, log: Path) -> float:
     """Runs a command on one thread; its CPU seconds, with those of its children. Ends the program if it fails."""
-    environment = os.environ | KEEP_MEMORY
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with open(log, "w") as out:
         process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
         _, status, used = os.wait4(process.pid, 0)
@@ -248,7 +247,7 @@ def train_trl(run: Run, seed: int, output: Path) -> float:
         if run.script == "sft":
             run_process([sys.executable, __file__, "--save-start", ours, output], log_of(output))
         python = trl_versions.make_venv(trl_runs.VERSIONS[run.script], VENVS)
-        command = [python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
+        command = ["env", *KEEP_MEMORY, python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
         trained.write_text(str(run_process(command, log_of(output))))
     if run.script in (*trl_runs.EVERY, "grpo"):
         run_process([sys.executable, __file__, "--judge", run.script, ours, output], log_of(output))
