@@ -151,7 +151,7 @@ class Args:
     # --- Run. Settings from here on may change when a run is resumed ---
     # a run's folder or one of its checkpoints: continue, with the settings of that run
     resume: Name | None = None
-    num_train_epochs: Positive = 1.0  # passes over the pairs (N+ details: 1; more overfits at once)
+    num_train_epochs: Positive = 1.0  # passes over the pairs (N+ details: 1; large models overfit with more)
     exp_name: Name = "reward_model"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
     device: Name | None = None  # cpu, cuda, mps; by default the best there is

@@ -51,7 +51,7 @@ BY_MODEL = "--model toy/sft --dataset toy/data/prompts --reward-fn reward_model 
 SECONDS = {  # of CPU time, roughly, of a default run
     "ppo": 75, "rloo": 48, "grpo": 33, "dpo": 200, "sft": 76, "reward_model": 88, "ddpo": 95,
 }  # fmt: skip
-KEEP_MEMORY = (  # glibc keeps what is freed, as our scripts ask it to: half the time of TRL's DPO, and the same numbers
+KEEP_MEMORY = (  # glibc keeps what is freed, as our scripts ask it to: half the time of TRL's DPO, the same numbers
     f"MALLOC_MMAP_THRESHOLD_={2**32}", f"MALLOC_TRIM_THRESHOLD_={2**32}", f"MALLOC_TOP_PAD_={2**28}",
 )  # fmt: skip
 TRL_EFFORT = {"ppo": 2, "rloo": 2.5, "grpo": 1, "dpo": 6, "sft": 5, "reward_model": 2, "ddpo": 1}  # times ours
@@ -247,7 +247,8 @@ def train_trl(run: Run, seed: int, output: Path) -> float:
         if run.script == "sft":
             run_process([sys.executable, __file__, "--save-start", ours, output], log_of(output))
         python = trl_versions.make_venv(trl_runs.VERSIONS[run.script], VENVS)
-        command = ["env", *KEEP_MEMORY, python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
+        variables = KEEP_MEMORY if run.script == "dpo" else ()
+        command = ["env", *variables, python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
         trained.write_text(str(run_process(command, log_of(output))))
     if run.script in (*trl_runs.EVERY, "grpo"):
         run_process([sys.executable, __file__, "--judge", run.script, ours, output], log_of(output))

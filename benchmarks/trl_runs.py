@@ -7,8 +7,9 @@ for grpo, dpo, sft and reward_model, 0.23 for ddpo. A line for each update goes 
 names of ours; of texts and pairs, which our own evaluation judges, there are checkpoints instead.
 
 What stays unequal is what the libraries differ in. The random numbers, and with them the order of the data, are each
-side's own. TRL 0.16.1 never clips the gradient, and its RLOO does not end a generation at EOS. Its score, EOS share and
-gold score are taken where it calls its reward model; its KL is the one that it logs.
+side's own. Our CPU seconds hold our evaluations, TRL's hold none. TRL 0.16.1 never clips the gradient, and its RLOO
+does not end a generation at EOS. Its score, EOS share and gold score are taken where it calls its reward model; its KL
+is the one that it logs.
 """
 
 import importlib.util

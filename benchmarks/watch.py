@@ -1,6 +1,6 @@
 """What to watch: five runs of ppo.py that go wrong, each beside one that does not, on the metric that shows it.
 
-    python benchmarks/watch.py      # seven runs, half a minute each on one thread; goes on where it stopped
+    python benchmarks/watch.py      # seven runs, forty seconds each on one thread; goes on where it stopped
 
 What comes out: results/watch.json, to which each run is added as it ends, and docs/watch.png, drawn from it. A run whose
 flags have changed is made again. To make all of them again, delete the file.
@@ -45,7 +45,7 @@ ROWS = [
     Row("the learning rate is too high", "--learning-rate 1e-2", "", SCORE, "policy/approxkl_avg", 0.1, "log"),
     Row("the reward does not tell responses apart", "--reward-fn rewards/verifiers.py:tagged", "", GOLD, "objective/scores_std", 0),
     Row("responses never end", "--response-length 24", "", SCORE, "val/eos_share", 0.5),
-    Row("the critic is worse than none", "--critic-learning-rate 1e-9", "", SCORE, "val/explained_variance", 0),
+    Row("the critic does not learn", "--critic-learning-rate 1e-9", "", SCORE, "val/explained_variance", 0),
 ]  # fmt: skip
 METRICS = [SCORE, GOLD, *(row.metric for row in ROWS)]
 

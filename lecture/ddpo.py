@@ -25,7 +25,7 @@ and, unlike in RLHF on texts, no reference: what a KL to the first model does is
   scores                                                                  *     (B,)
   advantages            A             A             A             A             (B,)
 
-  python lecture/ddpo.py    # 8 x 8 pixels, a minute on a CPU: shapes move left, reward 0 -> 2.1
+  python lecture/ddpo.py    # 8 x 8 pixels, a minute on a CPU: shapes move left, reward 0 -> 2.0
   python lecture/ddpo.py --model runwayml/stable-diffusion-v1-5 --train-learning-rate 1e-5 \
       --reward-fn rewards/jpeg.py:compressibility --dataset MINE    # on a GPU, with smaller batches
 

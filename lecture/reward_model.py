@@ -52,7 +52,7 @@ class Args:
     lr_scheduler_type: str = "cosine"  # how it falls to 0: any name that transformers knows
     warmup_ratio: float = 0.03  # share of the run in which it rises, while Adam's averages are new
     batch_size: int = 64  # B, the pairs of a step (8 for GPT-2 on a CPU)
-    num_train_epochs: float = 1.0  # passes over the pairs. More than one overfits soon
+    num_train_epochs: float = 1.0  # passes over the pairs. Large models overfit with more
     model: str = f"{TOY}/sft"  # the model to start from: a folder, or a name on the hub
     dataset: str = f"{TOY}/data/preferences"  # columns prompt, chosen, rejected [, margin]
     output_dir: str = "runs/lecture_reward_model"  # where the reward model is saved

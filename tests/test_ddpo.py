@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from io import BytesIO
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusi
 from PIL import Image
 from safetensors.torch import load_file
 from test_errors import error_of
-from test_train import ROOT, lines_of, run, untimed
+from test_train import ROOT, run, untimed
 from torch.distributions import Normal, kl_divergence
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 

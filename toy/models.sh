@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes every model that is shipped in toy/ again, with the scripts' own commands, and puts each where it belongs.
 #
-#   toy/models.sh [FOLDER]      runs go to FOLDER, by default runs/models; twelve minutes on one thread of a CPU
+#   toy/models.sh [FOLDER]      runs go to FOLDER, by default runs/models; nine minutes on one thread of a CPU
 #
 # One thread, because rounding depends on their number: on the same processor the same weights come out again.
 # Run it again after an interruption, and it goes on where it stopped. PYTHON=... chooses another interpreter.

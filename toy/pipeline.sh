@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole of RLHF on the toy world: texts -> policy -> reward model -> better policies -> win rates -> report.md.
 #
-#   toy/pipeline.sh [FOLDER]      by default runs/pipeline; about eight minutes on two CPU cores
+#   toy/pipeline.sh [FOLDER]      by default runs/pipeline; some ten minutes on two CPU cores
 #
 # Run it again after an interruption, and it goes on where it stopped. PYTHON=... chooses another interpreter.
 set -euo pipefail
