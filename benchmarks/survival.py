@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -87,7 +88,7 @@ FAULTS = {  # name -> shell command; `python` is this one
     "two runs in one folder": f"python {RUN} --total-episodes 4096 & sleep 20; python ppo.py --resume {{tmp}}/run; "
     "code=$?; kill -TERM $!; wait $!; exit $code",
     "truncated data file": f"python {RUN} --dataset {{tmp}}/cut.jsonl",
-    "learning rate too high": f"python {RUN} --learning-rate 1e30",
+    "learning rate too high": f"python {RUN} --learning-rate 1e8",
     "SIGTERM": f"python {RUN} --total-episodes 4096 & sleep 12; kill -TERM $!; wait $!",
     "closed terminal": f"python {RUN} --total-episodes 999 & sleep 12; kill -HUP $!; wait $!",
     "out of memory": "(ulimit -v 6000000; python ppo.py --batch-size 2048 --micro-batch-size 2048 --response-length 120 "
@@ -96,7 +97,7 @@ FAULTS = {  # name -> shell command; `python` is this one
     "--reward-fn {tmp}/second.py:score",
     "damaged model": "cp -r toy/sft {tmp}/sft && truncate -s 5000 {tmp}/sft/model.safetensors && "
     f"python {RUN} --model {{tmp}}/sft",
-    "control characters in the data": f"python {RUN} --dataset {{tmp}}/escapes.jsonl | grep -c $'\\e'",
+    "control characters in the data": f"python {RUN} --dataset {{tmp}}/escapes.jsonl | grep -c $'\\e' || true",
     "settings that differ": f"python {RUN} --save-steps 1 && python ppo.py --resume {{tmp}}/run --kl-coef 1",
 }
 
@@ -173,12 +174,14 @@ def provoke(name: str, tmp: Path) -> dict:
         (folder / file).write_text(text)
     command = FAULTS[name].replace("{tmp}", str(folder)).replace("python ", f"{shlex.quote(sys.executable)} ")
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
-    said = [line for line in done.stderr.replace("\r", "\n").splitlines() if "error" in line or "warning" in line
-            or "go on" in line]  # fmt: skip
+    said = re.findall(r"(?:\w+\.py: error|warning|stopped by a signal).*", done.stderr.replace("\r", "\n"))
+    said = [line for line in said if "no response ends with the stop token" not in line]  # true of runs as short as these
     there = [x for x in ("model.safetensors", "metrics.jsonl") if (folder / "run" / x).exists()]
     there += [f.name for f in sorted(folder.glob("run/checkpoints/*.pt"))[-1:]]
-    said = [line for line in said if ".py: error" in line] or said  # not those of torchrun
-    last = "a traceback" if "Traceback" in done.stderr else said[-1] if said else (done.stdout.splitlines() or [""])[-1]
+    said = [line.partition(": error: ")[2] for line in said if ": error: " in line] or said
+    if not said and "Traceback" in done.stderr:
+        said = ["a traceback"]
+    last = said[-1] if said else (done.stdout.splitlines() or [""])[-1]
     return {
         "fault": name, "provoked by": f"`{shortened(FAULTS[name])}`", "the last word": shortened(last, folder),
         "exit code": done.returncode, "left in D": ", ".join(there) or "nothing",
@@ -187,7 +190,7 @@ def provoke(name: str, tmp: Path) -> dict:
 
 def shortened(text: str, folder: str | Path = "{tmp}") -> str:
     """With R for the usual command, and D for its folder."""
-    text = text.replace(f"python {RUN}", "R").replace(RUN, "R")
+    text = text.replace(f"python {RUN}", "R").replace(RUN, "R").replace("a" * 40, "…")
     return text.replace(f"{folder}/run", "D").replace(f"{folder}/", "")
 
 
