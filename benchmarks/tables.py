@@ -373,7 +373,7 @@ def beside() -> str:
         ours, theirs = both(script).values()
         lines.append(
             f"- `{script}.py`: {title} {number(values(ours, metric), digits)}, in TRL {number(values(theirs, metric), digits)}; "
-            f"{mean(ours, 'cpu_seconds', 0)} seconds of CPU time with its evaluations, in TRL {mean(theirs, 'cpu_seconds', 0)} without"
+            f"{mean(ours, 'cpu_seconds', 0)} seconds of CPU time, in TRL as installed {mean(theirs, 'cpu_seconds', 0)}"
         )  # fmt: skip
     small = next(c for c in from_file("throughput")["comparisons"] if (c["setting"], c["algorithm"]) == ("small", "ppo"))
     time, memory = ([small["summary"][side][key] for side in ("ours", "other")] for key in ("seconds_per_update", "memory_mb"))
