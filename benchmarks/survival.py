@@ -190,6 +190,7 @@ def provoke(name: str, tmp: Path) -> dict:
 
 def shortened(text: str, folder: str | Path = "{tmp}") -> str:
     """With R for the usual command, and D for its folder."""
+    text = text.replace("python -m torch.distributed.run --standalone", "torchrun")
     text = text.replace(f"python {RUN}", "R").replace(RUN, "R").replace("a" * 40, "…")
     return text.replace(f"{folder}/run", "D").replace(f"{folder}/", "")
 
