@@ -323,7 +323,7 @@ def test_an_epoch_is_trls(case, golden_world, tmp_path, monkeypatch, norms, roll
     rollout, limit = rollouts[0], args.train_adv_clip_max
     assert prompts_of(rollout) == TRL["prompts"] and [row["index"] for row in rollout.examples] == list(range(8))
     close(rollout.context, figures["prompt_embeds"], atol=1e-5)
-    close(rollout.latents, figures["latents"], atol=1e-5)
+    close(rollout.latents, figures["latents"], atol=1e-4)
     close(rollout.old_logprobs, figures["old_logprobs"], atol=1e-4)
     close(rollout.images, figures["images"].expand(-1, 3, -1, -1), atol=1e-4)
     close(rollout.scores, figures["rewards"], atol=1e-4)
