@@ -187,7 +187,7 @@ def close_to(x, name, script):
     of the 256 tokens (in rloo.py 32 responses) that four passes over a batch see, two (one) may be counted differently.
     """
     edge = (0.01 if script == "ppo" else 0.035) if name.endswith("/clipfrac_avg") else 0
-    return pytest.approx(x, rel=2e-4, abs=1e-5 + edge)
+    return pytest.approx(x, rel=1e-3, abs=1e-5 + edge)
 
 
 @pytest.mark.parametrize("run", [run if run in QUICK else pytest.param(run, marks=pytest.mark.slow) for run in RUNS])
