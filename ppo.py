@@ -70,7 +70,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Literal
 
 import datasets
 import numpy as np
@@ -92,27 +92,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    StaticCache,
-    get_scheduler,
-    set_seed,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
@@ -269,7 +257,7 @@ def train(args: Args) -> None:
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     texts = load_pretrain_texts(args, policy)
     args = choose_sizes(args, policy, len(prompts))
-    reward = make_reward(args, policy, reward_model)
+    rewards = make_rewards(args, policy, reward_model)
     num_updates = args.total_episodes // args.batch_size
 
     optimizer = make_optimizer(args, policy, critic)
@@ -286,7 +274,7 @@ def train(args: Args) -> None:
         with run.clock("score"):
             score_reference(rollout, policy, reference, args)  # 2
             rollout.values = rollout.map(lambda r: critic_values(policy, critic, r), args)
-            score_responses(rollout, reward, args)
+            score_responses(rollout, rewards, args)
         rollout.kl_coef = memory["kl_coef"]
         scores = scale_scores(rollout.scores, memory["scores"], args)  # 3
         rollout.rewards = shape_rewards(scores, rollout.kl, rollout.mask, rollout.kl_coef)
@@ -300,7 +288,7 @@ def train(args: Args) -> None:
         stats["val/explained_variance"] = explained_variance(rollout)
         stats["lr"] = optimizer.param_groups[0]["lr"]
         if eval_prompts and run.is_due(args.eval_steps):
-            stats |= evaluate(policy, reference, reward, eval_prompts, args)
+            stats |= evaluate(policy, reference, rewards, eval_prompts, args)
         report(run, stats, rollout, policy, args)
         if args.adaptive_kl:
             memory["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)  # 7
@@ -310,34 +298,27 @@ def train(args: Args) -> None:
 
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 
-Prompts = Annotated[Tensor, "(B, P)"]  # left-padded
-Tokens = Annotated[Tensor, "(B, T)"]  # one column per response token, right-padded
-Rows = Annotated[Tensor, "(B,)"]
-
 
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them.
+    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
 
-    The type of a field names its axes. `select` takes rows of all tensors, and cuts padding from Prompts and Tokens.
-    """
-
-    prompts: Prompts
-    prompt_mask: Prompts  # true on real tokens
-    responses: Tokens
-    mask: Tokens  # true up to and including the stop token
-    ended: Rows  # whether there is a stop token
-    old_logprobs: Tokens  # under the policy that drew the responses
-    examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Rows] = field(default_factory=dict)  # of each reward function, NaN for None
-    scores: Rows = None  # their weighted sum, less a penalty; None, as what follows, until its step fills it in
-    ref_logprobs: Tokens = None
-    kl: Tokens = None  # by the chosen estimator
+    prompts: Tensor  # (B, P), left-padded
+    prompt_mask: Tensor  # (B, P), true on real tokens
+    responses: Tensor  # (B, T), right-padded
+    mask: Tensor  # (B, T), true up to and including the stop token
+    ended: Tensor  # (B,), whether there is a stop token
+    old_logprobs: Tensor  # (B, T), under the policy that drew the responses
+    examples: list[dict]  # B rows of the dataset, those of the prompts
+    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
+    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; its step fills it in, as what follows
+    ref_logprobs: Tensor | None = None  # (B, T)
+    kl: Tensor | None = None  # (B, T), by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
-    rewards: Tokens = None
-    values: Tokens = None
-    advantages: Tokens = None
-    returns: Tokens = None
+    rewards: Tensor | None = None  # (B, T)
+    values: Tensor | None = None  # (B, T)
+    advantages: Tensor | None = None  # (B, T)
+    returns: Tensor | None = None  # (B, T)
 
     def inputs(self) -> dict[str, Tensor]:
         """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
@@ -356,16 +337,15 @@ class Rollout:
         P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
         T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
         part = copy(self)
-        part.examples = [self.examples[i] for i in index.tolist()] if self.examples else []
+        part.examples = [self.examples[i] for i in index.tolist()]
         part.rewards_by_name = {name: x[index] for name, x in self.rewards_by_name.items()}
-        for name, kind in get_type_hints(Rollout, include_extras=True).items():
-            x = getattr(self, name)
+        for name, x in vars(self).items():
             if not isinstance(x, Tensor):
                 continue
             x = x[index]
-            if kind is Prompts:
+            if name in ("prompts", "prompt_mask"):
                 x = x[:, -P:]
-            if kind is Tokens:
+            elif x.dim() == 2:
                 x = x[:, :T]
             setattr(part, name, x)
         return part
@@ -598,9 +578,9 @@ def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
     return critic(r, output.hidden_states[-1])
 
 
-def score_responses(rollout: Rollout, reward: Callable[[Rollout], dict[str, Tensor]], args: Args) -> None:
-    """The reward's part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
-    rollout.rewards_by_name = reward(rollout)
+def score_responses(rollout: Rollout, rewards: dict[str, Callable], args: Args) -> None:
+    """The rewards' part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
+    rollout.rewards_by_name = {name: function(rollout) for name, function in rewards.items()}
     scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
     rollout.scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
@@ -853,10 +833,8 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
-        if len(said) > 0:
-            stats[f"rewards/{name}/mean"] = said.mean().item()
-        if len(said) > 1:
-            stats[f"rewards/{name}/std"] = said.std().item()
+        stats[f"rewards/{name}/mean"] = said.mean().item()
+        stats[f"rewards/{name}/std"] = said.std().item()
     return stats
 
 
@@ -870,7 +848,7 @@ def explained_variance(rollout: Rollout) -> float:
 def evaluate(
     policy: nn.Module,
     reference: nn.Module,
-    reward: Callable[[Rollout], dict[str, Tensor]],
+    rewards: dict[str, Callable[[Rollout], Tensor]],
     prompts: list[dict],
     args: Args,
 ) -> dict[str, float]:
@@ -883,7 +861,7 @@ def evaluate(
     rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], answers)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    score_responses(rollout, reward, args)
+    score_responses(rollout, rewards, args)
     stats = rollout_stats(rollout.select(torch.arange(len(prompts), device=rollout.mask.device)))
     names = ("objective/scores", "objective/kl", "val/eos_share", "val/response_length")
     return {f"eval/{name.split('/')[1]}": stats[name] for name in names}
@@ -896,7 +874,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
     stats["eps"] = args.batch_size / seconds
     stats["perf/tokens_per_second"] = rollout.mask.sum().item() / seconds
     run.log(stats, "objective/scores", "objective/kl")
-    warn_about(run, rollout, policy)
+    warn_about(rollout, policy)
     is_first = run.step == 1 and args.num_sample_generations > 0
     if is_first or run.is_turn(args.num_sample_generations):
         show_samples(run, rollout.select(torch.arange(min(4, args.batch_size), device=args.device)), policy.tokenizer)
@@ -904,30 +882,25 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
     """A few episodes as a table, and all their tensors in a file, which tools/xray.py draws."""
-    prompts = [tokenizer.decode(ids[real]) for ids, real in zip(rollout.prompts, rollout.prompt_mask)]
-    responses = [tokenizer.decode(ids[real]) for ids, real in zip(rollout.responses, rollout.mask)]
-    scores = [f"{score:.2f}" for score in rollout.scores]
-    columns = {"prompt": prompts, "response": responses, "score": scores}
+    texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
+    columns = {
+        "prompt": texts(rollout.prompts, rollout.prompt_mask),
+        "response": texts(rollout.responses, rollout.mask),
+        "score": [f"{score:.2f}" for score in rollout.scores],
+    }
     rewards = {f"rewards/{name}": x for name, x in rollout.rewards_by_name.items()}
     run.show(columns, vars(rollout) | rewards)
 
 
-def warn_about(run: "Run", rollout: Rollout, policy: nn.Module) -> None:
-    """What a library leaves to its users to notice, each in one sentence, once per run."""
-    if rollout.ref_logprobs is not None:
-        k1 = (rollout.old_logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
-        if k1.mean() < -0.1 - 3 * k1.std() / len(k1) ** 0.5:
-            run.warn(
-                "the KL to the reference is clearly negative, which a true KL never is: sampling and scoring "
-                "probably use different distributions (temperature, dropout, padding)."
-            )
+def warn_about(rollout: Rollout, policy: nn.Module) -> None:
+    """What a library leaves to its users to notice; Python shows a warning once."""
     if policy.stop_token_id is not None and not rollout.ended.any():
-        run.warn(
-            "no response ends with the stop token: raise --response-length, set --missing-eos-penalty or "
-            "--stop-token, or check that the policy was taught to end its texts."
+        warnings.warn(
+            "no response ends with the stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
+            "or check that the policy was taught to end its texts"
         )
     if rollout.scores.std(correction=0) < 1e-6:
-        run.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward.")
+        warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
 
 
 # --- Additions to PPO: score scaling, adaptive KL, pretraining texts, a moving average --------------------------------
@@ -1030,9 +1003,6 @@ def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
     labels = model.config.num_labels
     require(labels == 1, f"{args.reward_model} has {labels} labels: --reward-fn rewards/classifier.py:score takes one")
-    rows = policy.get_input_embeddings().num_embeddings
-    if same_tokens(policy, model) and rows > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(rows, mean_resizing=False)  # ids without a text, which the policy can draw
     return model.requires_grad_(False)
 
 
@@ -1101,25 +1071,25 @@ def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
     return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
-def make_reward(
+def make_rewards(
     args: Args, policy: nn.Module, reward_model: nn.Module | None
-) -> Callable[[Rollout], dict[str, Tensor]]:
-    """The function from a rollout to what each of --reward-fn gives, by name: rewards (B,), NaN where it said None."""
-    functions = {}
+) -> dict[str, Callable[[Rollout], Tensor]]:
+    """What --reward-fn names, by name: functions from a rollout to rewards (B,), NaN where one said None."""
+    rewards = {}
     for spec in args.reward_fn:
         name = spec.rpartition(":")[2]
-        require(name not in functions, f"--reward-fn: two of them are called {name!r}; rename one")
+        require(name not in rewards, f"--reward-fn: two of them are called {name!r}; rename one")
         if spec == "reward_model":
-            functions[name] = model_reward(reward_model, policy, args)
+            rewards[name] = model_reward(reward_model, policy, args)
         else:
-            functions[name] = function_reward(spec, policy, args)
-    return lambda rollout: {name: function(rollout) for name, function in functions.items()}
+            rewards[name] = function_reward(spec, policy, args)
+    return rewards
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
     """The reward model's output. If it does not read the policy's tokens, the text is decoded and encoded again."""
     is_ours = same_tokens(policy, model)
-    eos = model.tokenizer.eos_token_id
+    end = [] if model.tokenizer.eos_token_id is None else [model.tokenizer.eos_token_id]
 
     def reward(r: Rollout) -> Tensor:
         """(b,) rewards of some episodes."""
@@ -1128,7 +1098,7 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
         if not is_ours:
             texts = [policy.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(ids, mask > 0)]
             rows = model.tokenizer(texts)["input_ids"]
-            rows = [row + [eos] * (eos is not None and ended) for row, ended in zip(rows, r.ended.tolist())]
+            rows = [row + end if ended else row for row, ended in zip(rows, r.ended)]
             ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
         return read_reward(model, ids, mask.long())
 
@@ -1194,7 +1164,7 @@ ALIASES = {  # other libraries' spellings
     "--horizon": "--kl-horizon",
     "--resume-from-checkpoint": "--resume",
 }
-CURVES = ["objective/scores|rewards/.*/mean|eval/scores", "objective/kl", "val/eos_share|eval/eos_share"]
+CURVES = ["scores$|/mean$", "objective/kl$", "eos_share$"]  # a panel each: patterns of the metrics in it
 
 
 def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[list[dict], list[dict]]:
@@ -1238,12 +1208,7 @@ def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[in
 
 def check_args(args: Args) -> None:
     """Ends the program for settings that make no sense together."""
-    T = args.response_length
-    shortest = args.response_length_min or T
-    require(shortest <= T, f"--response-length-min {shortest} is above --response-length {T}")
     require(bool(args.pretrain_data) == bool(args.ptx_coef), "--ptx-coef and --pretrain-data: give both, or neither")
-    all_pay = args.stop_token == "none" and args.missing_eos_penalty
-    require(not all_pay, "--missing-eos-penalty: with --stop-token none every response would pay it")
     is_whole = args.use_score_scaling or not args.use_score_norm
     require(is_whole, "--use-score-norm shifts scores before --use-score-scaling divides them; give both")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
@@ -1263,10 +1228,8 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
     batch_size = args.batch_size or (8 if on_cpu and size > 30e6 else 64)
     if per_device and args.batch_size is None:
         batch_size = per_device * args.gradient_accumulation_steps * parts
-    require(
-        batch_size % parts == 0,
-        f"--batch-size {batch_size} is not divisible by {args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)",
-    )
+    mini_batches = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
+    require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {mini_batches}")
     fits_cpu = 4 if policy.config.get_text_config().vocab_size > 10_000 else 16  # logits take most of the memory
     micro_batch_size = args.micro_batch_size or per_device or (fits_cpu if on_cpu else batch_size // parts)
 
@@ -1306,8 +1269,6 @@ def check_first_ratio(error: float, args: Args) -> None:
 
 
 # --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
-
-DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
 
 
 def require(condition: object, sentence: str) -> None:
@@ -1399,11 +1360,10 @@ def load_function(spec: str) -> Callable:
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
-    path = locate(name)
-    kind = DATA_FILES.get(Path(path).suffix)
-    if kind:
-        return datasets.load_dataset(kind, data_files=path, split=split)
-    return datasets.load_dataset(path, config, split=split)
+    path = Path(locate(name))
+    if path.is_file():
+        return datasets.load_dataset(str(path.parent), data_files=path.name, split=split)
+    return datasets.load_dataset(str(path), config, split=split)
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
@@ -1426,12 +1386,8 @@ def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
     """Batch `number` (0, 1, ...) of an endless sequence: pass after pass over the rows, each in its own order."""
-    picked = []
-    for position in range(number * size, (number + 1) * size):
-        pass_number, place = divmod(position, len(rows))
-        order = shuffled(len(rows), seed, pass_number)
-        picked.append(rows[order[place]])
-    return picked
+    positions = range(number * size, (number + 1) * size)
+    return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
 
 
 @lru_cache(maxsize=2)
@@ -1468,12 +1424,8 @@ def start(args: Args) -> None:
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint of one process
     is_sharded = args.zero_stage or args.shard_size or args.offload
-    can_shard = "RANK" in os.environ and args.zero_stage and WORLD_SIZE % (args.shard_size or 1) == 0
-    require(
-        can_shard or not is_sharded,
-        "--zero-stage, --shard-size and --offload are for runs under torchrun --nproc-per-node N; with stage 2 or 3, "
-        "and a shard size that divides N",
-    )
+    can_shard = args.zero_stage and "RANK" in os.environ
+    require(can_shard or not is_sharded, "shards are for torchrun --nproc-per-node N and --zero-stage 2 or 3")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
@@ -1530,6 +1482,8 @@ def shard(model: nn.Module | None, args: Args) -> None:
     tie(model)
     if is_trained or args.zero_stage == 3:
         split(model, args)
+    else:
+        model.to_empty(device=args.device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
     set_model_state_dict(model, {} if RANK else weights, options=options)
     for name, buffer in buffers.items():  # those that no state dict holds, such as rotary frequencies
@@ -1617,8 +1571,8 @@ class Run:
         memory: dict,
         **models: nn.Module | None,
     ):
-        """`memory` is what lasts from step to step besides weights, as JSON can hold it; `models` are those in training:
-        `model`, which is saved in the end, perhaps `critic` and `ema`."""
+        """`memory` is what lasts from step to step besides weights, as JSON can hold it. Of the models in training,
+        `model` is saved in the end, and `ema` beside it."""
         self.args = args
         self.num_steps = num_steps
         self.optimizer = optimizer
@@ -1628,13 +1582,11 @@ class Run:
         self.step = 0
         self.seconds = {}  # of each phase of this step
         self.broken = 0  # steps in a row without a finite gradient
-        self.warned = set()
         self.is_told_to_stop = False
-        name = [
-            args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        ]
+        now = time.strftime("%Y%m%d-%H%M%S")
+        name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
         if WORLD_SIZE > 1:
-            dist.broadcast_object_list(name)  # the processes may have looked at the clock in different seconds
+            dist.broadcast_object_list(name)  # their clocks may differ
         self.output = Path(name[0])
         if not RANK:
             self.open_folder()
@@ -1671,7 +1623,7 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left, each begun with its own seed, and followed by a checkpoint if it is due.
+        """The numbers of the steps that are left; each begins with its own seed and ends with a checkpoint, if due.
 
         After Ctrl-C or SIGTERM, unless they are ignored, as by nohup, the step that was begun is the last one.
         """
@@ -1715,9 +1667,7 @@ class Run:
         self.broken = 0 if all(map(math.isfinite, norms)) else self.broken + 1
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
-        self.bar.set_postfix(
-            {name.split("/")[-1]: f"{stats[name]:.2f}" for name in shown if name in stats}, refresh=False
-        )
+        self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
         self.bar.update()
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
@@ -1732,12 +1682,6 @@ class Run:
     def is_turn(self, times: int) -> bool:
         """True after `times` evenly spread steps, the last one included."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
-
-    def warn(self, sentence: str) -> None:
-        """Prints a warning, once per run."""
-        if sentence not in self.warned and not RANK:
-            self.bar.write(f"warning: {sentence}", file=sys.stderr)
-        self.warned.add(sentence)
 
     def show(self, columns: dict[str, list[str]], tensors: dict[str, object]) -> None:
         """Shows texts as a table, and keeps the tensors that say more of them, under samples/."""
@@ -1755,6 +1699,7 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         """All weights in training and the optimiser's moments, by name; of sharded ones this process's part."""
+        reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         moments = get_optimizer_state_dict(self.models, self.optimizer, options=options)
@@ -1806,19 +1751,17 @@ class Run:
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            print(
-                f"stopped after step {self.step} of {self.num_steps}; to go on: {launcher} {Path(__file__).name} --resume {self.output}"
-            )
+            print(f"to go on from step {self.step}: {launcher} {Path(__file__).name} --resume {self.output}")
 
 
 def peak_memory_mb() -> float:
     """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.is_initialized() or sys.platform == "win32":
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def save_model(model: nn.Module, folder: Path, args: Args) -> None:
