@@ -17,27 +17,8 @@ import ppo
 import reward_model
 import rloo
 import sft
-
-ROOT = Path(__file__).resolve().parent.parent
-GOLD = "toy/make.py:gold_score"
-
-
-def run(module, output, **settings):
-    """Trains in this process; returns the lines of metrics.jsonl."""
-    quiet = {"num_sample_generations": 0} if hasattr(module.Args, "num_sample_generations") else {}
-    module.train(module.Args(output_dir=str(output), device="cpu", **quiet | settings))
-    return lines_of(output)
-
-
-def lines_of(output):
-    """What a run has logged."""
-    return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(lines):
-    """Metrics without those that depend on the clock."""
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "eps"))} for line in lines]
-
+from runs import GOLD, lines_of, run, untimed
+from sources import ROOT
 
 # --- They learn, and the same run with a sign turned does the contrary
 
