@@ -1,0 +1,91 @@
+"""rewards/classifier.py, on a small DistilBERT with three labels that is made here."""
+
+import importlib.util
+
+import pytest
+import torch
+from runs import run
+from sources import text_of
+from transformers import AutoModelForSequenceClassification, BertTokenizer, DistilBertConfig
+
+import ppo
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "is", "good", "bad", "."]
+LABELS = ["NEGATIVE", "NEUTRAL", "POSITIVE"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The folder of the classifier."""
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    config = DistilBertConfig(
+        vocab_size=len(WORDS),
+        dim=16,
+        n_layers=1,
+        n_heads=2,
+        hidden_dim=16,
+        max_position_embeddings=32,
+        id2label=dict(enumerate(LABELS)),
+        label2id={name: i for i, name in enumerate(LABELS)},
+    )
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def file(model, tmp_path):
+    """A copy of rewards/classifier.py with another model, as its docstring advises."""
+    file = tmp_path / "classifier.py"
+    file.write_text(text_of("rewards/classifier.py").replace("lvwerra/distilbert-imdb", str(model)))
+    return file
+
+
+@pytest.fixture
+def classifier(file):
+    """That copy as a module."""
+    spec = importlib.util.spec_from_file_location("classifier", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_score_is_the_logit_of_the_label(classifier, model):
+    """Whatever stands in the same batch; the last text is longer than the model reads."""
+    prompts = ["the film is", "the film", "the film is good . "]
+    completions = [" good .", " .", "the film is bad . " * 10]
+    classifier.BATCH_SIZE = 2
+    scores = classifier.score(prompts, completions)
+    tokenizer = BertTokenizer.from_pretrained(model)
+    expected = []
+    for prompt, completion in zip(prompts, completions):
+        inputs = tokenizer(prompt + completion, truncation=True, return_tensors="pt")
+        logits = AutoModelForSequenceClassification.from_pretrained(model)(**inputs).logits
+        expected.append(logits[0, LABELS.index("POSITIVE")].item())
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert len(set(scores)) == 3
+
+
+def test_messages_are_read_as_what_they_say(classifier):
+    prompt = [{"role": "user", "content": "the film"}]
+    completion = [{"role": "assistant", "content": "is good"}]
+    assert classifier.score([prompt], [completion]) == classifier.score(["the film "], ["is good"])
+
+
+def test_a_label_that_is_not_there_is_named_beside_those_that_are(classifier):
+    classifier.LABEL = "FINE"
+    with pytest.raises(AssertionError, match="FINE.*NEGATIVE, NEUTRAL, POSITIVE"):
+        classifier.score(["the film"], ["is good"])
+
+
+def test_it_is_a_reward_for_ppo(file, tmp_path, tiny):
+    settings = tiny["ppo"] | {"total_episodes": 8}
+    (line,) = run(ppo, tmp_path / "run", reward_fn=(f"{file}:score",), **settings)
+    assert line["rewards/score/mean"] == line["objective/scores"] != 0
+
+
+def test_ppo_points_to_it_for_a_model_with_several_labels(model, tmp_path, tiny):
+    with pytest.raises(SystemExit, match="rewards/classifier.py:score"):
+        run(ppo, tmp_path / "run", reward_model=str(model), **tiny["ppo"])
