@@ -581,6 +581,8 @@ def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
 def score_responses(rollout: Rollout, rewards: dict[str, Callable], args: Args) -> None:
     """The rewards' part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
     rollout.rewards_by_name = {name: function(rollout) for name, function in rewards.items()}
+    said = torch.stack([~x.isnan() for x in rollout.rewards_by_name.values()])  # (K, B)
+    require(said.any(0).all(), "a response has no reward at all: each of --reward-fn gave None")
     scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
     rollout.scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
