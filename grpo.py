@@ -54,48 +54,50 @@ import json
 import math
 import os
 import runpy
-import shlex
+import shutil
 import signal
 import sys
 import time
-import traceback
-import zipfile
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
-
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while the libraries load: no traceback
+from typing import Annotated, Literal
 
 import datasets
 import numpy as np
+import pandas
+import pydantic
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
-from datasets.fingerprint import Hasher
 from filelock import FileLock
-from huggingface_hub import ModelCard, ModelCardData, constants, get_session
-from pydantic import Field, TypeAdapter, ValidationError
+from huggingface_hub import constants, get_session
+from matplotlib.figure import Figure
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed._composable import checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
 
@@ -111,16 +113,16 @@ NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1, lt=2**63)]
-Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
 
 
-@dataclass
+@pydantic.dataclasses.dataclass  # which checks the values
 class Args:
     # --- GRPO ---
     # responses per prompt. More: a better baseline
-    num_generations: Annotated[int, Field(ge=2, lt=2**63)] = 8
+    num_generations: Annotated[int, Field(ge=2)] = 8
     # how tokens add up: dapo, cispo: all alike; grpo: all rows alike; dr_grpo: as dapo, with a constant; bnpo: by parts
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
     importance_sampling_level: Literal["token", "sequence"] = "token"  # of the ratio. sequence: GSPO, with grpo
@@ -141,7 +143,7 @@ class Args:
     response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
     stop_token: Name = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
-    missing_eos_penalty: NonNegative | None = None  # subtracted from scores of responses that never stop (TRL)
+    missing_eos_penalty: NonNegative = 0.0  # subtracted from scores of responses that never stop (TRL)
     local_rollout_forward_batch_size: Count = 64  # responses sampled at once (TRL); no effect on the result
 
     # --- Optimisation ---
@@ -165,12 +167,10 @@ class Args:
     # --- Models: a folder, or a name on the hub ---
     # the policy to start from, which is also the reference that KL is measured against
     model: Name = "toy/shells/sft"
-    reward_model: Name = "toy/reward_model"  # a sequence classifier; its tokenizer may differ from the policy's
-    reward_label: Name | None = None  # the label whose logit is the reward, for a classifier that has several
+    reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
     # reward_model, or file.py:name of a function; of several, the sum
     reward_fn: tuple[Name, ...] = ("rewards/verifiers.py:right_number",)
-    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL)
-    gold_reward_fn: Name | None = None  # a second opinion, logged as objective/gold_scores and never trained on
+    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL). 0: logged alone
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
     lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
@@ -195,14 +195,15 @@ class Args:
     eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
-    # --- Run. Settings from here on may change when a run is resumed ---
-    # a run's folder or one of its checkpoints: continue, with the settings of that run
+    # --- Run ---
+    # the folder of a run: continue it, with its settings; those on the command line win
     resume: Name | None = None
-    total_episodes: Count | None = None  # responses sampled in the whole run; by default 2048
-    num_train_epochs: Positive | None = 1.0  # passes over the prompts; total_episodes wins over it
+    total_episodes: Count = 12_800  # responses sampled in the whole run
+    num_train_epochs: Positive | None = None  # passes over the prompts; if given, total_episodes does not count
     exp_name: Name = "grpo"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
-    device: Name | None = None  # cpu, cuda, mps; by default the best there is
+    # cpu, cuda, mps; by default cuda if there is one
+    device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     save_steps: Count = 50  # updates between checkpoints, each of which holds everything that a run consists of
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 50  # updates between evaluations; there is one at the end, too
@@ -218,94 +219,76 @@ class Args:
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
-    # --- Computed
-    num_updates: int = field(init=False, default=0)
-    torch_device: str = field(init=False, default="cpu")  # where the models are
-
 
 # --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in args.output_dir."""
-    with setting_up():
-        check_args(args)
-        args = start_run(args)
+    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    check_args(args)
+    start(args)
 
-        policy = load_policy(args)
-        reward_model = load_reward_model(args, policy)
-        reference = make_reference(args, policy) if args.beta else None
-        for model in (policy, reference, reward_model):
-            shard(model, args)
-        check_padding(policy, args)
+    policy = load_policy(args)
+    reward_model = load_reward_model(args, policy)
+    reference = make_reference(args, policy) if args.beta else None
+    for model in (policy, reference, reward_model):
+        shard(model, args)
 
-        prompts, eval_prompts = load_prompts(args, policy, reward_model)
-        args = choose_sizes(args, policy, len(prompts) * args.num_generations)
-        G = args.num_generations
-        require(args.batch_size % G == 0, f"a batch of {args.batch_size} responses does not divide into groups of "
-                f"--num-generations {G}")  # fmt: skip
-        reward = make_reward(args, policy, reward_model, prompts)
-        gold_reward = args.gold_reward_fn and function_reward(args.gold_reward_fn, prompts, policy, args)
+    prompts, eval_prompts = load_prompts(args, policy, reward_model)
+    G = args.num_generations
+    args = choose_sizes(args, policy, len(prompts) * G)
+    require(args.batch_size % G == 0, f"--num-generations {G} does not divide a batch of {args.batch_size} responses")
+    rewards = make_rewards(args, policy, reward_model)
+    num_updates = args.total_episodes // args.batch_size
 
-        optimizer = make_optimizer(args, policy)
-        schedule = make_schedule(args, optimizer, args.num_updates)
-        state = {"data": Hasher.hash(prompts), "num_draws": 0, "num_tokens": 0}  # also in a checkpoint
-        run = Run(args, args.num_updates, policy, optimizer, state)
-    with run:
-        for update in run.steps():
-            set_learning_rates(schedule, update)
-            with run.clock("rollout"):
-                rollout, num_draws = sample_groups(policy, prompts, reward, state["num_draws"], args)  # 1 and 2
-                state["num_draws"] += num_draws
-            with run.clock("score"):
-                if args.beta:
-                    score_reference(rollout, policy, reference, args)
-            rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
-            rollout.loss_mask = rollout.mask
-            if args.mask_truncated_completions:
-                rollout.loss_mask = rollout.mask & rollout.ended[:, None]
-            with run.clock("update"):
-                stats = optimize(policy, optimizer, rollout, args)  # 4 and 5
-            stats |= rollout_stats(rollout, args)
-            state["num_tokens"] += rollout.inputs()["attention_mask"].sum().item()
-            stats["sampled_batches"] = num_draws
-            stats["num_tokens"] = state["num_tokens"]
-            stats["learning_rate"] = optimizer.param_groups[0]["lr"]
-            if gold_reward:
-                stats["objective/gold_scores"] = gold_reward(rollout).nanmean().item()
-            if eval_prompts and run.is_due(args.eval_steps):
-                stats |= evaluate(policy, reward, eval_prompts, args)
-            report(run, stats, rollout, policy, args)
-            run.save()
-            run.stop()
+    optimizer = make_optimizer(args, policy)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
+    memory = {"num_draws": 0, "num_tokens": 0}  # what lasts from update to update besides weights
+    run = Run(args, num_updates, optimizer, schedule, memory, model=policy)
+    for update in run.steps():
+        with run.clock("rollout"):
+            rollout, num_draws = sample_groups(policy, prompts, rewards, memory["num_draws"], args)  # 1 and 2
+            memory["num_draws"] += num_draws
+        with run.clock("score"):
+            if args.beta:
+                score_reference(rollout, policy, reference, args)
+        rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
+        rollout.loss_mask = rollout.mask
+        if args.mask_truncated_completions:
+            rollout.loss_mask = rollout.mask & rollout.ended[:, None]
+        with run.clock("update"):
+            stats = optimize(policy, optimizer, rollout, args)  # 4 and 5
+        stats |= rollout_stats(rollout, args)
+        memory["num_tokens"] += rollout.inputs()["attention_mask"].sum().item()
+        stats["sampled_batches"] = num_draws
+        stats["num_tokens"] = memory["num_tokens"]
+        stats["learning_rate"] = optimizer.param_groups[0]["lr"]
+        if eval_prompts and run.is_due(args.eval_steps):
+            stats |= evaluate(policy, rewards, eval_prompts, args)
+        report(run, stats, rollout, policy, args)
+        schedule.step()
+    run.finish()
 
 
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 
-Prompts = Annotated[Tensor, "(B, P)"]  # left-padded
-Tokens = Annotated[Tensor, "(B, T)"]  # one column per response token, right-padded
-Rows = Annotated[Tensor, "(B,)"]
-
 
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them.
+    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
 
-    The type of a field names its axes. `select` takes rows of all tensors, and cuts padding from Prompts and Tokens.
-    """
-
-    prompts: Prompts
-    prompt_mask: Prompts  # true on real tokens
-    responses: Tokens
-    mask: Tokens  # true up to and including the stop token
-    ended: Rows  # whether there is a stop token
-    old_logprobs: Tokens  # under the policy that drew the responses
-    examples: list[dict] = field(default_factory=list)  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Rows] = field(default_factory=dict)  # of each reward function, NaN for None
-    scores: Rows = None  # their weighted sum, less a penalty; None, as what follows, until its step fills it in
-    ref_logprobs: Tokens = None  # if KL is in the loss
-    advantages: Tokens = None  # one column: those of a response are all alike
-    loss_mask: Tokens = None  # true on the tokens that the loss is about
+    prompts: Tensor  # (B, P), left-padded
+    prompt_mask: Tensor  # (B, P), true on real tokens
+    responses: Tensor  # (B, T), right-padded
+    mask: Tensor  # (B, T), true up to and including the stop token
+    ended: Tensor  # (B,), whether there is a stop token
+    old_logprobs: Tensor  # (B, T), under the policy that drew the responses
+    examples: list[dict]  # B rows of the dataset, those of the prompts
+    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
+    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; its step fills it in, as what follows
+    ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
+    advantages: Tensor | None = None  # (B, 1), those of a response's tokens are all alike
+    loss_mask: Tensor | None = None  # (B, T), true on the tokens that the loss is about
 
     def inputs(self) -> dict[str, Tensor]:
         """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
@@ -324,16 +307,15 @@ class Rollout:
         P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
         T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
         part = copy(self)
-        part.examples = [self.examples[i] for i in index.tolist()] if self.examples else []
+        part.examples = [self.examples[i] for i in index.tolist()]
         part.rewards_by_name = {name: x[index] for name, x in self.rewards_by_name.items()}
-        for name, kind in get_type_hints(Rollout, include_extras=True).items():
-            x = getattr(self, name)
+        for name, x in vars(self).items():
             if not isinstance(x, Tensor):
                 continue
             x = x[index]
-            if kind is Prompts:
+            if name in ("prompts", "prompt_mask"):
                 x = x[:, -P:]
-            if kind is Tokens:
+            elif x.dim() == 2:
                 x = x[:, :T]
             setattr(part, name, x)
         return part
@@ -345,13 +327,22 @@ class Rollout:
 
     @torch.no_grad()
     def map(self, function: Callable[["Rollout"], Tensor], args: Args) -> Tensor:
-        """(B, T) from a function of b episodes to (b, T) or (b, 1): micro-batches of them, each process its share."""
-        result = torch.zeros_like(self.old_logprobs)
-        order = self.by_length(torch.arange(len(result), device=result.device))
-        for index in order[RANK::WORLD_SIZE].split(args.micro_batch_size):
-            part = self.select(index)
+        """What a function gives for b episodes at a time, (b, T) or (b,), put together for all B.
+
+        Micro-batches are of similar length, so that little is computed on padding; each process takes its share.
+        """
+        B, T = self.mask.shape
+        order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
+        parts = []
+        for index in order.split(args.micro_batch_size):
             with autocast(args):
-                result[index, : part.mask.shape[1]] = function(part)
+                x = function(self.select(index))
+            if x.dim() == 2:
+                x = F.pad(x, (0, T - x.shape[1]))
+            parts.append(x)
+        share = torch.cat(parts)
+        result = share.new_zeros(B, *share.shape[1:])
+        result[order] = share
         return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
@@ -412,9 +403,13 @@ def sample(
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     for t in range(T):
         output = policy(
-            input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
-            past_key_values=cache, use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         logits = output.logits[:, -1].float() / temperature  # (rows, V)
         token, logprob = sample_categorical(logits, uniforms[rows, t])  # (rows,)
         responses[rows, t] = token
@@ -441,7 +436,7 @@ def repeat(examples: list[dict], k: int) -> list[dict]:
 def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
     """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
     rows = [example["input_ids"] for example in examples]
-    prompts, prompt_mask = pad(rows, policy.tokenizer.pad_token_id, args, left=True)  # (B, P)
+    prompts, prompt_mask = pad(rows, policy.tokenizer, args, "left")  # (B, P)
     T = args.response_length
     if args.response_length_min:
         T = int(torch.randint(args.response_length_min, T + 1, ()))
@@ -453,8 +448,6 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
             part = sample(policy, prompts[index], prompt_mask[index], uniforms[index], args.temperature)
             parts.append(part)
     responses, mask, ended, logprobs = (all_gather(torch.cat(x)) for x in zip(*parts))
-    require(logprobs.isfinite().all(), "the policy's logits are not finite (NaN or inf): the model is broken, or a "
-            "--learning-rate that is too high has broken it")  # fmt: skip
     rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
     return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without empty columns
 
@@ -466,7 +459,7 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 
 
 def sample_groups(
-    policy: nn.Module, prompts: list[dict], reward: Callable[[Rollout], dict[str, Tensor]], first_draw: int, args: Args
+    policy: nn.Module, prompts: list[dict], rewards: dict[str, Callable[[Rollout], Tensor]], first_draw: int, args: Args
 ) -> tuple[Rollout, int]:
     """Steps 1 and 2: a batch of responses with their scores, G to each prompt, and how many batches were drawn.
 
@@ -480,7 +473,7 @@ def sample_groups(
     for draw in range(1 + args.dynamic_sampling):
         examples = batch(prompts, first_draw + draw, num_groups, args.seed)
         part = sample_batch(policy, repeat(examples, G), args)
-        score_responses(part, reward, args)
+        score_responses(part, rewards, args)
         parts.append(part)
         num_differing += int((~equal_groups(part.scores, G)).sum())
         if num_differing >= num_groups:
@@ -501,14 +494,15 @@ def join(parts: list[Rollout]) -> Rollout:
     for name in parts[0].rewards_by_name:
         rewards = [part.rewards_by_name[name] for part in parts]
         joined.rewards_by_name[name] = torch.cat(rewards)
-    for name, kind in get_type_hints(Rollout, include_extras=True).items():
-        if not isinstance(getattr(joined, name), Tensor):
+    for name, x in vars(parts[0]).items():
+        if not isinstance(x, Tensor):
             continue
         rows = [row for part in parts for row in getattr(part, name)]
-        if kind is Rows:
+        if x.dim() == 1:
             x = torch.stack(rows)
         else:
-            x = pad_sequence(rows, batch_first=True, padding_side="left" if kind is Prompts else "right")
+            side = "left" if name in ("prompts", "prompt_mask") else "right"
+            x = pad_sequence(rows, batch_first=True, padding_side=side)
         setattr(joined, name, x)
     return joined
 
@@ -558,12 +552,13 @@ def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, a
         rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
 
 
-def score_responses(rollout: Rollout, reward: Callable[[Rollout], dict[str, Tensor]], args: Args) -> None:
-    """The reward's part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
-    rollout.rewards_by_name = reward(rollout)
-    rollout.scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
-    if args.missing_eos_penalty is not None:
-        rollout.scores = penalize_missing_eos(rollout.scores, rollout.ended, args.missing_eos_penalty)
+def score_responses(rollout: Rollout, rewards: dict[str, Callable], args: Args) -> None:
+    """The rewards' part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
+    rollout.rewards_by_name = {name: function(rollout) for name, function in rewards.items()}
+    said = torch.stack([~x.isnan() for x in rollout.rewards_by_name.values()])  # (K, B)
+    require(said.any(0).all(), "a response has no reward at all: each of --reward-fn gave None")
+    scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
+    rollout.scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
@@ -659,16 +654,13 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
     return torch.ones_like(lengths) / divisor
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(B, T) estimate k3 of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
 
-    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative. On padding
-    anything may stand, infinities too: fill it with 0 before it enters a loss.
+    It is unbiased and never negative. On padding anything may stand, infinities too.
     """
-    k1 = logprobs - ref_logprobs
-    k2 = 0.5 * k1**2
-    k3 = torch.expm1(-k1) + k1
-    return {"k1": k1, "kl": k1, "abs": k1.abs(), "k2": k2, "mse": k2, "k3": k3}[estimator]
+    log_ratio = logprobs - ref_logprobs
+    return torch.expm1(-log_ratio) + log_ratio
 
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
@@ -687,22 +679,20 @@ def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
             yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
 
 
-def policy_forward(
-    policy: nn.Module, r: Rollout, args: Args, **options
-) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
-    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), the loss of its router
-    and the states (b, P+T, D) of its last layer, each if asked for.
+def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), and its router's loss, if
+    asked for.
 
     The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
     """
+    options = {}
     if args.aux_loss_coef:
         options["output_router_logits"] = True
     with autocast(args):
         logits, output = response_forward(policy, r, args.temperature, **options)
     logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)
     aux_loss = output.aux_loss if args.aux_loss_coef else 0.0
-    states = output.hidden_states[-1] if options.get("output_hidden_states") else None
-    return logprobs, entropy, aux_loss, states
+    return logprobs, entropy, aux_loss
 
 
 def mini_batch_gradient(
@@ -722,12 +712,12 @@ def mini_batch_gradient(
     for index in mini_batch:
         r = rollout.select(index)
         mask = r.loss_mask
-        logprobs, entropy, aux_loss, _ = policy_forward(policy, r, args)  # (b, T)
+        logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
         ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # (b, T) or (b, 1)
         losses = surrogate_loss(ratio, logprobs, r.advantages, args)
         kl = torch.zeros_like(logprobs)
         if args.beta:
-            kl = kl_estimate(logprobs, r.ref_logprobs, "k3")
+            kl = kl_estimate(logprobs, r.ref_logprobs)
             if args.use_bias_correction_kl:
                 kl = kl * ratio
         weights = token_weights(mask, num_rows, num_tokens, args)  # (b, 1)
@@ -768,7 +758,6 @@ def row_share(where: Tensor, mask: Tensor) -> Tensor:
 
 def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
     """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over these steps."""
-    policy.train(args.gradient_checkpointing)  # which works in training mode alone; dropout is off in any case
     sums = Counter()
     steps = 0
     num_steps = args.num_ppo_epochs * args.num_mini_batches
@@ -784,7 +773,6 @@ def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollo
             steps += 1
         sums.update(stats)
     optimizer.zero_grad()
-    policy.eval()
     del sums["ratio_error"]
     return {name: x / num_steps for name, x in sums.items()} | {"val/skipped_steps": num_steps - steps}
 
@@ -814,7 +802,7 @@ def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
         "completions/max_terminated_length": terminated.max(),
     }
     if args.beta:
-        k1 = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1")
+        k1 = rollout.old_logprobs - rollout.ref_logprobs
         stats["objective/kl"] = k1.masked_fill(~rollout.mask, 0.0).sum(1).mean()
     return {name: x.item() for name, x in stats.items()} | reward_stats(rollout)
 
@@ -824,21 +812,19 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
-        if len(said) > 0:
-            stats[f"rewards/{name}/mean"] = said.mean().item()
-        if len(said) > 1:
-            stats[f"rewards/{name}/std"] = said.std().item()
+        stats[f"rewards/{name}/mean"] = said.mean().item()
+        stats[f"rewards/{name}/std"] = said.std().item()
     return stats
 
 
 def evaluate(
-    policy: nn.Module, reward: Callable[[Rollout], dict[str, Tensor]], prompts: list[dict], args: Args
+    policy: nn.Module, rewards: dict[str, Callable[[Rollout], Tensor]], prompts: list[dict], args: Args
 ) -> dict[str, float]:
     """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
     at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right."""
     G = args.num_generations
-    scores, is_right = answer(policy, reward, prompts, 1, args.eval_temperature, args)  # (N, 1)
-    _, are_right = answer(policy, reward, prompts, G, args.temperature, args)  # (N, G)
+    scores, is_right = answer(policy, rewards, prompts, 1, args.eval_temperature, args)  # (N, 1)
+    _, are_right = answer(policy, rewards, prompts, G, args.temperature, args)  # (N, G)
     return {
         "eval/scores": scores.mean().item(),
         "eval/accuracy": is_right.mean().item(),
@@ -848,20 +834,22 @@ def evaluate(
 
 
 def answer(
-    policy: nn.Module, reward: Callable[[Rollout], dict[str, Tensor]], prompts: list[dict], k: int, temperature: float,
+    policy: nn.Module,
+    rewards: dict[str, Callable[[Rollout], Tensor]],
+    prompts: list[dict],
+    k: int,
+    temperature: float,
     args: Args,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Scores (N, k) of k answers to each of N prompts, and (N, k) 1 for a right one: one to which the first of
     --reward-fn gives 1 or more."""
     torch.manual_seed(torch.initial_seed() + k)  # its own, since how many rows are drawn depends on the processes
     N = len(prompts)
-    answers = copy(args)
-    answers.temperature = temperature
-    answers.response_length_min = None
+    answers = replace(args, temperature=temperature, response_length_min=None)
     extra = -N % WORLD_SIZE  # so that all processes have equally many
     examples = (prompts * WORLD_SIZE)[: N + extra]
     rollout = sample_batch(policy, repeat(examples, k), answers)
-    score_responses(rollout, reward, args)
+    score_responses(rollout, rewards, args)
     first = list(rollout.rewards_by_name.values())[0]  # (N * k,)
     is_right = (first >= 1).float()
     return rollout.scores.view(-1, k)[:N], is_right.view(-1, k)[:N]
@@ -869,78 +857,55 @@ def answer(
 
 def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
     """Logs an update, warns of what looks wrong, and now and then shows four responses in a table."""
+    seconds = sum(run.seconds.values())
     stats["episode"] = run.step * args.batch_size
-    stats["eps"] = stats["episode"] / (time.perf_counter() - run.start)
-    stats["perf/tokens_per_second"] = rollout.mask.sum().item() / sum(run.seconds.values())
-    run.write(stats, "objective/scores", "objective/kl")
-    warn_about(run, rollout, policy)
+    stats["eps"] = args.batch_size / seconds
+    stats["perf/tokens_per_second"] = rollout.mask.sum().item() / seconds
+    run.log(stats, "objective/scores", "frac_reward_zero_std")
+    warn_about(rollout, policy)
     is_first = run.step == 1 and args.num_sample_generations > 0
     if is_first or run.is_turn(args.num_sample_generations):
-        show_samples(run, rollout, policy.tokenizer)
+        show_samples(run, rollout.select(torch.arange(min(4, args.batch_size), device=args.device)), policy.tokenizer)
 
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
-    """Four responses, in a table and, with all there is to say of them, in samples.jsonl."""
-    rows = []
-    samples = []
-    for i in range(min(4, len(rollout.mask))):
-        sample = describe(rollout, i, tokenizer)
-        samples.append(sample)
-        rows.append([sample["prompt"], sample["response"], f"{sample['score']:.2f}"])
-    run.table(f"update {run.step} of {run.num_steps}", ["prompt", "response", "score"], rows)
-    run.keep_samples(samples)
-
-
-def describe(rollout: Rollout, i: int, tokenizer: AutoTokenizer) -> dict:
-    """Row i of a rollout: texts, rewards, and each number that there is of each token."""
-    mask = rollout.mask[i]
-    prompt = rollout.prompts[i][rollout.prompt_mask[i]]
-    response = rollout.responses[i][mask]
-    rewards = {name: x[i].item() for name, x in rollout.rewards_by_name.items()}
-    sample = {
-        "row": i,
-        "prompt": tokenizer.decode(prompt),
-        "response": tokenizer.decode(response),
-        "score": rollout.scores[i].item(),
-        "tokens": [tokenizer.decode(token) for token in response],
-        "rewards_by_name": {name: None if math.isnan(x) else x for name, x in rewards.items()},
+    """A few episodes as a table, and all their tensors in a file, which tools/xray.py draws."""
+    texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
+    columns = {
+        "prompt": texts(rollout.prompts, rollout.prompt_mask),
+        "response": texts(rollout.responses, rollout.mask),
+        "score": [f"{score:.2f}" for score in rollout.scores.tolist()],
     }
-    for name, kind in get_type_hints(Rollout, include_extras=True).items():
-        x = getattr(rollout, name)
-        if kind is Tokens and x is not None and x.is_floating_point():
-            sample[name] = x[i].expand(len(mask))[mask].tolist()
-    return sample
+    rewards = {f"rewards/{name}": x for name, x in rollout.rewards_by_name.items()}
+    run.show(columns, vars(rollout) | rewards)
 
 
-def warn_about(run: "Run", rollout: Rollout, policy: nn.Module) -> None:
-    """What a library leaves to its users to notice, each in one sentence, once per run."""
-    if rollout.ref_logprobs is not None:
-        k1 = (rollout.old_logprobs - rollout.ref_logprobs).masked_fill(~rollout.mask, 0.0).sum(1)  # (B,)
-        if k1.mean() < -0.1 - 3 * k1.std() / len(k1) ** 0.5:
-            run.warn("the KL to the reference is clearly negative, which a true KL never is: sampling and scoring "
-                     "probably use different distributions (temperature, dropout, padding).")  # fmt: skip
+def warn_about(rollout: Rollout, policy: nn.Module) -> None:
+    """What a library leaves to its users to notice; Python shows a warning once."""
     if policy.stop_token_id is not None and not rollout.ended.any():
-        run.warn("no response ends with the stop token: raise --response-length, set --missing-eos-penalty or "
-                 "--stop-token, or check that the policy was taught to end its texts.")  # fmt: skip
+        warnings.warn(
+            "no response ends with the stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
+            "or check that the policy was taught to end its texts"
+        )
     if rollout.scores.std(correction=0) < 1e-6:
-        run.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward.")
+        warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
 
 
 # --- Models and rewards -----------------------------------------------------------------------------------------------
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The policy in float32, with its stop token. Dropout stays off: rollout, scoring and loss see one distribution."""
+    """The policy in float32, with its stop token.
+
+    It stays in evaluation mode: rollout, scoring and loss see one distribution, which dropout would change.
+    """
     policy = load_model(AutoModelForCausalLM, args.model, args)
     policy.stop_token_id = find_stop_token(args, policy.tokenizer)
-    has_router = hasattr(policy.config, "output_router_logits")
-    require(has_router or not args.aux_loss_coef, f"--aux-loss-coef {args.aux_loss_coef}: {args.model} has no router")
-    turn_off_dropout(policy)
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
-        policy.activation_checkpointing_enable({"use_reentrant": False})
-    return policy.eval()
+        checkpoint_layers(policy)
+    return policy
 
 
 def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
@@ -954,35 +919,31 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
         ids = [int(text)]
     else:
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if tokenizer.unk_token_id in ids and text != tokenizer.unk_token:
-            ids = []  # the tokenizer has no token for this text
-    is_one = len(ids) == 1 and ids[0] is not None and ids[0] < len(tokenizer)
-    require(is_one, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
+    is_token = len(ids) == 1 and ids[0] in range(len(tokenizer)) and ids[0] != tokenizer.unk_token_id
+    require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
     return ids[0]
 
 
 def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
-    """The reward model, frozen; None if a function gives the reward."""
+    """The reward model, frozen; None if functions alone give the reward."""
     if "reward_model" not in args.reward_fn:
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
-    rows = policy.get_input_embeddings().num_embeddings
-    own_rows = model.get_input_embeddings().num_embeddings
-    if same_tokens(policy, model) and rows > own_rows:
-        model.resize_token_embeddings(rows, mean_resizing=False)  # ids without a text, which the policy can draw
-    return model.eval().requires_grad_(False)
+    labels = model.config.num_labels
+    require(labels == 1, f"{args.reward_model} has {labels} labels: --reward-fn rewards/classifier.py:score takes one")
+    return model.requires_grad_(False)
 
 
 def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
     """AdamW on what is trained of the policy."""
-    weights = [p for p in policy.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        weights, lr=args.learning_rate, betas=args.adam_betas, eps=args.adam_epsilon, weight_decay=args.weight_decay,
+        [p for p in policy.parameters() if p.requires_grad],
+        lr=args.learning_rate,
+        betas=args.adam_betas,
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
         fused=True,  # ten times as fast on a CPU
-    )  # fmt: skip
-
-
-# --- References, rewards and data
+    )
 
 
 def make_reference(args: Args, policy: nn.Module) -> nn.Module:
@@ -998,9 +959,11 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
         return
     reshard(policy)  # the switch changes requires_grad, which must be that of the shards
     policy.disable_adapters()
-    yield
-    reshard(policy)
-    policy.enable_adapters()
+    try:
+        yield
+    finally:
+        reshard(policy)
+        policy.enable_adapters()
 
 
 def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
@@ -1011,85 +974,56 @@ def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
     return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
+def make_rewards(
+    args: Args, policy: nn.Module, reward_model: nn.Module | None
+) -> dict[str, Callable[[Rollout], Tensor]]:
+    """What --reward-fn names, by name: functions from a rollout to rewards (B,), NaN where one said None."""
+    rewards = {}
+    for spec in args.reward_fn:
+        name = spec.rpartition(":")[2]
+        require(name not in rewards, f"--reward-fn: two of them are called {name!r}; rename one")
+        if spec == "reward_model":
+            rewards[name] = model_reward(reward_model, policy, args)
+        else:
+            rewards[name] = function_reward(spec, policy, args)
+    return rewards
+
+
+def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
+    """The reward model's output. If it does not read the policy's tokens, the text is decoded and encoded again."""
+    is_ours = same_tokens(policy, model)
+    end = [] if model.tokenizer.eos_token_id is None else [model.tokenizer.eos_token_id]
+
+    def reward(r: Rollout) -> Tensor:
+        """(b,) rewards of some episodes."""
+        ids = r.inputs()["input_ids"]
+        mask = r.inputs()["attention_mask"]
+        if not is_ours:
+            texts = [policy.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(ids, mask > 0)]
+            rows = model.tokenizer(texts)["input_ids"]
+            rows = [row + end if ended else row for row, ended in zip(rows, r.ended)]
+            ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
+        return read_reward(model, ids, mask.long())
+
+    return lambda rollout: rollout.map(reward, args)
+
+
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B, labels) output of a sequence classifier's head at the last real token, found from the attention mask (B, S).
+    """(B,) output of a reward model's head at the last real token, found from the attention mask (B, S).
 
     The library's own pooling looks for the last token that is not the pad token: if padding and EOS are one token, it
-    reads the token before EOS. A classifier that pools elsewhere (at BERT's first token, say) has no `score` head over
-    a causal body; its own logits are taken.
+    reads the token before EOS.
     """
-    if not hasattr(model, "score"):
-        return model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
     ).last_hidden_state  # (B, S, D)
     last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
-    rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()
-    return rewards + getattr(model.config, "reward_bias", 0.0)  # where reward_model.py may put its shift
+    rewards = model.score(hidden[torch.arange(len(last), device=last.device), last]).float()  # (B, 1)
+    return rewards.squeeze(1) + getattr(model.config, "reward_bias", 0.0)  # where reward_model.py may put its shift
 
 
-def make_reward(
-    args: Args, policy: nn.Module, reward_model: nn.Module | None, examples: list[dict]
-) -> Callable[[Rollout], dict[str, Tensor]]:
-    """The function from a rollout to what each of --reward-fn gives, by name: rewards (B,), NaN where it said None."""
-    specs = args.reward_fn
-    require(specs, "--reward-fn names no function")
-    weights = args.reward_weights
-    fits = len(weights) in (0, len(specs))
-    require(fits, f"--reward-weights: {len(weights)} numbers for {len(specs)} of --reward-fn")
-    functions = {}
-    for spec in specs:
-        name = spec.rpartition(":")[2]
-        require(name not in functions, f"--reward-fn {' '.join(specs)}: two of them are called {name!r}; rename one")
-        if spec == "reward_model":
-            functions[name] = model_reward(reward_model, policy, args)
-        else:
-            functions[name] = function_reward(spec, examples, policy, args)
-
-    def reward(rollout: Rollout) -> dict[str, Tensor]:
-        """Rewards (B,) by name; raises UserError if a response has none at all, or an infinite one."""
-        rewards = {name: function(rollout) for name, function in functions.items()}
-        table = torch.stack(list(rewards.values()))  # (K, B)
-        is_bad = table.isnan().all(0) | (table.abs() > 1e18).any(0)  # whose squares are beyond float32
-        first = int(is_bad.long().argmax())
-        prompt = rollout.examples[first][args.prompt_column]
-        values = {name: x[first].item() for name, x in rewards.items()}
-        require(not is_bad.any(), f"the rewards of a response to {prompt!r} are {values}: all None, or one is infinite")
-        return rewards
-
-    return reward
-
-
-def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """The reward model's logit. If it does not read the policy's tokens, the text is decoded and encoded again."""
-    labels = list(model.config.id2label.values())
-    label = args.reward_label or (labels[0] if len(labels) == 1 else None)
-    require(label in labels, f"the reward model {args.reward_model} has the labels {labels}; name with --reward-label "
-            "the one whose logit is the reward")  # fmt: skip
-    is_ours = same_tokens(policy, model)
-
-    def encode(ids: Tensor, mask: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and mask (b, S) of the same texts in the reward model's tokens, with its EOS where there was one."""
-        texts = [policy.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(ids, mask.bool())]
-        rows = model.tokenizer(texts)["input_ids"]
-        eos = model.tokenizer.eos_token_id
-        if eos is not None and hasattr(model, "score"):
-            rows = [row + [eos] * stops for row, stops in zip(rows, ended.tolist())]
-        return pad([row[-context_length(model) :] for row in rows], model.tokenizer.pad_token_id, args)
-
-    def reward(r: Rollout) -> Tensor:
-        """(b, 1) rewards of some episodes."""
-        ids = r.inputs()["input_ids"]
-        mask = r.inputs()["attention_mask"]
-        if not is_ours:
-            ids, mask = encode(ids, mask, r.ended)
-        return read_reward(model, ids, mask.long())[:, [labels.index(label)]]
-
-    return lambda rollout: rollout.map(reward, args)[:, 0]
-
-
-def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
+def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
     """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
     It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
@@ -1097,33 +1031,39 @@ def function_reward(spec: str, examples: list[dict], policy: nn.Module, args: Ar
     """
     function = load_function(spec)
 
-    def ask(examples: list[dict], completion_ids: list[list[int]]) -> list[float]:
-        """What the function says of some rows; NaN for None."""
-        rows = [deepcopy(row) for row in examples]
+    def reward(rollout: Rollout) -> Tensor:
+        """(B,) rewards of a rollout, of which each process asks for its share; NaN for None."""
+        r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
+        rows = deepcopy(r.examples)
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
-        given["completions"] = policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        given["completion_ids"] = completion_ids
+        given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+        given["completions"] = policy.tokenizer.batch_decode(given["completion_ids"], skip_special_tokens=True)
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        with explain(f"the reward function {spec}, called as f(prompts, completions, **columns) with the columns "
-                     f"{', '.join(rows[0])}, failed"), torch.set_grad_enabled(True):  # fmt: skip
-            said = function(**given)
-            is_list = len(said) == len(rows) and not isinstance(said, (dict, set, str))
-            require(is_list, f"{spec} gave {len(said)} rewards for {len(rows)} completions: it is to give a list")
-            return [math.nan if x is None else float(x) for x in said]
+        said = function(**given)
+        require(len(said) == len(rows), f"{spec} gave {len(said)} rewards for {len(rows)} completions")
+        return all_gather(torch.tensor([math.nan if x is None else float(x) for x in said], device=args.device))
 
-    def reward(rollout: Rollout) -> Tensor:
-        """(B,) rewards of a rollout, of which each process asks for its share."""
-        r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
-        completion_ids = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
-        return all_gather(torch.tensor(ask(r.examples, completion_ids), device=args.torch_device))
-
-    ask(examples[:2], policy.tokenizer(["A text."] * len(examples[:2]))["input_ids"])  # a wrong function fails now
     return reward
 
 
-# --- Data -------------------------------------------------------------------------------------------------------------
+# --- Data and settings ------------------------------------------------------------------------------------------------
+
+ALIASES = {  # other libraries' spellings
+    "--reward-funcs": "--reward-fn",
+    "--model-name-or-path": "--model",
+    "--reward-model-path": "--reward-model",
+    "--dataset-name": "--dataset",
+    "--dataset-config-name": "--dataset-config",
+    "--dataset-text-field": "--prompt-column",
+    "--num-iterations": "--num-ppo-epochs",
+    "--max-completion-length": "--response-length",
+    "--router-aux-loss-coef": "--aux-loss-coef",
+    "--resume-from-checkpoint": "--resume",
+}
+# a panel each: patterns of the metrics in it
+CURVES = ["^reward$|/mean$|accuracy$|pass@1$", "zero_std$|clipped_ratio$", "mean_length$", "^entropy$"]
 
 
 def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[list[dict], list[dict]]:
@@ -1135,16 +1075,19 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
     limit = context_length(policy)
     if same_tokens(policy, reward_model):
         limit = min(limit, context_length(reward_model))
-    require(longest + args.response_length <= limit, f"the longest prompt ({longest} tokens) and --response-length "
-            f"{args.response_length} exceed the {limit} tokens that policy and reward model can read")  # fmt: skip
+    require(
+        longest + args.response_length <= limit,
+        f"the longest prompt ({longest} tokens) and --response-length {args.response_length} exceed the {limit} tokens "
+        "that policy and reward model can read",
+    )
     return prompts, test_prompts[: args.num_eval_prompts]
 
 
-def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
+def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
     """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
-    prompts = read_column(data, args.prompt_column, args.dataset, "--prompt-column", (str, list))
+    prompts = read_column(data, args.prompt_column, "--prompt-column")
     kept = []
-    for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False, disable=None)):
+    for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False, disable=RANK > 0)):
         row["input_ids"] = encode_prompt(prompt, tokenizer)
         if 0 < len(row["input_ids"]) <= args.max_prompt_length:
             kept.append(row)
@@ -1155,182 +1098,99 @@ def encode_prompts(data, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
     return kept
 
 
-# --- Settings and checks ----------------------------------------------------------------------------------------------
-
-ALIASES = {  # other libraries' spellings
-    "--reward-funcs": "--reward-fn", "--model-name-or-path": "--model", "--reward-model-path": "--reward-model",
-    "--dataset-name": "--dataset", "--dataset-config-name": "--dataset-config", "--num-iterations": "--num-ppo-epochs",
-    "--max-completion-length": "--response-length", "--router-aux-loss-coef": "--aux-loss-coef",
-    "--dataset-text-field": "--prompt-column", "--resume-from-checkpoint": "--resume",
-}  # fmt: skip
-LENGTH = "total_episodes"  # the setting that says how long a run is
-CURVES = [["reward", "objective/gold_scores", "eval/accuracy", "eval/pass@1"],
-          ["frac_reward_zero_std", "completions/clipped_ratio"], ["completions/mean_length"], ["entropy"]]  # fmt: skip
+def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
 
 def check_args(args: Args) -> None:
-    """Raises UserError for settings that make no sense together."""
-    T = args.response_length
-    shortest = args.response_length_min or T
-    require(shortest <= T, f"--response-length-min {shortest} is above --response-length {T}")
-    penalty = args.missing_eos_penalty
-    if args.stop_token == "none":
-        require(not penalty, f"--missing-eos-penalty {penalty}: with --stop-token none every response would pay it")
-        is_masked = args.mask_truncated_completions
-        require(not is_masked, "--mask-truncated-completions: with --stop-token none no response would be in the loss")
-    if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
-        print(f"warning: --importance-sampling-level sequence with --loss-type {args.loss_type} weighs a response by "
-              "its length; GSPO takes --loss-type grpo", file=sys.stderr)  # fmt: skip
+    """Ends the program for settings that make no sense together."""
+    can_end = args.stop_token != "none" or not args.mask_truncated_completions
+    require(can_end, "--mask-truncated-completions: with --stop-token none no response would be in the loss")
+    fits = len(args.reward_weights) in (0, len(args.reward_fn))
+    require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
 
 
 def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
-    """The settings with learning rate, batch sizes and number of updates filled in; prints them in words."""
-    args = copy(args)
+    """The settings with learning rate, batch sizes and number of episodes filled in; prints them in words."""
     size = policy.num_parameters()
-    on_cpu = args.torch_device == "cpu"
-    if args.learning_rate is None:
-        # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
-        rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
-        args.learning_rate = float(f"{rate:.2g}")
+    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    learning_rate = args.learning_rate or float(f"{rate:.2g}")
+
     parts = args.num_mini_batches * WORLD_SIZE
     per_device = args.per_device_train_batch_size
-    require(per_device or args.gradient_accumulation_steps == 1, "--gradient-accumulation-steps goes with "
-            "--per-device-train-batch-size; or give --batch-size and --micro-batch-size")  # fmt: skip
-    if args.batch_size is None and per_device:
-        args.batch_size = per_device * args.gradient_accumulation_steps * parts
-    elif args.batch_size is None:
-        args.batch_size = 8 if on_cpu and size > 30e6 else 64
-    require(args.batch_size % parts == 0, f"--batch-size {args.batch_size} is not divisible by {args.num_mini_batches} "
-            f"mini-batches x {WORLD_SIZE} process(es); {-(-args.batch_size // parts) * parts} is")  # fmt: skip
-    if args.micro_batch_size is None:
-        fits_cpu = 4 if policy.config.get_text_config().vocab_size > 10_000 else 16  # logits take most of the memory
-        args.micro_batch_size = per_device or (fits_cpu if on_cpu else args.batch_size // parts)
-    episodes = args.total_episodes or 2048
-    if args.num_train_epochs and args.total_episodes is None:
-        episodes = max(args.batch_size, round(args.num_train_epochs * num_prompts))
-    args.num_updates = episodes // args.batch_size
-    require(args.num_updates, f"--total-episodes {episodes} is less than one batch of {args.batch_size} responses")
-    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.torch_device}, "
-          f"learning rate {args.learning_rate:.2g}")  # fmt: skip
-    print(f"batch: {args.batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
-          f"mini-batches, {args.micro_batch_size} rows at a time; "
-          f"{args.num_updates} updates = {args.num_updates * args.batch_size} episodes")  # fmt: skip
-    return args
+    on_cpu = args.device == "cpu"
+    batch_size = args.batch_size or (8 if on_cpu and size > 30e6 else 64)
+    if per_device and args.batch_size is None:
+        batch_size = per_device * args.gradient_accumulation_steps * parts
+    mini_batches = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
+    require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {mini_batches}")
+    fits_cpu = 4 if policy.config.get_text_config().vocab_size > 10_000 else 16  # logits take most of the memory
+    micro_batch_size = args.micro_batch_size or per_device or (fits_cpu if on_cpu else batch_size // parts)
 
-
-@torch.no_grad()
-def check_padding(policy: nn.Module, args: Args) -> None:
-    """Refuses a model whose logits for a text change if padding precedes it, or more text follows.
-
-    Rollout and update would agree with each other, and both be wrong: decoders of BART's kind pass over position_ids,
-    and RoBERTa's kind counts from elsewhere. They err by a thousandth of the logits' deviation or more, rounding by a
-    millionth (on a GPU and in bfloat16 by up to a hundredth).
-    """
-    ids = torch.arange(5, 13, device=args.torch_device)[None]  # (1, 8), any tokens
-    mask = F.pad(torch.ones_like(ids), (16, 0))  # (1, 24)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with autocast(args):
-        alone = policy(input_ids=ids[:, :5], use_cache=False).logits.float()  # (1, 5, V)
-        behind = policy(
-            input_ids=F.pad(ids, (16, 0)), attention_mask=mask, position_ids=positions, use_cache=False
-        ).logits[:, 16:21].float()  # fmt: skip
-    reshard(policy)
-    require(alone.std() > 0, f"{args.model} gives all tokens the same logit, or none that is a number")
-    error = ((behind - alone).abs().mean() / alone.std()).item()
-    bound = 0.05 if args.bf16 or args.torch_device != "cpu" else 1e-4
-    require(error <= bound, f"{args.model} ({type(policy).__name__}) reads a text behind padding, or before more text, "
-            f"otherwise than alone, by {error:.2g} of the logits' deviation: it cannot be used here")  # fmt: skip
+    episodes = args.total_episodes
+    if args.num_train_epochs:
+        episodes = max(batch_size, round(args.num_train_epochs * num_prompts))
+    num_updates = episodes // batch_size
+    require(num_updates, f"--total-episodes {episodes} is less than one batch of {batch_size} responses")
+    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
+    print(
+        f"batch: {batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
+        f"mini-batches, {micro_batch_size} rows at a time; {num_updates} updates = {num_updates * batch_size} episodes"
+    )
+    return replace(
+        args,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        total_episodes=episodes,
+    )
 
 
 def check_first_ratio(error: float, args: Args) -> None:
-    """Raises UserError if the mean of |ratio - 1| before the first step is more than rounding: the policy in the update
+    """Ends the program if the mean of |ratio - 1| before the first step is more than rounding: the policy in the update
     must be the one that sampled. With bf16 the logits have 8 binary digits, with TF32 the factors have 11."""
     bound = 1e-3
     if torch.get_float32_matmul_precision() == "high":
         bound = 6e-3
     if args.bf16:
         bound = 5e-2
-    require(error <= bound, f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): "
-            "rollout and update see different distributions. Usual causes: dropout that is on, a model that ignores "
-            "position_ids or the attention mask, different temperatures; with bf16, rounding")  # fmt: skip
+    require(
+        error <= bound,
+        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
+        "see different distributions. Usual causes: a model that ignores position_ids or the attention mask, dropout "
+        "that is on, different temperatures, weights that are not finite; with bf16, rounding",
+    )
 
 
-# --- The same text in every script, from here to the end: mistakes, models and data by name, processes, the run -------
-
-DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # and what datasets calls them
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # the state of a model, put together from shards
-
-
-class UserError(Exception):
-    """A mistake in the input: shown as one sentence, exit code 2, no traceback."""
+# --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
 
 
 def require(condition: object, sentence: str) -> None:
-    """Raises UserError with the sentence unless the condition holds."""
+    """Ends the program with the sentence, unless the condition holds: for mistakes that no library would name."""
     if not condition:
-        raise UserError(sentence)
-
-
-@contextmanager
-def explain(sentence: str) -> Iterator[None]:
-    """Runs other people's code: an error in it ends in one sentence, ours followed by the error's own."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:500]  # its cause tells more
-        known = (__file__, "<", os.path.dirname(os.__file__), sys.prefix)  # this file, Python and the libraries
-        frames = traceback.extract_tb(error.__traceback__)
-        user = [frame for frame in frames if not frame.filename.startswith(known)]
-        where = f" ({user[-1].filename}, line {user[-1].lineno})" if user else ""
-        raise UserError(f"{sentence}: {type(error).__name__}: {reason}{where}") from error
-
-
-@contextmanager
-def setting_up() -> Iterator[None]:
-    """A library's complaint about the settings becomes one sentence. An error in a line of this script is a bug, or a
-    fork's, and keeps its traceback."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
-            raise
-        with explain("the run could not start"):
-            raise
+        sys.exit(f"error: {sentence}")
 
 
 @cache
-def hub_answers() -> bool:
+def ask_hub() -> None:
     """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
-    with suppress(Exception):
-        if not get_session().head(constants.ENDPOINT, timeout=5).is_error:
-            return True
-    constants.HF_HUB_OFFLINE = True
-    datasets.config.HF_HUB_OFFLINE = True
-    return False
-
-
-def on_disk(name: str) -> Path | None:
-    """The file or folder of that name, here or beside this script."""
-    for folder in (Path(), Path(__file__).resolve().parent):
-        if name and (folder / name).exists():
-            return folder / name
-    return None
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # of whichever library carries the request
+        constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True
 
 
 def locate(name: str) -> str:
     """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
-    if on_disk(name):
-        return str(on_disk(name))
-    is_path = name.startswith((".", "/", "~", "toy/")) or name.endswith((".py", *DATA_FILES)) or "\\" in name
-    require(name and not is_path and name.count("/") < 2, f"{name!r}: there is no such file or folder")
-    if not hub_answers():
-        is_cached = any(Path(constants.HF_HUB_CACHE).glob(f"*--{name.replace('/', '--')}"))
-        require(is_cached, f"{name!r} is neither a folder here nor in the cache, and the hub cannot be reached; python "
-                f"{Path(__file__).name} without flags runs offline")  # fmt: skip
+    for folder in (Path(), Path(__file__).resolve().parent):
+        if (folder / name).exists():
+            return str(folder / name)
+    ask_hub()
     return name
 
 
@@ -1340,50 +1200,29 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
     """
     path = locate(name)
-    is_adapter = Path(path, "adapter_config.json").exists()
-    require(not is_adapter, f"{name!r} holds a LoRA adapter alone; the whole model is in {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    wrong = set()
-    with explain(f"the model {name!r} could not be loaded (from safetensors; save_pretrained makes them)"):
-        if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
-            with torch.device("meta"):
-                config = AutoConfig.from_pretrained(path, **options)
-                model = auto_class.from_config(config, dtype=torch.float32)
-        else:
-            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below
-            model, info = auto_class.from_pretrained(path, dtype=torch.float32, use_safetensors=True, **options)
-            wrong = info["missing_keys"] | info["unexpected_keys"] | {key for key, *_ in info["mismatched_keys"]}
-    if new_head:
-        wrong = {key for key in wrong if key.startswith(f"{model.base_model_prefix}.")}
-    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {sorted(wrong)[:3]}")
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(path, **options)
+            model = auto_class.from_config(config, dtype=torch.float32)
+    else:
+        options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        model, info = auto_class.from_pretrained(path, **options)
+        wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
+        if new_head:
+            wrong = [key for key in wrong if key.startswith(f"{model.base_model_prefix}.")]
+        require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {wrong[:3]}")
     model.auto_class = auto_class
-    model.tokenizer = load_tokenizer(name, args, model)
-    return model
+    model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # padding is known by position
+    return model.eval()
 
 
-def load_tokenizer(name: str, args: Args, model: nn.Module) -> AutoTokenizer:
-    """The tokenizer of a model; if it has no pad token, EOS stands in, since padding is known by position only."""
-    tokenizer = AutoTokenizer.from_pretrained(locate(name), trust_remote_code=args.trust_remote_code)
-    require(tokenizer("a text")["input_ids"], f"{name} holds no tokenizer; save the one of its base model beside it")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    require(tokenizer.pad_token is not None, f"the tokenizer of {name} has neither a pad nor an EOS token")
-    template = tokenizer(f"{tokenizer.chat_template}")["input_ids"]
-    last = max(tokenizer.vocab_size - 1, tokenizer.pad_token_id, tokenizer.eos_token_id or 0, *template)
-    rows = model.get_input_embeddings().num_embeddings
-    require(last < rows, f"{name} embeds {rows} tokens, but its tokenizer has one with id {last}; call "
-            "model.resize_token_embeddings and save it, or take the tokenizer that it was trained with")  # fmt: skip
-    tokenizer.num_embeddings = rows
-    return tokenizer
-
-
-def turn_off_dropout(model: nn.Module) -> None:
-    """In training mode, too, which gradient checkpointing asks for: all passes must see one distribution."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]  # which Falcon reads
-    for owner in [*model.modules(), *configs]:
-        for name, value in vars(owner).items():
-            is_rate = "drop" in name or (name == "p" and isinstance(owner, nn.Dropout))
-            if is_rate and isinstance(value, float):
-                setattr(owner, name, 0.0)
+def checkpoint_layers(model: nn.Module) -> None:
+    """Lets each layer forget its activations and compute them again in the backward pass."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            checkpoint(module)
 
 
 def use_bfloat16(model: nn.Module) -> None:
@@ -1397,13 +1236,11 @@ def use_bfloat16(model: nn.Module) -> None:
 
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
     """Freezes the model and gives it LoRA adapters to train (Hu et al. 2021)."""
-    with explain(f"--lora-r {args.lora_r} --lora-target-modules {args.lora_target_modules} (pip install peft?)"):
-        from peft import LoraConfig
+    from peft import LoraConfig
 
-        model.add_adapter(LoraConfig(
-            r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options,
-            fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2 keeps its weights transposed
-        ))  # fmt: skip
+    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())  # GPT-2's weights
+    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
+    model.add_adapter(LoraConfig(**shape, fan_in_fan_out=is_transposed, **options))
 
 
 def context_length(model: nn.Module) -> int:
@@ -1415,32 +1252,19 @@ def context_length(model: nn.Module) -> int:
 def load_function(spec: str) -> Callable:
     """file.py:name -> the function."""
     file, _, name = spec.rpartition(":")
-    require(file.endswith(".py") and name, f"{spec!r} should be file.py:name")
-    print(f"runs the code in {locate(file)}")  # which may be somebody else's, with --resume
-    with explain(f"{file} could not be imported"):
-        names = runpy.run_path(locate(file))
-    require(callable(names.get(name)), f"{file} defines no function {name!r}")
-    return names[name]
+    require(file, f"{spec!r} should be file.py:name")
+    return runpy.run_path(locate(file))[name]
 
 
-def load_split(name: str, config: str | None, split: str):
+def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
-    path = locate(name)
-    source = {"path": path, "name": config}
-    if Path(path).is_file():
-        kind = DATA_FILES.get(Path(path).suffix)
-        require(kind, f"the dataset {name}: a file must be jsonl, json, csv or parquet")
-        source = {"path": kind, "data_files": path}
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    data = []
-    with explain(f"the dataset {name}, split {split!r}, could not be loaded"), suppress(StopIteration):  # if empty
-        data = datasets.load_dataset(**source, split=split)
-    require(len(data), f"the dataset {name}, split {split!r}, is empty")
-    return data
+    path = Path(locate(name))
+    if path.is_file():
+        return datasets.load_dataset(str(path.parent), data_files=path.name, split=split)
+    return datasets.load_dataset(str(path), config, split=split)
 
 
-def load_data(args: Args) -> tuple:
+def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
     train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
     test = args.dataset_test_split
@@ -1451,24 +1275,17 @@ def load_data(args: Args) -> tuple:
     return train, load_split(args.dataset, args.dataset_config, test)
 
 
-def read_column(data, column: str, name: str, flag: str, kind=str) -> list:
-    """A column of a dataset; raises UserError if it is missing, or if a row holds something of another kind."""
+def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
+    """A column of a dataset, which `flag` names."""
     there = ", ".join(data.column_names)
-    require(column in data.column_names, f"the dataset {name} has no column {column!r}; it has {there} (set {flag})")
-    rows = list(data[column])
-    for i, row in enumerate(rows):
-        require(isinstance(row, kind), f"the dataset {name}: row {i} of {column!r} holds {row!r} (set {flag})")
-    return rows
+    require(column in data.column_names, f"the dataset has no column {column!r}; it has {there} (set {flag})")
+    return list(data[column])
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
     """Batch `number` (0, 1, ...) of an endless sequence: pass after pass over the rows, each in its own order."""
-    picked = []
-    for position in range(number * size, (number + 1) * size):
-        pass_number, place = divmod(position, len(rows))
-        order = shuffled(len(rows), seed, pass_number)
-        picked.append(rows[order[place]])
-    return picked
+    positions = range(number * size, (number + 1) * size)
+    return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
 
 
 @lru_cache(maxsize=2)
@@ -1484,55 +1301,49 @@ def make_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def apply_template(messages: list[dict], tokenizer: AutoTokenizer, **options) -> list[int]:
-    """Token ids of a conversation through the tokenizer's chat template."""
-    require(tokenizer.chat_template, "the dataset holds messages, but the tokenizer has no chat template")
-    require(all("role" in message for message in messages), f"a message without a role: {messages!r}")
-    with explain(f"the tokenizer's chat template refuses {messages!r}"):
-        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
-
-
-def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        ids = apply_template(prompt, tokenizer, add_generation_prompt=True)
-    last = max(ids, default=0)
-    require(last < tokenizer.num_embeddings, f"the model embeds no token {last}, which is in {prompt!r}")
-    return ids
-
-
-def pad(rows: list[list[int]], value: int, args: Args, left: bool = False) -> tuple[Tensor, Tensor]:
+def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str = "right") -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
-    side = "left" if left else "right"
-    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
-    ids = pad_sequence(tokens, True, value, side)
-    mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True, False, side)
-    return ids.to(args.torch_device), mask.to(args.torch_device)
+    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
+    return padded["input_ids"], padded["attention_mask"].bool()
 
 
 def autocast(args: Args) -> torch.autocast:
     """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
-    return torch.autocast(torch.device(args.torch_device).type, torch.bfloat16, enabled=args.bf16)
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
 
 
-def make_schedule(args: Args, optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
-    """The course of the learning rate, by the name that transformers gives it."""
-    warmup_steps = int(args.warmup_ratio * num_steps)
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps, num_steps)
-    is_plain = isinstance(schedule, LambdaLR)
-    require(is_plain, f"--lr-scheduler-type {args.lr_scheduler_type}: take one that depends on the step alone")
-    return schedule
+# --- Processes
 
 
-def set_learning_rates(schedule: LambdaLR, step: int) -> None:
-    """The learning rates of step 1, 2, ...: nothing but the number of the step is remembered of a schedule."""
-    for group, peak, share in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
-        group["lr"] = peak * share(step - 1)
+def start(args: Args) -> None:
+    """Joins the processes of torchrun, if it started this one, and tells the libraries how to behave."""
+    logging.set_verbosity_error()  # of transformers, to which a fresh head is news
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint of one process
+    is_sharded = args.zero_stage or args.shard_size or args.offload
+    can_shard = args.zero_stage and "RANK" in os.environ
+    require(can_shard or not is_sharded, "shards are for torchrun --nproc-per-node N and --zero-stage 2 or 3")
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
+    if device.type != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
+    elif sys.platform == "linux":
+        keep_freed_memory()
+    if "RANK" in os.environ and not dist.is_initialized():
+        backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()))
+    set_seed(args.seed)  # of adapters and heads; each step has its own
 
 
-# Many processes
+def keep_freed_memory() -> None:
+    """Else glibc returns large tensors to the system and gets them back page by page: up to half of the time, where the
+    vocabulary is large. The numbers are those of glibc's malloc.h."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -1562,7 +1373,7 @@ def shard(model: nn.Module | None, args: Args) -> None:
     if args.bf16 and not is_trained:
         use_bfloat16(model)
     if args.zero_stage == 0:
-        model.to(args.torch_device)
+        model.to(args.device)
         return
     weights = model.state_dict()
     buffers = dict(model.named_buffers())
@@ -1570,14 +1381,15 @@ def shard(model: nn.Module | None, args: Args) -> None:
     tie(model)
     if is_trained or args.zero_stage == 3:
         split(model, args)
-    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
-    dcp.set_model_state_dict(model, {} if RANK else weights, options=options)
+    else:
+        model.to_empty(device=args.device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
+    set_model_state_dict(model, {} if RANK else weights, options=options)
     for name, buffer in buffers.items():  # those that no state dict holds, such as rotary frequencies
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if owner._buffers[name.rpartition(".")[2]].is_meta:
-            received = torch.empty_like(buffer, device=args.torch_device) if RANK else buffer.to(args.torch_device)
-            dist.broadcast(received, 0)
-            owner._buffers[name.rpartition(".")[2]] = received
+        owner, _, name = name.rpartition(".")
+        received = torch.empty_like(buffer, device=args.device) if RANK else buffer.to(args.device)
+        dist.broadcast(received, 0)
+        model.get_submodule(owner)._buffers[name] = received
     tie(model)
 
 
@@ -1597,19 +1409,16 @@ def tie(model: nn.Module) -> None:
 
 def split(model: nn.Module, args: Args) -> None:
     """Shards a model by torch's FSDP2, a layer at a time."""
-    device_type = torch.device(args.torch_device).type
+    device_type = torch.device(args.device).type
     size = args.shard_size or WORLD_SIZE
     mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
     options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
     if args.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
-    layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or []}
-    for module in list(model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, **options)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
-    for root in roots:
-        fully_shard(root, **options)
+    for module in layers + roots:
+        fully_shard(module, **options)
 
 
 @contextmanager
@@ -1619,10 +1428,12 @@ def gathered(model: nn.Module, args: Args) -> Iterator[None]:
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
-    yield
-    for part in parts:
-        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
-        part.reshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
+            part.reshard()
 
 
 def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
@@ -1632,220 +1443,136 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
-        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
-            work.wait()
-        torch._foreach_div_(gradients, WORLD_SIZE)
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= WORLD_SIZE
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def start_run(args: Args) -> Args:
-    """Checks the settings and joins the processes; returns the settings with output_dir and torch_device filled in."""
-    args = copy(args)
-    logging.set_verbosity_error()  # of transformers, to which a fresh head is news
-    logging.disable_progress_bar()
-    check_values(args)
-    is_sharded = args.zero_stage or args.shard_size or args.offload
-    can_shard = "RANK" in os.environ and args.zero_stage and WORLD_SIZE % (args.shard_size or 1) == 0
-    require(can_shard or not is_sharded, "--zero-stage, --shard-size and --offload are for runs under torchrun "
-            "--nproc-per-node N; with stage 2 or 3, and a shard size that divides N")  # fmt: skip
-    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    check_unused(args)
-    with explain(f"--device {args.device} cannot be used on this machine"):
-        device = torch.empty(0, device=args.device or torch.accelerator.current_accelerator(True) or "cpu").device
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index)))
-            torch.cuda.set_device(device)
-    args.torch_device = str(device)
-    if device.type != "cpu":
-        torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux":
-        keep_freed_memory()
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group()
-        print(f"processes: {WORLD_SIZE}, --zero-stage {args.zero_stage}")
-    set_seed(args.seed % 2**32)  # of adapters and heads; each step has its own
-    return args
-
-
-def keep_freed_memory() -> None:
-    """Else glibc returns large tensors to the system and gets them back page by page: up to half of the time, where the
-    vocabulary is large. The numbers are those of glibc's malloc.h."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def check_unused(args: Args) -> None:
-    """Raises UserError if the output folder holds something, and this is not the run that goes on with it."""
-    files = [Path(args.output_dir, name) for name in ("metrics.jsonl", "config.json", "model_index.json", "README.md")]
-    is_used = any(file.exists() and file.stat().st_size for file in files)
-    require(args.resume or RANK or not is_used, f"--output-dir {args.output_dir} already holds a run or a model; name "
-            f"another, or go on with that run: --resume {shlex.quote(args.output_dir)}")  # fmt: skip
-
-
-def check_values(args: Args) -> None:
-    """Raises UserError for a value that its type in Args does not allow."""
-    values = {f.name: getattr(args, f.name) for f in fields(Args) if f.init}
-    try:
-        TypeAdapter(Args).validate_python(values)
-    except ValidationError as error:
-        wrong = error.errors()[0]  # for instance "Input should be greater than 0"
-        raise UserError(f"--{wrong['loc'][0].replace('_', '-')} {wrong['input']}: {wrong['msg']}") from error
+# --- The run
 
 
 class Run:
     """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
 
-    A number is logged by putting it into the stats, under any name. A checkpoint is one dict: weights and optimiser,
-    whole, however they are sharded; `state`, the dict of what else changes during the run; and the length of
-    metrics.jsonl, to which the file is cut when the run goes on. On a CPU a resumed run is, bit for bit, the one that
-    was never interrupted. `with run:` saves what was trained, also after an error or Ctrl-C.
+    A number is logged by putting it into the stats, under any name. A checkpoint is a folder: each process writes its
+    shards of weights and moments into it, as safetensors; process 0 then adds state.json, and gives it its name. On a
+    CPU a resumed run is, bit for bit, the one that was never interrupted.
     """
 
     def __init__(
-        self, args: Args, num_steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **others
+        self,
+        args: Args,
+        num_steps: int,
+        optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
+        memory: dict,
+        **models: nn.Module | None,
     ):
+        """`memory` is what lasts from step to step besides weights, as JSON can hold it. Of the models in training,
+        `model` is saved in the end, and `ema` beside it."""
         self.args = args
         self.num_steps = num_steps
-        models = {"model": model, **others}  # others: a critic, a moving average
-        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.optimizer = optimizer
-        self.state = state
-        self.output = Path(args.output_dir)
-        self.step = 0  # the one that is being made
-        self.written = 0  # steps that are done
-        self.start = time.perf_counter()
+        self.schedule = schedule
+        self.memory = memory
+        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.step = 0
         self.seconds = {}  # of each phase of this step
         self.broken = 0  # steps in a row without a finite gradient
-        self.warned = set()
-        self.signal = None
-        self.must_stop = False
-        self.wandb = None
-        self.wandb_id = None
-        self.file = open(os.devnull, "w")
+        self.is_told_to_stop = False
+        now = time.strftime("%Y%m%d-%H%M%S")
+        name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
+        if WORLD_SIZE > 1:
+            dist.broadcast_object_list(name)  # their clocks may differ
+        self.output = Path(name[0])
         if not RANK:
             self.open_folder()
         if args.resume:
-            self.restore(Path(args.resume))
+            self.restore()
+        self.wandb = None
         if args.track and not RANK:
             self.start_wandb()
         print(f"output: {self.output}")
-        self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True)
+        self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
 
     def open_folder(self) -> None:
-        """Makes the folder, with its lock, metrics.jsonl and args.json."""
-        with explain(f"--output-dir {self.output} cannot be used (is another run writing there?)"):
-            (self.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
-            check_unused(self.args)  # another run may have ended here while this one was loading
-            self.file = open(self.output / "metrics.jsonl", "a")
-            (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
+        """Makes the run's folder, which no other run may have, or opens it again."""
+        if not self.args.resume:
+            self.output.mkdir(parents=True)
+        self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+        self.file = open(self.output / "metrics.jsonl", "a")
+        (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
+        shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
 
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
-        names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.output.name}
-        os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # W&B's own 90 seconds are long for a wrong address
-        with explain("W&B did not start; log in with `wandb login`, set WANDB_MODE=offline (`wandb sync` uploads it "
-                     "later) or, for a slow server, WANDB_INIT_TIMEOUT=90, or leave out --track"):  # fmt: skip
-            import wandb
+        import wandb
 
-            config = asdict(self.args)
-            self.wandb = wandb.init(**names, config=config, dir=self.output, id=self.wandb_id, resume="allow")
-            self.wandb_id = self.wandb.id
-
-    def __enter__(self) -> "Run":
-        """Ctrl-C, SIGTERM and SIGHUP end the run after the step it is in, unless they are ignored, as by nohup."""
-        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-        self.handlers = {number: signal.signal(number, self.heed) for number in heeded}
-        return self
-
-    def heed(self, number: int, frame) -> None:
-        """The handler. A second signal does not wait for the end of the step; but torchrun passes each one on twice."""
-        if self.signal and WORLD_SIZE == 1:
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
-        print(f"\n{self.signal.name}: stopping after this step; send it again to stop at once", file=sys.stderr)
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace) -> None:
-        """Saves what was trained, if a step was made. An error in saving does not hide the one from before.
-
-        Nothing is saved if another process has failed: the model cannot be put together without it.
-        """
-        if kind is KeyboardInterrupt:
-            error.add_note(f"to resume: {self.resume_command()}")
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        self.bar.close()
-        with suppress(OSError):  # what a full disk did not take was reported where it was written
-            self.file.close()
-        try:
-            if self.written and (WORLD_SIZE == 1 or kind in (None, KeyboardInterrupt)):
-                self.finish()
-        except Exception as second:
-            if error is None:
-                raise
-            error.add_note(f"then: {str(second) or type(second).__name__}")
-        if self.wandb:
-            self.wandb.finish()
-        if error is None:
-            self.show_commands()
-
-    def resume_command(self) -> str:
-        """The command line that continues this run."""
-        launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-        return f"{launcher} {Path(__file__).name} --resume {shlex.quote(str(self.output))}"
-
-    def show_commands(self) -> None:
-        """The command lines that look at a run that has ended, and that make one of twice the length out of it."""
-        files = Path(__file__).with_name("docs") / "xray.py", self.output / "samples.jsonl"
-        if all(file.exists() for file in files):
-            print(f"to look at its tokens: python docs/xray.py {shlex.quote(str(self.output))}")
-        length = getattr(self.args, LENGTH) or self.num_steps * self.args.batch_size
-        print(f"to go on for as long again: {self.resume_command()} --{LENGTH.replace('_', '-')} {2 * length}")
+        self.wandb = wandb.init(
+            project=self.args.wandb_project_name,
+            entity=self.args.wandb_entity,
+            name=self.output.name,
+            config=asdict(self.args),
+            dir=self.output,
+            id=self.memory.get("wandb_id"),
+            resume="allow",
+        )
+        self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left, each begun with its own seed."""
-        for step in range(self.step + 1, self.num_steps + 1):
-            self.step = step
-            set_seed(make_seed(self.args.seed, step))
-            yield step
+        """The numbers of the steps that are left; each begins with its own seed and ends with a checkpoint, if due.
+
+        After Ctrl-C or SIGTERM, unless they are ignored, as by nohup, the step that was begun is the last one.
+        """
+        signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
+        handlers = {number: signal.signal(number, self.heed) for number in signals}
+        must_stop = False
+        try:
+            while self.step < self.num_steps and not must_stop:
+                self.step += 1
+                set_seed(make_seed(self.args.seed, self.step))
+                yield self.step
+                require(
+                    self.broken < 5,
+                    "the gradient was NaN or infinite five times in a row, and no such step was made: most often the "
+                    "learning rate is too high",
+                )
+                must_stop = bool(all_reduce(torch.tensor(int(self.is_told_to_stop))))  # one process is told, all stop
+                if must_stop or self.is_due(self.args.save_steps):
+                    self.save()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def heed(self, number: int, frame) -> None:
+        """What Ctrl-C and SIGTERM do."""
+        self.is_told_to_stop = True
+        print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
         """Takes the seconds of a phase of this step."""
         start = time.perf_counter()
         yield
-        if self.args.torch_device != "cpu":
+        if self.args.device != "cpu":
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
 
-    def write(self, stats: dict[str, float], *shown: str) -> None:
-        """Ends a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
+    def log(self, stats: dict[str, float], *shown: str) -> None:
+        """The end of a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
+        norms = [x for name, x in stats.items() if name.endswith("grad_norm")]
+        self.broken = 0 if all(map(math.isfinite, norms)) else self.broken + 1
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
-        line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
-        with explain(f"{self.output}/metrics.jsonl could not be written"):
+        self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
+        self.bar.update()
+        if not RANK:
+            line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
             print(json.dumps(line), file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(stats, step=self.step)
-        beside = [f"{name.split('/')[-1]} {stats[name]:.2f}" for name in shown if name in stats]
-        self.bar.set_postfix_str(", ".join(beside), refresh=False)
-        self.bar.update()
-        self.written += 1
-        is_finite = all(math.isfinite(x) for name, x in stats.items() if name.endswith("grad_norm"))
-        self.broken = 0 if is_finite else self.broken + 1
-        require(self.broken < 5, "the gradient was NaN or infinite five times in a row (most often the "
-                "--learning-rate is too high; ddpo.py: --train-learning-rate); no such step was made")  # fmt: skip
-
-    def keep_samples(self, samples: list[dict]) -> None:
-        """Appends to samples.jsonl. If a run is resumed, the last line of a step and row counts."""
-        with suppress(OSError):  # a disk that is full, a folder that is gone: the run itself goes on
-            if not RANK:
-                with open(self.output / "samples.jsonl", "a", encoding="utf-8") as file:
-                    file.writelines(json.dumps({"update": self.step, **sample}) + "\n" for sample in samples)
 
     def is_due(self, every: int) -> bool:
         """True after every so many steps, and after the last one."""
@@ -1855,120 +1582,75 @@ class Run:
         """True after `times` evenly spread steps, the last one included."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
-    def warn(self, sentence: str) -> None:
-        """Prints a warning, once per run."""
-        if sentence not in self.warned and not RANK:
-            self.bar.write(f"warning: {sentence}", file=sys.stderr)
-        self.warned.add(sentence)
-
-    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """Shows a table. Markup and control characters in its cells are shown, not obeyed."""
-        table = Table(title=title, show_lines=True)
-        for name in columns:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
-        with self.bar.external_write_mode():
-            Console(quiet=RANK > 0).print(table)
-
-    def save(self) -> None:
-        """Writes a checkpoint, if it is time or a signal came; it is renamed into place when it is whole."""
-        self.must_stop = bool(all_reduce(torch.tensor(int(self.signal is not None))))  # in one process, so in all
-        if not self.must_stop and not self.is_due(self.args.save_steps):
-            return
-        models, optimizer = dcp.get_state_dict(self.models, self.optimizer, options=WHOLE)
+    def show(self, columns: dict[str, list[str]], tensors: dict[str, object]) -> None:
+        """Shows texts as a table, and keeps the tensors that say more of them, under samples/."""
         if RANK:
             return
-        state = {
-            "script": Path(__file__).name, "step": self.step, "models": models, "optimizer": optimizer,
-            "state": self.state, "bytes": self.file.tell(), "seconds": time.perf_counter() - self.start,
-            "machine": machine(), "wandb_id": self.wandb_id,
-        }  # fmt: skip
+        table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
+        for row in zip(*columns.values()):
+            table.add_row(*map(Text, row))  # in which markup is shown, not obeyed
+        with self.bar.external_write_mode():
+            Console().print(table)
+        tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
+        folder = self.output / "samples"
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All weights in training and the optimiser's moments, by name; of sharded ones this process's part."""
+        reshard(self.models)
+        weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        moments = get_optimizer_state_dict(self.models, self.optimizer, options=options)
+        return weights | {name: x for name, x in moments.items() if isinstance(x, Tensor)}
+
+    def save(self) -> None:
+        """Writes a checkpoint, under another name until it is whole, and removes old ones."""
         folder = self.output / "checkpoints"
-        try:
-            os.fsync(self.file.fileno())
-            with open(folder / "unfinished", "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            (folder / "unfinished").replace(folder / f"step-{self.step:08d}.pt")
-            for old in sorted(folder.glob("step-*.pt"))[: -self.args.save_total_limit]:
-                old.unlink()
-        except (OSError, RuntimeError) as error:  # a disk that is full, a folder that is gone: the run itself goes on
-            (folder / "unfinished").unlink(missing_ok=True)
-            print(f"warning: no checkpoint after step {self.step} (is the disk full?): {error}", file=sys.stderr)
-
-    def stop(self) -> None:
-        """Ends the run if a signal has asked for it."""
-        if self.must_stop and self.step < self.num_steps:
-            raise KeyboardInterrupt(f"stopped by a signal after step {self.step} of {self.num_steps}")
-
-    def restore(self, path: Path) -> None:
-        """Brings everything back to a checkpoint and removes what came after it; without any, the run starts over."""
-        files = [path] if path.is_file() else sorted((self.output / "checkpoints").glob("step-*.pt"), reverse=True)
-        file, state = read_checkpoint(files)
-        if not files:
-            if not RANK:
-                self.file.truncate(0)
+        unfinished = folder / "unfinished"
+        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
+        if RANK:
             return
-        require(state, f"--resume {path}: there is no checkpoint that can be read; start a new run")
-        script = Path(__file__).name
-        require(state["script"] == script, f"--resume {path}: that is a checkpoint of {state['script']}, not {script}")
-        metrics = self.output / "metrics.jsonl"
-        is_whole = metrics.stat().st_size >= state["bytes"]
-        require(is_whole, f"{metrics} is shorter than when {file.name} was written; start a new run")
-        with explain(f"--resume {path}: this checkpoint does not fit the model"):
-            # The optimiser first: to have moments to fill in, it is made to take a step, and the average follows
-            dcp.set_optimizer_state_dict(self.models, self.optimizer, state["optimizer"], options=WHOLE)
-            dcp.set_model_state_dict(self.models, state["models"], options=WHOLE)
-        same = state["state"].get("data") == self.state.get("data")
-        require(same, f"--resume {path}: the dataset is not the one that the run began with; start a new run")
-        if state["machine"] != machine():
-            print(f"continues on {machine()}, after {state['machine']}: the numbers will differ in their last bits")
-        self.state.update(state["state"])
-        self.step = self.written = state["step"]
-        self.start -= state["seconds"]
-        self.wandb_id = state["wandb_id"]
+        state = {"step": self.step, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
+        (unfinished / "state.json").write_text(json.dumps(state))
+        unfinished.rename(folder / f"step-{self.step:08d}")
+        for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
+            shutil.rmtree(old)
+
+    def restore(self) -> None:
+        """Brings everything back to the newest checkpoint; without any, the run starts over."""
+        folders = sorted((self.output / "checkpoints").glob("step-*"))
+        bytes_of_metrics = 0
+        if folders:
+            state = json.loads((folders[-1] / "state.json").read_text())
+            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folders[-1]))  # in place
+            bytes_of_metrics = state["bytes_of_metrics"]
+            self.memory.update(state["memory"])
+            self.step = state["step"]
+            for _ in range(self.step):
+                self.schedule.step()
         if not RANK:
-            self.file.truncate(state["bytes"])
-            for later in (self.output / "checkpoints").glob("step-*.pt"):
-                if later.name > file.name:
-                    later.unlink()
-        print(f"continues after step {self.step}, from {file}")
+            self.file.truncate(bytes_of_metrics)
+        print(f"continues after step {self.step}")
 
     def finish(self) -> None:
         """Saves the model, and its moving average in ema/; beside it the card and the curves."""
-        with explain(f"the model could not be saved in {self.output}"):
-            save_model(self.models["model"], self.output, self.args)
-            if "ema" in self.models:
-                save_model(self.models["ema"], self.output / "ema", self.args)
-        if not RANK:
-            with explain(f"the model is saved in {self.output}, but its card or curves could not be made"):
-                lines = [json.loads(line) for line in open(self.output / "metrics.jsonl")]
-                write_card(self.output, self.args, lines)
-                draw_curves(self.output, lines)
-            print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
-
-
-def read_checkpoint(files: list[Path]) -> tuple[Path | None, dict | None]:
-    """The first of the files that is whole and a checkpoint, and what it holds."""
-    for file in files:
-        with suppress(Exception):  # whatever a damaged file, or somebody else's, makes of it
-            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(file).testzip() is None and "wandb_id" in state:  # right checksums, the last key
-                return file, state
-        print(f"warning: {file} is damaged, or no checkpoint, and cannot be read", file=sys.stderr)
-    return None, None
-
-
-def machine() -> str:
-    """What the last bits of a sum depend on."""
-    return f"{WORLD_SIZE} process(es) of {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def printable(text: str) -> str:
-    """Text without control characters: what a model writes must not steer the reader's terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        self.bar.close()
+        save_model(self.models["model"], self.output, self.args)
+        if "ema" in self.models:
+            save_model(self.models["ema"], self.output / "ema", self.args)
+        if RANK:
+            return
+        self.file.close()
+        lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
+        write_card(self.output, self.args, lines)
+        draw_curves(self.output, lines)
+        if self.wandb:
+            self.wandb.finish()
+        print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+        if self.step < self.num_steps:
+            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+            print(f"to go on from step {self.step}: {launcher} {Path(__file__).name} --resume {self.output}")
 
 
 def peak_memory_mb() -> float:
@@ -1977,134 +1659,84 @@ def peak_memory_mb() -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
-    weights = dcp.get_model_state_dict(model, options=WHOLE)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if RANK:
         return
     tied = model.all_tied_weights_keys
     model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
-    require(any(folder.glob("*.safetensors")), f"{folder} holds no weights")  # the library only logs that it is a file
     model.tokenizer.save_pretrained(folder)
-    if getattr(model, "peft_config", None):
+    if args.lora_r:
         from peft import PeftModel
 
         whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
-        merged = PeftModel.from_pretrained(whole, folder)
-        merged.merge_and_unload().save_pretrained(folder / "merged")
+        PeftModel.from_pretrained(whole, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def write_card(output: Path, args: Args, lines: list[dict[str, float]], library: str = "transformers") -> None:
-    """README.md, the model card: the last metrics and all settings, as JSON, in which no name is taken for markup."""
-    data = ModelCardData(library_name=library, tags=[Path(__file__).stem])
-    if args.model and not on_disk(args.model):  # a name on the hub, to which the card then links
-        data.base_model = args.model
-    if args.dataset and not on_disk(args.dataset):
-        data.datasets = args.dataset
-    last = {}
-    for line in lines:
-        last |= {name: value for name, value in line.items() if value is not None}
-    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in last.items())
-    text = f"Made by `{Path(__file__).name}`.\n\n## Last metrics\n\n| metric | value |\n|---|---|\n{rows}\n"
-    settings = f"\n## Settings\n\n```json\n{json.dumps(asdict(args), indent=2)}\n```\n"
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}{settings}").save(output / "README.md")
+def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
+    """README.md, the model card: the last metrics and all settings."""
+    metrics = lines.ffill().iloc[-1].to_string()
+    settings = json.dumps(asdict(args), indent=2)
+    script = Path(__file__).name
+    text = f"""---
+library_name: transformers
+tags: [{Path(__file__).stem}]
+---
+
+Made by `{script}`. The last metrics:
+
+```
+{metrics}
+```
+
+The settings:
+
+```json
+{settings}
+```
+"""
+    (folder / "README.md").write_text(text)
 
 
-def draw_curves(output: Path, lines: list[dict[str, float]]) -> None:
-    """curves.png: one panel for each list of metrics in CURVES."""
-    from matplotlib.figure import Figure
-
-    x = "episode" if "episode" in lines[0] else "step"
+def draw_curves(folder: Path, lines: pandas.DataFrame) -> None:
+    """curves.png: for each pattern of CURVES a panel with the metrics whose names it matches."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
-    axes = figure.subplots(1, len(CURVES), squeeze=False)[0]
-    for axis, names in zip(axes, CURVES):
-        for name in names:
-            points = [(line[x], line[name]) for line in lines if line.get(name) is not None]
-            if points:
-                axis.plot(*zip(*points), label=name)
-        axis.set_xlabel(x)
-        axis.spines[["top", "right"]].set_visible(False)
-        if axis.lines:
-            axis.legend(frameon=False)
-    figure.savefig(output / "curves.png", dpi=120)
+    lines.index += 1
+    for axis, pattern in zip(figure.subplots(1, len(CURVES)), CURVES):
+        lines.filter(regex=pattern).interpolate().plot(ax=axis, xlabel="step")
+    figure.savefig(folder / "curves.png", dpi=120)
 
 
 def read_command_line() -> Args:
-    """The settings. With --resume, those of that run, except for what may differ (in Args, from `resume` on)."""
+    """The settings; with --resume, those of that run, but for what the command line says."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
     args = read()
     if args.resume is None:
         return args
-    path = Path(args.resume)
-    folder = path.parent.parent if path.is_file() else path
-    names = [f.name for f in fields(Args) if f.init]
-    with explain(f"--resume {args.resume}: its args.json cannot be read (is it a run of {Path(__file__).name}?)"):
-        saved = json.loads((folder / "args.json").read_text())
-        before = TypeAdapter(Args).validate_python({name: saved[name] for name in names})
-    args = read(default=before)
-    for name in names[: names.index("resume")]:
-        old = getattr(before, name)
-        new = getattr(args, name)
-        flag = f"--{name.replace('_', '-')}"
-        require(old == new, f"{flag} {new} is not what the run in {folder} was made with, {old}; start a new run")
-    same = args.output_dir in (before.output_dir, str(folder))
-    require(same, f"--output-dir {args.output_dir}: a run that is resumed stays in its folder, {folder}")
-    args.output_dir = str(folder)
+    saved = Args(**json.loads(Path(args.resume, "args.json").read_text()))
+    args = read(default=saved)
+    for name, value in asdict(args).items():
+        before = getattr(saved, name)
+        if value != before and name != "resume":
+            print(f"{name}: {value}, before {before}")
     return args
 
 
-class Terminal:
-    """A stream that may end before the run does, as behind `| head`: what it no longer takes is dropped."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> None:
-        """Writes at once, so that an error comes here."""
-        with suppress(OSError):
-            self.stream.write(text)
-            self.stream.flush()
-
-
 def main() -> None:
-    """Reads the command line and trains; a user's mistake ends in one sentence and exit code 2."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout = Terminal(sys.stdout)
-    sys.stderr = terminal = Terminal(sys.stderr)
-    if RANK:  # only the first process writes to the terminal
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-    try:
-        train(read_command_line())
-        if dist.is_initialized():
-            dist.barrier()  # nobody leaves while another still waits for what it sent
-            dist.destroy_process_group()
-    except KeyboardInterrupt as stop:
-        print("; ".join([str(stop) or "interrupted", *getattr(stop, "__notes__", [])]), file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        sys.stderr = terminal
-        if "by peer" in str(error):
-            sys.exit(f"process {RANK} stops: another one, which shows its own error, has closed the connection")
-        sentence = "; ".join([str(error), *getattr(error, "__notes__", [])])
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in sentence:
-            sentence = "out of memory: lower --micro-batch-size (ddpo.py: --train-batch-size); more in docs/guide.md"
-        elif not isinstance(error, UserError):
-            raise
-        time.sleep(5 * (RANK > 0))  # an error that all processes find is reported by the first
-        print(printable(f"{Path(__file__).name}: error: {sentence}"), file=terminal)
-        sys.exit(2)
+    """Trains with the settings of the command line; under torchrun, process 0 alone prints."""
+    if RANK:
+        sys.stdout = open(os.devnull, "w")
+    train(read_command_line())
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

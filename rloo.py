@@ -550,6 +550,8 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 def score_responses(rollout: Rollout, rewards: dict[str, Callable], args: Args) -> None:
     """The rewards' part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
     rollout.rewards_by_name = {name: function(rollout) for name, function in rewards.items()}
+    said = torch.stack([~x.isnan() for x in rollout.rewards_by_name.values()])  # (K, B)
+    require(said.any(0).all(), "a response has no reward at all: each of --reward-fn gave None")
     scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
     rollout.scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
@@ -840,7 +842,7 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
         "response": texts(rollout.responses, rollout.mask),
-        "score": [f"{score:.2f}" for score in rollout.scores],
+        "score": [f"{score:.2f}" for score in rollout.scores.tolist()],
     }
     rewards = {f"rewards/{name}": x for name, x in rollout.rewards_by_name.items()}
     run.show(columns, vars(rollout) | rewards)
@@ -1347,7 +1349,8 @@ def start(args: Args) -> None:
     elif sys.platform == "linux":
         keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+        backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()))
     set_seed(args.seed)  # of adapters and heads; each step has its own
 
 
@@ -1605,7 +1608,7 @@ class Run:
             table.add_row(*map(Text, row))  # in which markup is shown, not obeyed
         with self.bar.external_write_mode():
             Console().print(table)
-        tensors = {name: x.contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
+        tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
         folder = self.output / "samples"
         folder.mkdir(exist_ok=True)
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
