@@ -19,14 +19,13 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one for each process of pytest -n 2
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in the scripts, before torch is imported
 if "CACHE_OF_TESTS" not in os.environ:  # nothing is written to the user's; processes that this one starts share it
     os.environ["HF_HOME"] = os.environ["CACHE_OF_TESTS"] = tempfile.mkdtemp(prefix="cache_of_tests_")
     for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_XET_CACHE"):
         os.environ.pop(name, None)
 
     @atexit.register
-    def remove(folder=os.environ["CACHE_OF_TESTS"], owner=os.getpid()):
+    def remove(folder: str = os.environ["CACHE_OF_TESTS"], owner: int = os.getpid()) -> None:
         """By the process that made it, not by those that were forked from it."""
         if os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
@@ -40,7 +39,8 @@ settings.load_profile("tests")
 def pytest_addoption(parser, pluginmanager):
     """Without pytest-xdist (-p no:xdist) its options in pytest.ini mean nothing."""
     if not pluginmanager.hasplugin("xdist"):
-        parser.addoption("--numprocesses"), parser.addoption("--dist")
+        parser.addoption("--numprocesses")
+        parser.addoption("--dist")
 
 
 @pytest.fixture(autouse=True)
@@ -55,17 +55,23 @@ def nothing_is_left():
     def kept():
         return os.getcwd(), {number: signal.getsignal(number) for number in signal.valid_signals()}
 
-    before, environment = kept(), dict(os.environ)
-    numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    def is_same(a, b):
+        return {**a, "PYTEST_CURRENT_TEST": ""} == {**b, "PYTEST_CURRENT_TEST": ""}
+
+    before = kept()
+    variables = dict(os.environ)
+    precision = torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     yield
-    random.setstate(numbers[0]), np.random.set_state(numbers[1]), torch.set_rng_state(numbers[2])
-    torch.set_float32_matmul_precision(precision)  # a run on a CPU changes it for good
+    torch.set_float32_matmul_precision(precision)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    if (environment | {"PYTEST_CURRENT_TEST": ""}) != (dict(os.environ) | {"PYTEST_CURRENT_TEST": ""}):
-        os.environ.clear(), os.environ.update(environment)
+    if not is_same(variables, os.environ):
+        os.environ.clear()
+        os.environ.update(variables)
     assert kept() == before
 
 
@@ -73,27 +79,30 @@ def nothing_is_left():
 def in_short():
     """What takes half of a run of three steps: no curves are drawn, and data that were read are not read again."""
     import datasets
+    import pandas
     from matplotlib.figure import Figure
 
-    load_dataset, drawing = datasets.load_dataset, (Figure.subplots, Figure.savefig)
+    load_dataset = datasets.load_dataset
+    drawing = vars(pandas.DataFrame)["plot"], Figure.subplots, Figure.savefig
 
     @cache
-    def read_once(files, options):
+    def read_once(stats, options):
         return load_dataset(**dict(options))
 
-    def load(path, name=None, **options):
-        options |= {"path": path, "name": name}
-        files = options.get("data_files") or path
-        place = Path(files if isinstance(files, str) else "nowhere").resolve()
-        if not place.exists():
+    def load(path, name=None, data_files=None, split=None):
+        options = {"path": path, "name": name, "data_files": data_files, "split": split}
+        folder = Path(path)
+        if not folder.exists():
             return load_dataset(**options)
-        files = [(file, file.stat()) for file in (place, *sorted(place.rglob("*"))) if file.exists()]
-        seen = tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in files)
-        return read_once(seen, tuple(options.items()))
+        files = [folder / data_files] if data_files else sorted(folder.rglob("*"))
+        stats = [(file, file.stat()) for file in files]
+        stats = tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+        return read_once(stats, tuple(options.items()))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load_dataset", load)
-        patch.setattr(Figure, "subplots", lambda self, rows, columns, **_: [[MagicMock()] * columns] * rows)
+        patch.setattr(pandas.DataFrame, "plot", MagicMock())
+        patch.setattr(Figure, "subplots", lambda self, rows, columns, **_: [MagicMock()] * columns)
         patch.setattr(Figure, "savefig", lambda self, path, **_: None)
         yield drawing
 
@@ -101,9 +110,12 @@ def in_short():
 @pytest.fixture
 def pictures(monkeypatch, in_short):
     """Curves are drawn in this test."""
+    import pandas
     from matplotlib.figure import Figure
 
-    monkeypatch.setattr(Figure, "subplots", in_short[0]), monkeypatch.setattr(Figure, "savefig", in_short[1])
+    monkeypatch.setattr(pandas.DataFrame, "plot", in_short[0])
+    monkeypatch.setattr(Figure, "subplots", in_short[1])
+    monkeypatch.setattr(Figure, "savefig", in_short[2])
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +142,8 @@ def uneven(tmp_path_factory):
             with open(ROOT / "toy/shells/data" / name / f"{split}.jsonl") as file:
                 data = [json.loads(line) for line in islice(file, rows)]
             for i, row in enumerate(data[::2]):  # of the others, some answers are right
-                row["prompt"] = " ".join([*row["prompt"].split()[: 3 + i % 7], ":"])
+                words = row["prompt"].split()[: 3 + i % 7]
+                row["prompt"] = " ".join([*words, ":"])
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, data)))
         return str(folder)
 
@@ -140,20 +153,16 @@ def uneven(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny(part_of, uneven):
     """Settings of a run of three or four steps, for each script."""
+    updates = dict(batch_size=8, total_episodes=24, response_length=8)
+    prompts = part_of("prompts", 64)
+    pairs = part_of("preferences", 24)
+    images = dict(sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1, train_batch_size=8)
     return {
-        "ppo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
-        "rloo": dict(batch_size=8, total_episodes=24, response_length=8, dataset=part_of("prompts", 64)),
-        "grpo": dict(
-            batch_size=8, num_generations=4, total_episodes=24, response_length=8, num_eval_prompts=4,
-            dataset=uneven("prompts", 64),
-        ),
-        "ddpo": dict(
-            num_epochs=2, sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1, train_batch_size=8,
-            train_gradient_accumulation_steps=1,
-        ),
+        "ppo": updates | dict(dataset=prompts),
+        "rloo": updates | dict(dataset=prompts),
+        "grpo": updates | dict(dataset=uneven("prompts", 64), num_generations=4, num_eval_prompts=4),
+        "ddpo": images | dict(num_epochs=2, train_gradient_accumulation_steps=1),
         "sft": dict(dataset=part_of("sft", 32), batch_size=8),
-        "reward_model": dict(dataset=part_of("preferences", 24), batch_size=8),
-        "dpo": dict(
-            dataset=part_of("preferences", 24), batch_size=8, num_eval_prompts=4, response_length=6, learning_rate=1e-3
-        ),
+        "reward_model": dict(dataset=pairs, batch_size=8),
+        "dpo": dict(dataset=pairs, batch_size=8, learning_rate=1e-3),
     }

@@ -1,14 +1,17 @@
-"""Runs of the scripts, in this process or as a user starts them, and what they leave."""
+"""Runs of the scripts, in this process or in one of their own, and what they leave."""
 
+import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
-from sources import ROOT
+import pytest
+from sources import ROOT, SCRIPTS
 
 GOLD = "toy/make.py:gold_score"
 
@@ -24,6 +27,46 @@ def run(module: ModuleType, output: Path | str, **settings) -> list[dict]:
     return lines_of(output)
 
 
+def main(module: ModuleType, *words: object) -> None:
+    """Runs a script with these words on its command line, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
+        module.main()
+
+
+def words_of(**settings) -> list[str]:
+    """Settings as the words of a command line."""
+    words = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{name.replace('_', '-')}")
+        elif isinstance(value, tuple):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+def in_background(script: str, *words: object) -> BaseProcess:
+    """Starts a run in a process of its own, forked from one that has imported all that it needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*(name.removesuffix(".py") for name in SCRIPTS), "runs"])
+    process = context.Process(target=quiet_main, args=(script, *map(str, words)))
+    process.start()
+    return process
+
+
+def quiet_main(script: str, *words: str) -> None:
+    """What that process does."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    module = importlib.import_module(script)
+    module.draw_curves = lambda *_: None  # as in conftest.py
+    main(module, *words)
+
+
 def lines_of(output: Path | str) -> list[dict]:
     """What a run has logged."""
     text = Path(output, "metrics.jsonl").read_text()
@@ -34,28 +77,3 @@ def untimed(lines: list[dict]) -> list[dict]:
     """Metrics without those that depend on the clock."""
     clocks = ("time/", "perf/", "eps")
     return [{name: x for name, x in line.items() if not name.startswith(clocks)} for line in lines]
-
-
-def command(script: str, **settings) -> list[str]:
-    """The words of a command line, "ppo" and settings as in Args."""
-    words = [sys.executable, str(ROOT / f"{script}.py")]
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, (tuple, list)):
-            words += [f"--{flag}", *map(str, value)]
-        else:
-            words += [f"--{flag}", str(value)]
-    return words
-
-
-def start(script: str, before: str = "", **settings) -> subprocess.Popen:
-    """A run as a process of its own, on a CPU; `before` is Python that is executed in it first."""
-    words = command(script, device="cpu", **settings)
-    if before:
-        program = f"import runpy, sys; sys.argv = {words[1:]!r}\n{before}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-        words = [sys.executable, "-c", program]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT)

@@ -1,0 +1,380 @@
+"""What a run leaves, and that it goes on: a killed one, resumed, is bit for bit the one that nothing interrupted."""
+
+import gc
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+
+import pytest
+import torch
+from filelock import FileLock, Timeout
+from runs import in_background, lines_of, main, run, untimed, words_of
+from safetensors.torch import load_file
+from sources import ROOT, SCRIPTS
+from transformers import AutoModelForCausalLM, pipeline
+
+import ppo
+import rloo
+
+MODULES = {script.removesuffix(".py"): importlib.import_module(script.removesuffix(".py")) for script in SCRIPTS}
+PPO_FIRST = [name if name == "ppo" else pytest.param(name, marks=pytest.mark.slow) for name in MODULES]
+EVERYTHING = {  # what fills a checkpoint
+    "ppo": dict(adaptive_kl=True, ema_decay=0.9, num_mini_batches=2, use_score_scaling=True, eval_steps=2),
+    "rloo": dict(adaptive_kl=True, ema_decay=0.9, num_mini_batches=2, eval_steps=2),
+    "grpo": dict(dynamic_sampling=2, beta=0.1, eval_steps=2),
+    "dpo": dict(lora_r=2, eval_steps=2),
+    "sft": dict(packing=True, max_length=16, eval_steps=2),
+    "reward_model": dict(eos_dropout=0.5, eval_steps=2),
+    "ddpo": dict(num_epochs=3, per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=3, kl_coef=0.1),
+}
+
+
+@pytest.fixture(scope="module")
+def settings_of(tiny):
+    """settings_of("ppo") -> settings of a tiny run with a checkpoint after each step."""
+
+    def make(script):
+        quiet = {} if script == "ddpo" else dict(num_sample_generations=0)
+        return dict(device="cpu", save_steps=1, save_total_limit=9) | quiet | tiny[script] | EVERYTHING[script]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(settings_of, tmp_path_factory):
+    """whole("ppo") -> the folder of such a run, which nothing interrupted."""
+
+    @cache
+    def make(script):
+        folder = tmp_path_factory.mktemp(script) / "run"
+        run(MODULES[script], folder, **settings_of(script))
+        return folder
+
+    return make
+
+
+def weights_of(folder):
+    """What was trained: a language model, its adapter, or the UNet of a pipeline."""
+    (file,) = [*folder.glob("*model.safetensors"), *folder.glob("unet/*.safetensors")]
+    return load_file(file)
+
+
+def assert_same_run(folder, other):
+    """Metrics and weights of two runs are the same, bit for bit."""
+    assert untimed(lines_of(folder)) == untimed(lines_of(other))
+    a = weights_of(folder)
+    b = weights_of(other)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def checkpoints(folder):
+    """The steps after which there are checkpoints."""
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
+
+
+def cut(folder, copy, step):
+    """A copy of a run as it stands when it is killed in the step after `step`, while it writes a line."""
+    shutil.copytree(folder, copy)
+    for later in checkpoints(copy):
+        if later > step:
+            shutil.rmtree(copy / f"checkpoints/step-{later:08d}")
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[: step + 1]) + lines[0][:20])
+    for file in copy.rglob("*model.safetensors"):
+        if "checkpoints" not in file.parts:
+            file.unlink()
+    return copy
+
+
+def resume(script, folder, *words):
+    """Goes on with a run, as a user does."""
+    gc.collect()  # in this process, a run that has ended may still hold its lock
+    main(MODULES[script], "--resume", folder, *words)
+
+
+# --- Killed and resumed
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_resumed_equals_uninterrupted(script, whole, tmp_path):
+    """Though a checkpoint was being written when the run was killed."""
+    copy = cut(whole(script), tmp_path / "cut", 1)
+    (copy / "checkpoints/unfinished").mkdir()
+    (copy / "checkpoints/unfinished/shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half of a")
+    resume(script, copy)
+    assert_same_run(copy, whole(script))
+
+
+@pytest.mark.parametrize("script", PPO_FIRST)
+@pytest.mark.parametrize("step", [0, 99], ids=["before the first checkpoint", "while the model was saved"])
+def test_resumed_from_the_very_beginning_or_end(script, step, whole, tmp_path):
+    """Without a checkpoint there are the settings to go on from: the run starts over."""
+    copy = cut(whole(script), tmp_path / "cut", step)
+    resume(script, copy)
+    assert_same_run(copy, whole(script))
+
+
+@pytest.mark.parametrize("script", PPO_FIRST)
+def test_killed_at_any_moment(script, whole, settings_of, tmp_path):
+    """SIGKILL three times, also while a checkpoint is written; benchmarks/survival.py does it more often."""
+    folder = tmp_path / "run"
+    chance = random.Random(1)
+    moments = [
+        lambda: (folder / "checkpoints/unfinished").exists(),
+        lambda: checkpoints(folder) and chance.random() < 0.05,
+        lambda: chance.random() < 0.01,
+        lambda: False,
+    ]
+    words = words_of(**settings_of(script), output_dir=folder)
+    for moment in moments:
+        process = in_background(script, *words)
+        while process.is_alive():
+            if moment():
+                process.kill()
+            time.sleep(0.002)
+        if (folder / "args.json").exists():
+            words = ["--resume", folder]
+    assert process.exitcode == 0
+    assert_same_run(folder, whole(script))
+
+
+def test_a_full_disk(whole, settings_of, tmp_path, monkeypatch):
+    """The run ends with the error, and can be resumed from the checkpoint before it."""
+    folder = tmp_path / "run"
+    save = ppo.dcp.save
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_on_a_full_disk(*args, **options):
+        if checkpoints(folder) == [1]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        save(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo.dcp, "save", save_on_a_full_disk)
+        with pytest.raises(BaseException, match="File too large"):
+            run(ppo, folder, **settings_of("ppo"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoints(folder) == [1]
+    resume("ppo", folder)
+    assert_same_run(folder, whole("ppo"))
+
+
+def test_as_many_checkpoints_stay_as_were_asked_for(tmp_path, tiny):
+    run(rloo, tmp_path, **tiny["rloo"], save_steps=1, save_total_limit=2)
+    assert checkpoints(tmp_path) == [2, 3]
+
+
+def test_one_run_to_a_folder(whole, tmp_path):
+    """A new run finds its folder used, a resumed one finds it locked; neither changes a file of the other."""
+    copy = cut(whole("ppo"), tmp_path / "copy", 1)
+    before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file() and file.name != ".lock"}
+    with pytest.raises(FileExistsError):
+        main(ppo, "--output-dir", copy)
+    with FileLock(copy / ".lock"), pytest.raises(Timeout):
+        resume("ppo", copy)
+    assert before == {file: file.read_bytes() for file in before}
+
+
+def test_flags_win_over_the_settings_of_a_resumed_run(whole, tmp_path, capsys):
+    """What they change is printed. Here the run becomes a longer one, at the learning rates of that."""
+    copy = tmp_path / "more"
+    shutil.copytree(whole("rloo"), copy)
+    resume("rloo", copy, "--total_episodes=40", "--learning-rate", 1e-3)
+    said = capsys.readouterr().out
+    assert "total_episodes: 40, before 24" in said
+    assert "learning_rate: 0.001, before 0.00031" in said
+    assert "kl_coef" not in said
+    lines = lines_of(copy)
+    assert untimed(lines[:3]) == untimed(lines_of(whole("rloo")))
+    assert [line["lr"] for line in lines[3:]] == pytest.approx([4e-4, 2e-4])
+    assert json.loads((copy / "args.json").read_text())["total_episodes"] == 40
+
+
+# --- Signals
+
+
+@pytest.fixture
+def heeded():
+    """The signals do what they do by default, whatever started the tests."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def signal_at_step_1(patch, module, number):
+    """The run is sent a signal while it logs its first step."""
+    log = module.Run.log
+
+    def log_and_signal(self, *rest):
+        log(self, *rest)
+        if self.step == 1:
+            os.kill(os.getpid(), number)
+
+    patch.setattr(module.Run, "log", log_and_signal)
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_a_signal_ends_the_run_after_its_step(script, heeded, whole, settings_of, tmp_path, monkeypatch, capsys):
+    """With a checkpoint, a model, and the command that goes on to the same bits."""
+    module = MODULES[script]
+    number = signal.SIGINT if script == "ppo" else signal.SIGTERM
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signal_at_step_1(patch, module, number)
+        lines = run(module, folder, **settings_of(script))
+    assert len(lines) == 1
+    assert checkpoints(folder) == [1]
+    assert weights_of(folder)
+    words = shlex.split(re.search("to go on .*: (python .*)", capsys.readouterr().out)[1])
+    assert words == ["python", f"{script}.py", "--resume", str(folder)]
+    resume(script, folder)
+    assert_same_run(folder, whole(script))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ignored_signals_stay_ignored(number, heeded, whole, settings_of, tmp_path, monkeypatch):
+    """As those are that the shell ignores for nohup."""
+    signal.signal(number, signal.SIG_IGN)
+    signal_at_step_1(monkeypatch, ppo, number)
+    run(ppo, tmp_path, **settings_of("ppo"))
+    assert_same_run(tmp_path, whole("ppo"))
+
+
+def test_without_a_standard_output(tmp_path, tiny, monkeypatch):
+    """As after `>&-`."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert len(run(ppo, tmp_path, num_sample_generations=3, **tiny["ppo"])) == 3
+
+
+@pytest.mark.slow
+def test_with_a_closed_standard_output(tmp_path, tiny):
+    words = [sys.executable, "ppo.py", *words_of(device="cpu", output_dir=tmp_path / "run", **tiny["ppo"])]
+    subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], check=True, cwd=ROOT)
+    assert len(lines_of(tmp_path / "run")) == 3
+
+
+# --- Numbers that are none
+
+
+def break_gradients(monkeypatch, steps):
+    """In each of these steps a gradient is NaN."""
+    clip = torch.nn.utils.clip_grad_norm_
+    calls = []
+
+    def broken(parameters, *rest):
+        parameters = list(parameters)
+        calls.append(1)
+        if len(calls) in steps:
+            parameters[0].grad.mul_(torch.nan)
+        return clip(parameters, *rest)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_a_gradient_that_is_not_finite_makes_no_step(script, tmp_path, settings_of, monkeypatch):
+    """The run goes on; JSON, which has no NaN, holds a null."""
+    break_gradients(monkeypatch, [1])
+    lines = run(MODULES[script], tmp_path, **settings_of(script))
+    assert all(x.isfinite().all() for x in weights_of(tmp_path).values())
+    norms = [value for name, value in lines[0].items() if name.endswith("grad_norm")]
+    assert None in norms
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_gradients_that_are_never_finite(tmp_path, tiny, monkeypatch):
+    """The run ends after five of them."""
+    break_gradients(monkeypatch, range(99))
+    with pytest.raises(SystemExit, match="NaN"):
+        run(rloo, tmp_path, **tiny["rloo"] | dict(total_episodes=48, num_ppo_epochs=1))
+    assert len(lines_of(tmp_path)) == 5
+
+
+# --- What a run leaves
+
+
+def test_what_a_run_leaves_behind(tmp_path, tiny, pictures):
+    """The policy loads as anybody would load it, and the card has settings and metrics."""
+    run(ppo, tmp_path, **tiny["ppo"])
+    assert not list(tmp_path.glob("*.bin"))
+    text = pipeline("text-generation", model=str(tmp_path))("The film", max_new_tokens=5)[0]["generated_text"]
+    assert text.startswith("The film")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    card = (tmp_path / "README.md").read_text()
+    assert '"response_length": 8' in card
+    assert "objective/scores" in card
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_each_panel_of_the_curves_has_a_metric(script, whole):
+    names = set(lines_of(whole(script))[-1])
+    for pattern in MODULES[script].CURVES:
+        assert [name for name in names if re.search(pattern, name)], pattern
+
+
+def test_the_default_folder_has_name_and_seed(tmp_path, tiny, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = tiny["ppo"] | dict(total_episodes=8)
+    ppo.train(ppo.Args(exp_name="trial", seed=5, device="cpu", **settings))
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("trial__5__")
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("script", ["ppo", "dpo", "sft", "reward_model"])  # rloo.py and grpo.py report as PPO does
+def test_sample_tables(script, tmp_path, capsys, tiny):
+    """As many tables as asked for, the last one at the end, and in PPO the first batch; none with 0."""
+    expected = {0: [], 1: [1, 3], 3: [1, 2, 3]} if script == "ppo" else {0: [], 1: [3], 3: [1, 2, 3]}
+    if script == "sft":
+        expected = {0: [], 1: [4], 4: [1, 2, 3, 4]}
+    for number, steps in expected.items():
+        folder = tmp_path / str(number)
+        run(MODULES[script], folder, num_sample_generations=number, **tiny[script])
+        titles = re.findall(r"^ *(?:update|step) (\d+) of \d *$", capsys.readouterr().out, re.MULTILINE)
+        assert [int(title) for title in titles] == steps
+        files = sorted(folder.glob("samples/step-*.safetensors"))
+        assert [int(file.stem.removeprefix("step-")) for file in files] == steps
+
+
+def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch, tiny):
+    """In a real run that is offline."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # it remembers the mode of whichever test came before
+    logged = []
+    init = wandb.init
+
+    def spy(**settings):
+        logged.append(settings)
+        session = init(**settings)
+        log = session.log
+
+        def log_and_note(stats, **options):
+            logged.append(dict(stats))
+            log(stats, **options)
+
+        session.log = log_and_note
+        return session
+
+    monkeypatch.setattr(wandb, "init", spy)
+    lines = run(ppo, tmp_path, track=True, wandb_project_name="p", wandb_entity="e", **tiny["ppo"])
+    settings, *others = logged
+    assert (settings["project"], settings["entity"]) == ("p", "e")
+    assert others == lines
+    assert list(tmp_path.glob("wandb/offline-run-*"))
