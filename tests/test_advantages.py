@@ -1,0 +1,395 @@
+"""Steps 3 and 4: from scores to per-token rewards and advantages, with a critic (GAE) or against a group."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbers_of_others import close, golden, make_rollout, names
+
+import grpo
+import ppo
+import rloo
+
+B, T = 5, 7
+MASK = torch.arange(T) < torch.tensor([7, 1, 4, 6, 2])[:, None]
+NAN = float("nan")
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def spoil(x):
+    """x with NaN on the padding."""
+    return x.masked_fill(~MASK, NAN)
+
+
+# --- masked_mean, masked_var, masked_whiten
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 10_000))
+def test_masked_moments_equal_those_of_the_real_tokens(rows, columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    mask = torch.rand(rows, columns, generator=generator) < 0.6
+    mask[0, 0] = True
+    spoilt = x.masked_fill(~mask, NAN)
+    torch.testing.assert_close(ppo.masked_mean(spoilt, mask), x[mask].mean())
+    if mask.sum() > 1:
+        torch.testing.assert_close(ppo.masked_var(spoilt, mask), x[mask].var())
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_whitening_gives_the_moments_it_promises(shift):
+    x = randn(B, T) * 3 + 5
+    whitened = ppo.masked_whiten(spoil(x), MASK, shift)
+    close(whitened[MASK].var(), 1.0)
+    close(whitened[MASK].mean(), 0.0 if shift else x[MASK].mean())
+    assert (whitened[~MASK] == 0).all()
+
+
+def test_a_single_token_is_no_reason_for_nan():
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    mask[0, 0] = True
+    assert ppo.masked_whiten(randn(2, 3), mask).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["trl07_masked_whiten", "trl016_masked_whiten"])
+def test_whitening_against_trl(name):
+    """Whitening with and without shifting the mean against TRL 0.7.11 and 0.16.1."""
+    i, o = golden(name)
+    mask = i["mask"].bool()
+    close(ppo.masked_whiten(i["values"], mask), o["shift_mean_true"], mask)
+    close(ppo.masked_whiten(i["values"], mask, shift_mean=False), o["shift_mean_false"], mask)
+
+
+def test_moments_after_a_masked_prompt_against_trl07():
+    """Mean, variance and whitening against TRL 0.7.11, for rows whose mask starts late."""
+    i, o = golden("trl0711_gae_whiten")
+    mask = i["mask"].bool()
+    x = i["values"]
+    close(ppo.masked_mean(x, mask), o["masked_mean"])
+    close(ppo.masked_var(x, mask), o["masked_var_unbiased"])
+    close(ppo.masked_whiten(x, mask), o["masked_whiten"], mask)
+    close(ppo.masked_whiten(x, mask, shift_mean=False), o["masked_whiten_noshift"], mask)
+
+
+def test_whitening_against_nplus():
+    """Whitening against the N+ details, which divide by the biased deviation: ours is smaller by sqrt((n-1)/n)."""
+    i, o = golden("nplus_whiten_eos")
+    mask = i["mask"].bool()
+    n = mask.sum().double()
+    factor = ((n - 1) / n).sqrt()
+    mean = ppo.masked_mean(i["values"], mask)
+    close(ppo.masked_whiten(i["values"], mask), o["whiten_shift"] * factor, mask)
+    # Without the shift the mean stays in both, so only the distance from it is scaled.
+    ours = ppo.masked_whiten(i["values"], mask, shift_mean=False)
+    close(ours - mean, (o["whiten_noshift"] - mean) * factor, mask)
+
+
+# --- shape_rewards
+
+
+def test_rewards_add_up_to_the_score_less_the_kl():
+    scores = randn(B)
+    kl = randn(B, T)
+    rewards = ppo.shape_rewards(scores, spoil(kl), MASK, 0.3)
+    close(rewards.sum(1), scores - 0.3 * (kl * MASK).sum(1))
+    last = MASK.sum(1) - 1
+    close((rewards + 0.3 * kl)[torch.arange(B), last], scores)
+    assert (rewards[~MASK] == 0).all()
+
+
+@pytest.mark.parametrize("name", names("trl07_rewards_kl_penalty_*"))
+def test_rewards_against_trl07(name):
+    """KL, its penalty, and the score on the last real token, under each of TRL 0.7.11's KL penalties."""
+    i, o = golden(name)
+    mask = i["mask"].bool()
+    if i["kl_penalty"] == "full":  # log-probabilities (B, T, V), which are logits too
+        kl = ppo.full_kl(i["logprobs"], i["ref_logprobs"])
+    else:
+        kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], i["kl_penalty"])
+    close(kl, o["kl"], mask)
+    close(ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"]), o["rewards"], mask)
+
+
+def test_rewards_against_openrlhf():
+    """KL and rewards against OpenRLHF 0.3.8; no score of this file reaches its clamp at 10."""
+    i, o = golden("openrlhf_reward_shaping")
+    mask = i["mask"].bool()
+    kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
+    close(kl, o["kl"], mask)
+    close(ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"]), o["rewards"])
+
+
+# --- gae
+
+
+def test_gae_lambda_1_is_the_sum_of_rewards_to_come():
+    rewards = randn(B, T)
+    _, returns = ppo.gae(rewards, randn(B, T), MASK, 0.9, 1.0)
+    for i in range(B):
+        n = int(MASK[i].sum())
+        for t in range(n):
+            close(returns[i, t], sum(0.9 ** (s - t) * rewards[i, s] for s in range(t, n)))
+
+
+def test_gae_lambda_0_is_the_one_step_error():
+    rewards = randn(B, T)
+    values = randn(B, T)
+    advantages, _ = ppo.gae(rewards, values, MASK, 0.9, 0.0)
+    next_values = F.pad(values * MASK, (0, 1))[:, 1:]
+    close(advantages, rewards + 0.9 * next_values - values, MASK)
+
+
+def test_gae_is_zero_when_the_critic_is_right():
+    """With V_t the true return and gamma = 1, nothing is better than expected."""
+    rewards = randn(B, T) * MASK
+    values = rewards.flip(1).cumsum(1).flip(1)
+    advantages, returns = ppo.gae(rewards, values, MASK, 1.0, 0.7)
+    close(advantages, torch.zeros(B, T))
+    close(returns, values * MASK)
+
+
+def test_gae_ignores_padding_and_treats_rows_alone():
+    rewards = randn(B, T)
+    values = randn(B, T)
+    order = torch.randperm(B)
+    clean = ppo.gae(rewards, values, MASK, 0.99, 0.95)
+    spoilt = ppo.gae(spoil(rewards), spoil(values), MASK, 0.99, 0.95)
+    mixed = ppo.gae(rewards[order], values[order], MASK[order], 0.99, 0.95)
+    for ours, other, expected in zip(spoilt, mixed, clean):
+        close(ours, expected)
+        close(other, expected[order])
+
+
+def trl07_advantages(rewards, values, mask, gamma, lam, whiten_rewards):
+    """Whitened advantages, and returns, as TRL 0.7 computes them, put together from our functions."""
+    if whiten_rewards:
+        # TRL 0.7 whitens the padding along with the rest: the zeros there become mean - mean / std, and GAE carries
+        # them into the real tokens. So they are put back by hand, and GAE is told that nothing is padding.
+        mean = ppo.masked_mean(rewards, mask)
+        leak = mean - mean * torch.rsqrt(ppo.masked_var(rewards, mask) + 1e-8)
+        rewards = torch.where(mask, ppo.masked_whiten(rewards, mask, shift_mean=False), leak)
+        advantages, returns = ppo.gae(rewards, values * mask, torch.ones_like(mask), gamma, lam)
+    else:
+        advantages, returns = ppo.gae(rewards, values, mask, gamma, lam)
+    return ppo.masked_whiten(advantages, mask), returns
+
+
+@pytest.mark.parametrize("name", names("trl07_gae_*"))
+def test_gae_against_trl07(name):
+    """GAE, reward and advantage whitening against TRL 0.7.11."""
+    i, o = golden(name)
+    mask = i["mask"].bool()
+    advantages, returns = trl07_advantages(i["rewards"], i["values"], mask, i["gamma"], i["lam"], i["whiten_rewards"])
+    close(returns, o["returns"], mask)
+    close(advantages, o["advantages_whitened"], mask)
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_gae_after_a_masked_prompt_against_trl07(case):
+    """The same with rows whose mask starts late, the prompt being masked too."""
+    i, o = golden("trl0711_gae_whiten")
+    mask = i["mask"].bool()
+    o = o["cases"][case]
+    advantages, returns = trl07_advantages(i["rewards"], i["values"], mask, o["gamma"], o["lam"], o["whiten_rewards"])
+    close(returns, o["returns"], mask)
+    close(advantages, o["advantages_whitened_unmasked_positions_garbage"], mask)
+
+
+@pytest.mark.parametrize("case", range(2))
+def test_whitened_rewards_do_not_leak(case):
+    """Our own order of steps against TRL 0.7.11's numbers with the leak from the padding removed."""
+    i, o = golden("trl0711_gae_whiten")
+    mask = i["mask"].bool()
+    o = o["corrected_whiten_rewards_pads_rezeroed"][case]
+    rewards = ppo.masked_whiten(i["rewards"], mask, shift_mean=False)
+    advantages, returns = ppo.gae(rewards, i["values"], mask, o["gamma"], o["lam"])
+    close(rewards, o["rewards_whitened"])  # on the padding as well: 0
+    close(returns, o["returns"], mask)
+    close(ppo.masked_whiten(advantages, mask), o["advantages_whitened"])
+
+
+def test_gae_against_openrlhf():
+    """Advantages and returns against OpenRLHF 0.3.8."""
+    i, o = golden("openrlhf_gae")
+    mask = i["mask"].bool()
+    advantages, returns = ppo.gae(i["rewards"], i["values"], mask, i["gamma"], i["lam"])
+    close(advantages, o["advantages"], mask)
+    close(returns, o["returns"], mask)
+
+
+# --- steps 2 to 4 together, as one library has them
+
+
+def test_rewards_and_gae_against_openrlhf031():
+    """KL, rewards, GAE and normalised advantages against OpenRLHF 0.3.1."""
+    i, o = golden("openrlhf031_losses_rewards_gae")
+    mask = i["action_mask"].bool()
+    kl = ppo.kl_estimate(i["log_probs"], i["base_log_probs"], "k1")
+    scores = i["rm_reward"].clamp(-10, 10)  # OpenRLHF clamps scores, ours leaves them alone
+    rewards = ppo.shape_rewards(scores, kl, mask, i["kl_coef"])
+    close(kl, o["kl_per_token"], mask)
+    close(rewards, o["rewards"])
+    advantages, returns = ppo.gae(rewards, i["old_values"], mask, i["gamma"], i["lambd"])
+    close(advantages, o["gae_advantages"])
+    close(returns, o["gae_returns"])
+    n = mask.sum().double()  # the deviation without Bessel's correction, as in the N+ details
+    expected = o["advantages_normalized_biased_std"] * ((n - 1) / n).sqrt()
+    close(ppo.masked_whiten(advantages, mask), expected, mask)
+
+
+def before_the_rewards(case):
+    """Of trl0161_ppo_rewards_gae: its inputs, and our mask, ended, scores and KL for a case."""
+    i, _ = golden("trl0161_ppo_rewards_gae")
+    mask, ended = ppo.response_mask(i["responses"], i["eos_id"])
+    scores = ppo.penalize_missing_eos(i["scores"], ended, case["missing_eos_penalty"] or 0.0)
+    return i, mask, ended, scores, ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_rewards_and_gae_against_trl016(case):
+    """EOS penalty, rewards, whitening, GAE, and what is logged of a batch, against TRL 0.16.1."""
+    theirs = golden("trl0161_ppo_rewards_gae")[1]["cases"][case]
+    a = theirs["args"]
+    i, mask, ended, scores, kl = before_the_rewards(a)
+    assert torch.equal(mask, ~theirs["padding_mask"]) and torch.equal(ended, theirs["contain_eos"])
+    close(scores, theirs["scores_after_penalty"])
+    close(kl, theirs["kl"], mask)
+    # TRL 0.16 counts one position after the last real token as part of the episode, where there is room for it, and
+    # puts the score there. So the score is moved, and the mask is one longer, until the advantages are whitened.
+    longer = F.pad(mask, (1, 0), value=True)[:, :-1]
+    last = longer.sum(1) - 1
+    assert torch.equal(longer, ~theirs["padding_mask_p1"])
+    rewards = ppo.shape_rewards(0 * scores, kl, mask, a["kl_coef"]) + F.one_hot(last, mask.shape[1]) * scores[:, None]
+    if a["whiten_rewards"]:
+        rewards = ppo.masked_whiten(rewards, longer, shift_mean=False)
+    advantages, returns = ppo.gae(rewards, i["values"], longer, a["gamma"], a["lam"])
+    close(rewards, theirs["rewards_after_step5"])
+    close(advantages, theirs["advantages_raw"])
+    close(returns, theirs["returns"])
+    close(ppo.masked_whiten(advantages, mask), theirs["advantages"])
+
+    rollout = make_rollout(mask, i["logprobs"], kl=kl, ended=ended, scores=scores, kl_coef=a["kl_coef"])
+    stats = ppo.rollout_stats(rollout)
+    theirs = theirs["stats"]
+    close(stats["objective/kl"], theirs["objective_kl"])
+    close(stats["objective/non_score_reward"], theirs["objective_non_score_reward"])
+    close(stats["objective/scores"], theirs["objective_scores"])
+    close(stats["objective/rlhf_reward"], theirs["objective_rlhf_reward"])
+    close(stats["objective/entropy"], theirs["objective_entropy_CORRECT"])  # TRL's own counts padding
+    assert stats["val/num_eos_tokens"] == theirs["num_eos_after_truncation"]
+
+
+@pytest.mark.parametrize("case", range(2))
+def test_rewards_and_gae_with_the_score_on_the_last_token(case):
+    """Our own steps 3 and 4 against the inputs of TRL 0.16.1, with the score where TRL 0.7 and OpenRLHF put it."""
+    _, o = golden("trl0161_ppo_rewards_gae")
+    theirs = o["alternative_score_at_last_token"][case]
+    a = o["cases"][0]["args"]
+    i, mask, _, scores, kl = before_the_rewards(theirs)
+    rewards = ppo.shape_rewards(scores, kl, mask, a["kl_coef"])
+    advantages, returns = ppo.gae(rewards, i["values"], mask, a["gamma"], a["lam"])
+    close(rewards, theirs["rewards"])
+    close(returns, theirs["returns"])
+    close(ppo.masked_whiten(advantages, mask), theirs["advantages_whitened"])
+
+
+# --- adapt_kl_coef
+
+
+def test_controller_raises_the_coefficient_above_the_target_only():
+    args = ppo.Args(kl_target=6.0, kl_horizon=1000, batch_size=100)
+    after = [ppo.adapt_kl_coef(0.1, kl, args) for kl in (12.0, 6.0, 0.0)]
+    assert after == pytest.approx([0.102, 0.1, 0.098])
+
+
+def test_kl_controller_against_trl07():
+    """The coefficient after each of 40 updates; at the target, inside the clip, and far outside it."""
+    i, o = golden("trl07_adaptive_kl_controller")
+    before = i["init_kl_coef"]
+    steps = []
+    for kl, episodes, after in o["kl_nsteps_coef"].tolist():
+        steps.append((i, kl, episodes, before, after))
+        before = after
+    i, o = golden("trl0711_kl_controller")
+    steps += [(i, x["current_kl"], x["n_steps"], x["value_before"], x["value_after"]) for x in o["sequence"]]
+    for i, kl, episodes, before, after in steps:
+        args = ppo.Args(kl_target=i["target"], kl_horizon=i["horizon"], batch_size=int(episodes))
+        assert ppo.adapt_kl_coef(before, kl, args) == pytest.approx(after, rel=1e-9)
+
+
+# --- leave_one_out, rloo_advantages
+
+
+def prompt_major(x, k):
+    """TRL has row j * n + p for the j-th sample of prompt p; ours are neighbours."""
+    return x.reshape(k, -1, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 1000))
+def test_leave_one_out_against_a_loop(k, n, seed):
+    rewards = torch.randn(n * k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    advantages = rloo.leave_one_out(rewards, k)
+    for i in range(n * k):
+        others = [rewards[j] for j in range(i // k * k, i // k * k + k) if j != i]
+        close(advantages[i], rewards[i] - sum(others) / (k - 1))
+    close(advantages.view(n, k).sum(1), torch.zeros(n))
+
+
+def test_leave_one_out_against_openrlhf():
+    i, o = golden("openrlhf059_reinforce")
+    groups = i["rloo_scores_prompt_major"]
+    close(rloo.leave_one_out(groups.flatten(), groups.shape[1]), o["rloo_shaped_scores"].flatten())
+
+
+def test_with_two_samples_one_wins_what_the_other_loses():
+    rewards = torch.tensor([1.0, 4.0, 2.0, 2.0])
+    assert rloo.leave_one_out(rewards, 2).tolist() == [-3.0, 3.0, 0.0, 0.0]
+    assert rloo.equal_groups(rewards, 2).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", names("trl016_rloo_advantages_*"))
+def test_rloo_advantages_against_trl016(name):
+    i, o = golden(name)
+    k = i["rloo_k"]
+    keys = ("scores", "logprobs", "ref_logprobs", "mask")
+    scores, logprobs, ref_logprobs, mask = (prompt_major(i[key], k) for key in keys)
+    kl = rloo.kl_estimate(logprobs, ref_logprobs, "k1").masked_fill(mask == 0, 0.0)
+    if i["normalize_reward"]:
+        scores = rloo.normalize_scores(scores, i["reward_clip_range"])
+    close(scores - i["kl_coef"] * kl.sum(1), prompt_major(o["rlhf_reward"], k))
+    advantages = rloo.rloo_advantages(scores, -i["kl_coef"] * kl, k, token_level_kl=False)
+    if i["normalize_advantage"]:
+        advantages = rloo.masked_whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
+    close(advantages.squeeze(1), prompt_major(o["advantages"], k))
+
+
+def test_token_level_kl_against_openrlhf():
+    """Its REINFORCE++ returns carry the score too; what is left without it is the KL from each token on."""
+    i, o = golden("openrlhf059_reinforce")
+    mask = i["action_mask"].bool()
+    kl = rloo.kl_estimate(i["log_probs"], i["base_log_probs"], "k1").masked_fill(~mask, 0.0)
+    close(kl, o["kl_k1"])
+    advantages = rloo.rloo_advantages(torch.zeros(3), -i["kl_coef"] * kl, 3, token_level_kl=True)
+    close(advantages, o["reinforce_returns"] - i["rm_reward"].clamp(-10, 10)[:, None], mask)
+
+
+# --- group_advantages
+
+
+def test_group_advantages():
+    """Of the group, of the batch, or as they are; a group of equal scores has none."""
+    scores = torch.tensor([1.0, 0, 0, 0, 5, 5, 5, 5])
+    plain = torch.tensor([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
+    close(grpo.group_advantages(scores, 4, "none"), plain)
+    close(grpo.group_advantages(scores, 4, "group"), plain / 0.5001)
+    close(grpo.group_advantages(scores, 4, "batch"), plain / (scores.std() + 1e-4))
+
+
+def test_equal_scores_have_no_advantage():
+    """Whatever they are: in float32 the mean of seven times 57.1 is another number."""
+    assert not grpo.group_advantages(torch.full((7,), 57.1), 7, "group").any()

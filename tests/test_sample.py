@@ -1,0 +1,271 @@
+"""Step 1: prompts, the tokens drawn for them, their mask, and Rollout, which holds them all."""
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbers_of_others import golden
+from tiny import PAD, STOP, VOCAB, logits_of, tiny_model, tiny_rollout, uniforms
+
+import ppo
+
+
+@pytest.fixture(params=["gpt2", "llama"], scope="module")
+def policy(request):
+    """Positions learned and rotary; test_models.py has the other architectures."""
+    return tiny_model(request.param)
+
+
+# --- response_mask
+
+
+@settings(max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 4), min_size=6, max_size=6), min_size=1, max_size=5))
+def test_response_mask(rows):
+    """Against the definition, row by row."""
+    mask, ended = ppo.response_mask(torch.tensor(rows), 2)
+    for row, m, e in zip(rows, mask.tolist(), ended.tolist()):
+        end = row.index(2) if 2 in row else len(row) - 1
+        assert m == [t <= end for t in range(len(row))]
+        assert e == (2 in row)
+
+
+@pytest.mark.parametrize("case", ["pad_distinct", "pad_equals_eos"])
+def test_response_mask_against_trl016(case):
+    """The mask does not depend on the padding token; TRL 0.16.1's row length does."""
+    i, o = golden("trl0161_truncate_response")
+    theirs = o["cases"][case]
+    T = i["responses"].shape[1]
+    mask, ended = ppo.response_mask(i["responses"], theirs["stop"])
+    truncated = i["responses"].masked_fill(~mask, theirs["pad"])
+    assert torch.equal(truncated, theirs["postprocessed"])
+    assert torch.equal(mask.sum(1), (theirs["trunc_idx"] + 1).clamp(max=T))
+    assert torch.equal(ended, theirs["contain_eos"])
+    # TRL 0.16 takes the first padding token for the end of a row: with pad = EOS the stop token is lost, and a padding
+    # token that was drawn cuts the response.
+    is_pad = F.pad(truncated == theirs["pad"], (0, 1), value=True)
+    assert torch.equal(is_pad.long().argmax(1) - 1, theirs["sequence_length_index_of_last_token"])
+
+
+def test_response_mask_and_inputs_against_openrlhf031():
+    """Input, attention mask and mask of the response against OpenRLHF 0.3.1."""
+    i, o = golden("openrlhf031_process_sequences")
+    prompts = i["sequences"][:, : i["input_len"]]
+    responses = i["sequences"][:, i["input_len"] :]
+    mask, ended = ppo.response_mask(responses, i["eos"])
+    inputs = ppo.Rollout(prompts, prompts != i["pad"], responses, mask, ended, None, []).inputs()
+    assert torch.equal(mask, o["action_mask"].bool())
+    assert torch.equal(inputs["attention_mask"], o["attention_mask"])
+    # OpenRLHF writes EOS over the last token of a response that did not end; ours keeps what was drawn.
+    overwritten = inputs["input_ids"].clone()
+    overwritten[~ended, -1] = i["eos"]
+    assert torch.equal(overwritten, o["sequences"])
+
+
+# --- sample_categorical
+
+
+def test_draws_follow_the_distribution():
+    """40,000 draws: each frequency within five standard errors; logprobs are log-softmax's."""
+    logits = torch.tensor([0.0, 1.0, -2.0, 3.0, float("-inf"), 0.5])
+    tokens, logprobs = ppo.sample_categorical(logits.expand(40_000, 6), torch.rand(40_000))
+    p = logits.softmax(0)
+    error = (torch.bincount(tokens, minlength=6) / 40_000 - p).abs()
+    assert (error <= 5 * (p * (1 - p) / 40_000).sqrt()).all()
+    torch.testing.assert_close(logprobs, p.log()[tokens])
+
+
+@settings(max_examples=50)
+@given(st.floats(0, 1, exclude_max=True, width=32), st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40))
+def test_no_draw_ever_takes_an_impossible_token(u, logits):
+    """Whatever the uniform, also at the ends of its range, the token has a positive probability."""
+    row = torch.tensor([[float("-inf"), *logits, float("-inf")]])
+    token, logprob = ppo.sample_categorical(row, torch.tensor([u]))
+    assert logprob.isfinite().all()
+    assert 0 < token.item() <= len(logits)
+
+
+def test_draws_at_the_end_of_the_distribution():
+    """The largest uniform there is, in 2,000 distributions whose last tokens may not be drawn."""
+    logits = torch.randn(2000, 50)
+    logits[:, 40:] = -1e9  # as good as forbidden
+    tokens, logprobs = ppo.sample_categorical(logits, torch.full((2000,), 1 - 2**-24))
+    assert (tokens < 40).all()
+    assert (logprobs > -20).all()
+
+
+# --- sample
+
+
+def draw_plainly(policy, prompt, numbers):
+    """One row without padding or cache, in numpy's float64: its tokens and their log-probabilities."""
+    tokens = []
+    logprobs = []
+    for number in numbers:
+        with torch.no_grad():
+            logits = policy(torch.tensor([prompt + tokens])).logits[0, -1].double().numpy() / 0.9
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        tokens.append(int(np.searchsorted(np.cumsum(p), number, side="right")))
+        logprobs.append(np.log(p[tokens[-1]]))
+        if tokens[-1] == STOP:
+            break
+    return tokens, logprobs
+
+
+def test_sample_equals_a_plain_loop(policy):
+    """The same tokens from the same uniforms, and their log-probabilities, which a fresh forward pass gives too."""
+    r = tiny_rollout(policy)
+    fresh = ppo.token_logprobs(logits_of(policy, r) / 0.9, r.responses)
+    assert r.ended.any() and not r.ended.all()  # rows left the batch on the way
+    for i, numbers in enumerate(uniforms().double().numpy()):
+        prompt = r.prompts[i][r.prompt_mask[i]].tolist()
+        tokens, logprobs = draw_plainly(policy, prompt, numbers)
+        assert r.responses[i][r.mask[i]].tolist() == tokens
+        assert r.ended[i].item() == (tokens[-1] == STOP)
+        for ours in (r.old_logprobs, fresh):
+            expected = torch.tensor(logprobs, dtype=torch.float32)
+            torch.testing.assert_close(ours[i][r.mask[i]], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_and_its_content_change_nothing(policy):
+    """More padding on the left, and random tokens in place of all padding: same logits and values."""
+    r = tiny_rollout(policy)
+    noise = torch.randint(0, VOCAB, (6, 12))
+    mask = F.pad(r.prompt_mask, (5, 0), value=False)
+    prompts = torch.where(mask, F.pad(r.prompts, (5, 0)), noise)
+    responses = torch.where(r.mask, r.responses, noise)
+    garbage = replace(r, prompts=prompts, prompt_mask=mask, responses=responses)
+    critic = ppo.Critic(policy.base_model, torch.nn.Linear(32, 1))
+    for function in (partial(logits_of, policy), critic):
+        torch.testing.assert_close(function(garbage)[r.mask], function(r)[r.mask], rtol=1e-4, atol=1e-4)
+
+
+def test_pad_equal_to_eos(policy):
+    """GPT-2's usual setup: the stop token belongs to the response, and its twins behind it do not."""
+    r = tiny_rollout(policy, pad=STOP)
+    other = tiny_rollout(policy, pad=PAD)
+    assert torch.equal(r.mask, other.mask)
+    assert torch.equal(r.old_logprobs, other.old_logprobs)
+    last = r.mask.sum(1) - 1
+    assert (r.responses[r.ended, last[r.ended]] == STOP).all()
+
+
+def test_without_stop_token_every_response_is_full(policy):
+    r = tiny_rollout(policy, stop=None)
+    assert r.mask.all() and not r.ended.any()
+
+
+def test_generation_config_does_not_leak(policy):
+    """A checkpoint's repetition penalty, top-k or sampling temperature are not the distribution that is trained."""
+    before = tiny_rollout(policy).responses
+    policy = deepcopy(policy)
+    policy.generation_config.update(repetition_penalty=9.0, top_k=1, temperature=0.01, eos_token_id=5, max_length=3)
+    assert torch.equal(before, tiny_rollout(policy).responses)
+
+
+# --- sample_batch
+
+
+def test_batches_are_pieces_of_passes():
+    """Of one endless sequence, in whichever order and of whatever size they are asked for; each seed has its own."""
+    rows = list("abcdefg")
+    sequences = {seed: [ppo.batch(rows, n, 1, seed)[0] for n in range(42)] for seed in (5, 6)}
+    passes = [tuple(x[i : i + 7]) for x in sequences.values() for i in range(0, 42, 7)]
+    assert all(sorted(order) == rows for order in passes)
+    assert len(set(passes)) == 12
+    for size in (2, 5, 7, 16):
+        for n in reversed(range(42 // size)):
+            assert ppo.batch(rows, n, size, 5) == sequences[5][n * size : (n + 1) * size]
+
+
+def test_the_limit_of_a_response_includes_both_ends(monkeypatch):
+    """From --response-length-min to --response-length."""
+    drawn = set()
+
+    def sample(policy, prompts, prompt_mask, uniforms, temperature):
+        drawn.add(uniforms.shape[1])
+        return prompts, prompt_mask, prompt_mask.any(1), uniforms
+
+    monkeypatch.setattr(ppo, "sample", sample)
+    monkeypatch.setattr(ppo, "pad", lambda rows, *_: (torch.tensor(rows), torch.ones(1, 2).bool()))
+    policy = torch.nn.Module()
+    policy.tokenizer = None
+    args = ppo.Args(response_length=8, response_length_min=7)
+    for _ in range(40):
+        ppo.sample_batch(policy, [{"input_ids": [5, 6]}], args)
+    assert drawn == {7, 8}
+
+
+# --- Rollout
+
+
+@pytest.fixture
+def wide(policy):
+    """A rollout with padding that no row needs, and with fields of each kind."""
+    r = tiny_rollout(policy)
+    r.prompts = F.pad(r.prompts, (9, 0), value=PAD)
+    r.prompt_mask = F.pad(r.prompt_mask, (9, 0), value=False)
+    r.scores = torch.rand(6)
+    r.rewards_by_name = {"length": torch.rand(6)}
+    r.advantages = torch.arange(6)[:, None]  # (B, 1), as RLOO has them
+    return r
+
+
+def test_selected_rows_give_the_same_numbers(policy, wide):
+    """Padding that none of them needs is cut off, to multiples of 8; what stands on real tokens stays, and in place."""
+    index = torch.tensor([4, 1])
+    part = wide.select(index)
+    T = 8 if wide.mask[index].sum(1).max() <= 8 else 12
+    assert part.prompts.shape[1] == 8 < wide.prompts.shape[1] == 16
+    assert part.mask.shape[1] == T
+    assert part.examples == ["e", "b"]
+    assert part.advantages.tolist() == [[4], [1]]
+    assert torch.equal(part.scores, wide.scores[index])
+    assert torch.equal(part.ended, wide.ended[index])
+    assert torch.equal(part.rewards_by_name["length"], wide.rewards_by_name["length"][index])
+    assert torch.equal(part.old_logprobs, wide.old_logprobs[index, :T])
+    whole = logits_of(policy, wide)[index, :T]
+    torch.testing.assert_close(logits_of(policy, part)[part.mask], whole[part.mask], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_map_puts_each_part_in_its_rows(policy, size):
+    """Rows of similar length are computed together, no more than asked for; the result has the rows' own order."""
+    r = tiny_rollout(policy)
+    sizes = []
+
+    def logprobs(part):
+        sizes.append(len(part.mask))
+        return ppo.token_logprobs(logits_of(policy, part) / 0.9, part.responses)
+
+    args = ppo.Args(micro_batch_size=size)
+    mapped = r.map(logprobs, args)
+    torch.testing.assert_close(mapped[r.mask], r.old_logprobs[r.mask], rtol=1e-4, atol=1e-4)
+    assert max(sizes) == size and sum(sizes) == 6
+    lengths = r.prompt_mask.sum(1) + r.mask.sum(1)
+    assert r.map(lambda part: part.prompt_mask.sum(1) + part.mask.sum(1), args).tolist() == lengths.tolist()
+    assert lengths[r.by_length(torch.arange(6))].diff().ge(0).all()
+
+
+# --- chance
+
+
+def test_each_step_has_its_own_numbers():
+    """They follow from the seed and the number of the step alone, whatever was drawn before."""
+
+    def drawn(seed, step):
+        run = ppo.Run.__new__(ppo.Run)
+        vars(run).update(args=ppo.Args(seed=seed), step=step, num_steps=5, broken=0, is_told_to_stop=False)
+        run.save = lambda: None
+        return [tuple(torch.rand(4).tolist()) for _ in run.steps()]
+
+    numbers = [drawn(seed, 0) for seed in range(5)]
+    assert drawn(3, 2) == numbers[3][2:]
+    assert len(set(sum(numbers, []))) == 25

@@ -1,0 +1,341 @@
+"""Step 2: log-probabilities, KL, values and rewards of responses, each read where it belongs."""
+
+import json
+import math
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numbers_of_others import FLOAT32, Table, close, golden, make_rollout, token_entropy
+from runs import run
+from sources import ROOT
+from tiny import CONFIGS, STOP, VOCAB, tiny_model
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import grpo
+import ppo
+import rloo
+
+# --- token_logprobs, response_forward
+
+
+def test_token_functions_against_torch_distributions():
+    logits = torch.randn(5, 7, 9)
+    tokens = torch.randint(0, 9, (5, 7))
+    distribution = torch.distributions.Categorical(logits=logits)
+    logprobs, entropy = ppo.token_logprobs_and_entropy(logits, tokens)
+    torch.testing.assert_close(ppo.token_logprobs(logits, tokens), distribution.log_prob(tokens))
+    torch.testing.assert_close(logprobs, distribution.log_prob(tokens))
+    torch.testing.assert_close(entropy, distribution.entropy())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_entropy_with_temperature_against_trl016(temperature):
+    """Log-probabilities and entropy of logits / temperature, also as read from a model, against TRL 0.16.1."""
+    i, o = golden("trl0161_logprob_temperature")
+    theirs = o[str(temperature)]
+    logits = i["logits"] / (temperature + 1e-7)  # TRL 0.16 adds 1e-7, which ours does not
+    close(ppo.token_logprobs(logits, i["index"]), theirs["logprobs"])
+    close(token_entropy(logits), theirs["entropy"])
+    model = Table(F.pad(i["logits"], (0, 0, 0, 1)))  # behind a prompt of one token
+    real = torch.ones_like(i["index"], dtype=torch.bool)
+    rows = torch.arange(len(logits))[:, None]
+    r = make_rollout(real, i["index"], prompts=rows, prompt_mask=real[:, :1], responses=i["index"])
+    read = ppo.response_forward(model, r, temperature)[0].detach()
+    close(ppo.token_logprobs(read, i["index"]), theirs["logprobs"], **FLOAT32)
+    close(token_entropy(read), theirs["entropy"], **FLOAT32)
+
+
+# --- kl_estimate, full_kl
+
+
+def test_expectations_of_the_estimators():
+    """Over the policy's own distribution, k1 and k3 average to the exact KL, the others do not."""
+    logits, ref_logits = 2 * torch.randn(2, 1, 1, 11, dtype=torch.float64)
+    p = logits.log_softmax(-1).flatten()
+    q = ref_logits.log_softmax(-1).flatten()
+    exact = ppo.full_kl(logits, ref_logits).squeeze()
+    torch.testing.assert_close(exact, F.kl_div(q, p, log_target=True, reduction="sum"))
+    for name in ("k1", "kl", "k3", "k2", "mse", "abs"):
+        mean = (p.exp() * ppo.kl_estimate(p, q, name)).sum()
+        assert torch.allclose(mean, exact) == (name in ("k1", "kl", "k3")), name
+
+
+def test_k3_is_never_negative_and_all_vanish_when_nothing_moved():
+    p, q = -5 * torch.randn(2, 100).abs()
+    assert (ppo.kl_estimate(p, q, "k3") >= 0).all()
+    assert (ppo.kl_estimate(p, q, "k1") < 0).any()
+    for name in ("k1", "abs", "k2", "k3"):
+        assert (ppo.kl_estimate(p, p, name) == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["kl", "abs", "mse", "full"])
+def test_kl_and_rewards_against_trl07(mode):
+    """KL penalties after a masked prompt, what is logged of them, and the rewards, against TRL 0.7.11."""
+    i, o = golden("trl0711_kl_penalty_modes")
+    mask = i["mask"].bool()
+    theirs = o["modes"][mode]
+    if mode == "full":
+        kl = ppo.full_kl(i["logits"], i["ref_logits"])
+    else:
+        kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], mode)
+    close(kl, theirs["kl"])
+    close(ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"]), theirs["rewards"], mask)
+    close(ppo.shape_rewards(0 * i["scores"], kl, mask, i["kl_coef"]), theirs["non_score_reward"], mask)
+    stats = ppo.rollout_stats(make_rollout(mask, i["logprobs"], kl=kl, scores=i["scores"], kl_coef=i["kl_coef"]))
+    close(stats["objective/kl"], theirs["objective_kl"])
+    close(stats["objective/entropy"], o["objective_entropy_0711"])
+    # TRL 0.7 takes this one mean over tokens; ours, like the others, sums over a row first.
+    close(stats["objective/non_score_reward"] * len(mask) / mask.sum(), theirs["ppo_mean_non_score_reward"])
+
+
+def test_kl_estimators_against_trl():
+    """k1 and k3 against TRL 0.17, k2 against the mse penalty of TRL 0.7.11, under both of our names for them."""
+    i, o = golden("trl0711_kl_penalty_modes")
+    for ours, theirs in {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3"}.items():
+        close(ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], ours), o[theirs])
+
+
+# --- read_reward, Critic
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@torch.no_grad()
+def test_reward_is_read_at_the_last_real_token(kind):
+    """Against the library's own pooling where that is right: a single text without padding."""
+    model = tiny_model(kind, AutoModelForSequenceClassification)
+    model.config.num_labels = 1
+    model.score = nn.Linear(32, 1, bias=False)
+    ids = torch.randint(4, VOCAB, (3, 9))
+    mask = torch.tensor([[0] * a + [1] * (9 - a - b) + [0] * b for a, b in ((0, 0), (2, 3), (4, 1))])
+    rewards = ppo.read_reward(model, ids, mask)
+    for i in range(3):
+        library = model(input_ids=ids[i][mask[i].bool()][None]).logits[0, 0]
+        torch.testing.assert_close(rewards[i], library, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_reward_with_pad_equal_to_eos_reads_eos():
+    """The library's pooling takes the token before EOS there; ours takes EOS."""
+    model = tiny_model("gpt2", AutoModelForSequenceClassification, pad_token_id=STOP)
+    model.score = nn.Linear(32, 1, bias=False)
+    ids = torch.tensor([[5, 6, 7, STOP, STOP]])
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    expected = model.score(model.base_model(ids[:, :4]).last_hidden_state[0, 3])
+    torch.testing.assert_close(ppo.read_reward(model, ids, mask), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model(ids, attention_mask=mask).logits[0], expected, atol=1e-3)
+
+
+class Stub(nn.Module):
+    """The reward model of trl0161_get_reward_index: its output says which token it read, at which position."""
+
+    def forward(self, input_ids, attention_mask, position_ids, **_):
+        outputs = input_ids * attention_mask + 100 * position_ids + 10_000 * attention_mask
+        return SimpleNamespace(last_hidden_state=outputs.double()[..., None])
+
+
+@pytest.mark.parametrize("prefix", ["query_responses final", "query_responses_empty_case empty_case_final"])
+def test_reward_index_against_trl016(prefix):
+    """The reward is read at the last real token, an empty response included, as in TRL 0.16.1."""
+    i, o = golden("trl0161_get_reward_index")
+    ids, rewards = prefix.split()
+    theirs = o.get(rewards, o.get(f"{rewards}_rewards"))
+    mask = (i[ids] != i["pad_token_id"]).long()
+    model = SimpleNamespace(base_model=Stub(), score=nn.Identity(), config=SimpleNamespace())
+    close(ppo.read_reward(model, i[ids], mask), theirs, **FLOAT32)
+
+
+def test_value_positions_against_trl016():
+    """The value of a response token is read one position before it, as in TRL 0.16.1."""
+    i, o = golden("trl0161_get_reward_index")
+    ids = i["query_responses"]
+    real = ids != i["pad_token_id"]
+    n = i["context_length"]
+    r = ppo.Rollout(ids[:, :n], real[:, :n], ids[:, n:], real[:, n:], None, None, [])
+    close(ppo.Critic(Stub(), nn.Identity())(r).detach(), o["value_slice_response"], real[:, n:])
+    close(Stub()(**r.inputs()).last_hidden_state.squeeze(-1), o["reward_logits"], real)
+
+
+# --- weighted_sum, penalize_missing_eos
+
+
+def test_the_weighted_sum():
+    """TRL 1.16: (rewards * weights).nansum over the functions."""
+    rewards = {"a": torch.tensor([1.0, math.nan, 3.0]), "b": torch.tensor([10.0, 20.0, math.nan])}
+    assert ppo.weighted_sum(rewards, ()).tolist() == [11, 20, 3]
+    assert ppo.weighted_sum(rewards, (2.0, -1.0)).tolist() == [-8, -20, 6]
+    assert ppo.weighted_sum(rewards, (1.0, 0.0)).tolist() == [1, 0, 3]
+
+
+def test_missing_eos_against_nplus():
+    """The penalty is subtracted where there is no stop token, as in TRL; the N+ details set the score to -1."""
+    i, o = golden("nplus_whiten_eos")
+    ended = i["contain_eos"]
+    close(ppo.penalize_missing_eos(i["scores"], ended, 1.0), o["scores_trl_subtract_1p0"])
+    # Replacing the score of a row is subtracting what it is above the new one; one row of the file has no EOS.
+    penalty = (i["scores"] - i["penalty_reward_value"])[~ended].item()
+    close(ppo.penalize_missing_eos(i["scores"], ended, penalty), o["scores_replaced"])
+
+
+# --- reward functions
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """All that a reward function needs of it."""
+    return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(ROOT / "toy/sft"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file of reward functions; gives the name of one in it."""
+
+    def write_code(code, name="f"):
+        (tmp_path / "r.py").write_text(textwrap.dedent(code))
+        return f"{tmp_path}/r.py:{name}"
+
+    return write_code
+
+
+def answered(policy, rows, completions):
+    """A rollout in which these completions, EOS behind the first of them, answer the prompts of rows."""
+    end = [policy.tokenizer.eos_token_id]
+    ids = [policy.tokenizer(text)["input_ids"] for text in completions]
+    ids[0] += end
+    prompts, prompt_mask = ppo.pad([[5, 6]] * len(rows), policy.tokenizer, ppo.Args(device="cpu"), "left")
+    responses, mask = ppo.pad(ids, policy.tokenizer, ppo.Args(device="cpu"))
+    ended = torch.arange(len(rows)) == 0
+    return ppo.Rollout(prompts, prompt_mask, responses, mask, ended, torch.zeros(mask.shape), rows)
+
+
+ROWS = [{"prompt": f"The film {n}", "answer": str(n), "facts": {"n": n}} for n in range(4)]
+TEXTS = [" is good", " is bad", " a b c d", " of a man and a woman"]
+
+
+def ask(policy, *specs, rows=ROWS, **settings):
+    """The rewards by name, and the scores, that functions give the four completions."""
+    args = ppo.Args(reward_fn=specs, device="cpu", **settings)
+    ppo.check_args(args)
+    rollout = answered(policy, rows, TEXTS)
+    ppo.score_responses(rollout, ppo.make_rewards(args, policy, None), args)
+    return rollout.rewards_by_name, rollout.scores
+
+
+def test_what_a_function_is_given(policy, write):
+    """Lists by keyword: columns row by row, texts without prompt or stop token, token ids up to the stop token."""
+    code = """
+    def f(prompts, completions, completion_ids, answer, missing=3, **columns):
+        assert prompts == [f"The film {n}" for n in range(4)] and missing == 3
+        assert completions == [" is good", " is bad", " a b c d", " of a man and a woman"]
+        assert answer == ["0", "1", "2", "3"] and columns["facts"][2] == {"n": 2}
+        return [len(ids) for ids in completion_ids]
+    """
+    rewards, scores = ask(policy, write(code))
+    lengths = [len(policy.tokenizer(text)["input_ids"]) for text in TEXTS]
+    lengths[0] += 1
+    assert scores.tolist() == rewards["f"].tolist() == lengths
+
+
+def test_conversations_are_given_as_messages(policy, write):
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    code = """
+    def f(prompts, completions, **_):
+        assert prompts[1] == [{"role": "user", "content": "The film 1"}]
+        assert all(message["role"] == "assistant" for (message,) in completions)
+        return [len(message["content"]) for (message,) in completions]
+    """
+    assert ask(policy, write(code), rows=rows)[1].tolist() == [len(text) for text in TEXTS]
+
+
+def test_a_function_may_spoil_what_it_is_given(policy, write):
+    """The dataset's rows stay as they were, and what they hold."""
+    code = """
+    def f(prompts, facts, **_):
+        for fact in facts:
+            fact["n"] = "spoilt"
+        prompts.clear()
+        return range(len(facts))
+    """
+    ask(policy, write(code))
+    assert [row["facts"]["n"] for row in ROWS] == [0, 1, 2, 3]
+
+
+SEVERAL = """
+def even(answer, **_):
+    return [None if int(x) % 2 else 2.0 for x in answer]
+
+def three(completions, **_):
+    return [3.0] * len(completions)
+"""
+
+
+def test_several_add_up_with_their_weights(policy, write):
+    """None is left out of the sum; each is kept under its name."""
+    file = write(SEVERAL, "")
+    specs = [file + name for name in ("even", "three")]
+    rewards, scores = ask(policy, *specs, reward_weights=(1.0, 0.5))
+    assert scores.tolist() == [3.5, 1.5, 3.5, 1.5]
+    assert rewards["even"].isnan().tolist() == [False, True, False, True]
+    stats = ppo.reward_stats(SimpleNamespace(rewards_by_name=rewards))
+    expected = {"rewards/even/mean": 2, "rewards/even/std": 0, "rewards/three/mean": 3, "rewards/three/std": 0}
+    assert stats == expected
+
+
+@pytest.mark.parametrize(
+    "names, weights, word",
+    [
+        ("three three", (), "two of them"),
+        ("even three", (1.0,), "--reward-weights"),
+        ("few", (), "gave 1 rewards for 4"),
+    ],
+)
+def test_wrong_reward_functions(policy, write, names, weights, word, capsys):
+    file = write(SEVERAL + "\ndef few(**_):\n    return [1.0]\n", "")
+    with pytest.raises(SystemExit, match=word):
+        ask(policy, *(file + name for name in names.split()), reward_weights=weights)
+
+
+SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}
+GROUPS = {"ppo": {}, "rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_columns_belong_to_their_rows(name, tmp_path, write):
+    """Through shuffling, dropped prompts, the k responses of a group, and the micro-batches."""
+    prompts = [f"The film {'of a man and a woman ' * (n % 5 == 0)}{n}" for n in range(30)]
+    rows = [{"prompt": prompt, "n": n} for n, prompt in enumerate(prompts)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code = """
+    def f(prompts, n, completions, **_):
+        for prompt, number in zip(prompts, n, strict=True):
+            assert prompt == f"The film {number}" and number % 5
+        return n
+    """
+    settings = dict(
+        model="toy/sft",
+        dataset=str(tmp_path / "data.jsonl"),
+        max_prompt_length=9,
+        batch_size=8,
+        total_episodes=16,
+        response_length=6,
+        reward_fn=(write(code),),
+    )
+    for line in run(SCRIPTS[name], tmp_path / "out", **settings, **GROUPS[name]):
+        assert line["objective/scores"] == pytest.approx(line["rewards/f/mean"])
+        assert line.get("objective/equal_groups", 1) == line.get("frac_reward_zero_std", 1) == 1
+        assert line["rewards/f/std"] > 0
+
+
+def test_a_reward_model_beside_a_function(tmp_path, tiny, write):
+    """A function that gives 1 moves the reward model's score by its weight, and nothing else."""
+    spec = write("def one(completions, **_):\n    return [1.0] * len(completions)\n", "one")
+    settings = tiny["ppo"] | {"total_episodes": 8}
+    (alone,) = run(ppo, tmp_path / "a", **settings)
+    (beside,) = run(ppo, tmp_path / "b", reward_fn=("reward_model", spec), reward_weights=(1.0, 0.25), **settings)
+    assert beside["objective/scores"] == pytest.approx(alone["objective/scores"] + 0.25, abs=1e-5)
+    assert beside["rewards/reward_model/mean"] == pytest.approx(alone["objective/scores"], abs=1e-5)
+    std = alone["objective/scores_std"] * (8 / 7) ** 0.5  # Bessel's correction
+    assert beside["rewards/reward_model/std"] == pytest.approx(std, abs=1e-5)
