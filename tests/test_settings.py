@@ -1,0 +1,258 @@
+"""Settings: the command line, other libraries' spellings, values that are refused, and what follows from them."""
+
+import json
+import math
+import shutil
+
+import datasets
+import pydantic
+import pytest
+import torch
+from huggingface_hub import constants
+from runs import GOLD, main, run
+from sources import ROOT
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+import ddpo
+import dpo
+import grpo
+import ppo
+import reward_model
+import rloo
+import sft
+
+MODULES = [ppo, rloo, grpo, dpo, sft, reward_model, ddpo]
+
+
+def name_of(module):
+    return module.__name__
+
+
+# --- The command line
+
+
+def test_hyphens_underscores_and_other_trainers_names(tmp_path, capsys):
+    """TRL's spellings, with `=` too; what follows from them is printed and kept."""
+    flags = (
+        "--sft_model_path=toy/sft --reward_model_path toy/reward_model --dataset_name=toy/data/prompts "
+        "--dataset_train_split validation --per_device_train_batch_size=4 --total_episodes 8 --response-length=6 "
+        "--missing_eos_penalty 1.0 --stop_token=eos --init_kl_coef=0.03 --ppo_epochs 2 --num-mini-batches 1"
+    )
+    main(ppo, *flags.split(), f"--output_dir={tmp_path}/out", "--device=cpu")
+    assert "batch: 4 responses" in capsys.readouterr().out
+    args = json.loads((tmp_path / "out/args.json").read_text())
+    given = dict(model="toy/sft", dataset_train_split="validation", missing_eos_penalty=1.0, kl_coef=0.03)
+    made = dict(num_ppo_epochs=2, batch_size=4, micro_batch_size=4)
+    assert (given | made).items() <= args.items()
+
+
+def test_device():
+    """CUDA if there is one, and else the CPU; what is named is taken."""
+    assert ppo.Args().device == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert ppo.Args(device="meta").device == "meta"
+
+
+# --- Values
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_values_out_of_range(module):
+    """NaN and infinity, which a parser takes for numbers, too."""
+    wrong = {
+        "temperature cliprange learning_rate max_grad_norm num_train_epochs epsilon": (0, -1, math.nan, math.inf),
+        "kl_coef missing_eos_penalty weight_decay vf_coef sample_guidance_scale": (-1, math.nan, math.inf, -math.inf),
+        "lam gamma warmup_ratio eos_dropout train_timestep_fraction": (-0.1, 1.5, math.nan),
+        "ema_decay train_adam_beta1": (-0.1, 1.0, math.nan),
+        "response_length batch_size max_length num_mini_batches save_steps sample_num_steps": (0, -1, 1.5),
+        "seed lora_r num_sample_generations": (-1, 0.5),
+        "rloo_k num_generations": (1,),
+        "zero_stage": (1,),
+        "model dataset exp_name": ("",),
+        "loss_type kl_estimator critic": ("nosuch",),
+    }
+    known = vars(module.Args())
+    for names, values in wrong.items():
+        for name in set(names.split()) & set(known):
+            for value in values:
+                with pytest.raises(pydantic.ValidationError, match=name):
+                    module.Args(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "module, words, expected",
+    [
+        (ppo, ["--kl-coef", "nan"], "finite"),
+        (ppo, ["--adam-betas", "0.9", "1"], "less than 1"),
+        (ppo, ["--missing_eos_penalty=-1"], "greater"),
+        (grpo, ["--num-generations", "1"], "greater"),
+        (dpo, ["--label-smoothing", "0.5"], "less than"),
+        (sft, ["--max-length", "0"], "greater"),
+        (reward_model, ["--save-total-limit", "0"], "greater"),
+        (ddpo, ["--sample-num-steps", "0"], "greater"),
+        (rloo, ["--no-such-flag", "1"], "no-such-flag"),
+    ],
+    ids=str,
+)
+def test_wrong_words_end_with_code_2(module, words, expected, monkeypatch, capsys):
+    """Before anything is loaded."""
+    monkeypatch.setattr(module, "train", lambda _: pytest.fail("it trains"))
+    with pytest.raises(SystemExit) as end:
+        main(module, *words)
+    assert end.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+# --- Settings and data that do not go together
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Data and models that something is wrong with."""
+    folder = tmp_path_factory.mktemp("files")
+    rows = {
+        "question": {"question": "Why?", "other": 1},
+        "prompt": {"prompt": "The film was long and I liked it"},
+        "short": {"text": "The film"},
+        "empty": {"prompt": ""},
+        "same": {"chosen": "a b", "rejected": "a b"},
+    }
+    for name, row in rows.items():
+        (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    (folder / "r.py").write_text("def f(**_):\n    return [1.0]\n\n\ndef g(prompts, **_):\n    return [None] * len(prompts)\n")
+    two = AutoConfig.from_pretrained(ROOT / "toy/base", num_labels=2)
+    AutoModelForSequenceClassification.from_config(two).save_pretrained(folder / "two")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/base")
+    tokenizer.save_pretrained(folder / "two")
+    shutil.copytree(ROOT / "toy/sft", folder / "endless")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder / "endless")
+    return folder
+
+
+NO_SPLIT = dict(dataset_test_split="none")
+WRONG = [
+    (ppo, dict(dataset="question.jsonl"), "question, other"),
+    (sft, dict(dataset="question.jsonl"), "question, other"),
+    (reward_model, dict(dataset="question.jsonl"), "question, other"),
+    (ppo, dict(pretrain_data="toy/data/sft", ptx_coef=1.0), "prompt, completion"),
+    (ppo, dict(response_length=159), "159"),
+    (ppo, dict(dataset="prompt.jsonl", max_prompt_length=2), "max-prompt-length"),
+    (ppo, dict(dataset="empty.jsonl"), "dropped 3 of 3"),
+    (ppo, dict(batch_size=50, num_mini_batches=4), "divisible"),
+    (ppo, dict(batch_size=64, total_episodes=10), "64"),
+    (ppo, dict(stop_token="the end of it all"), "stop-token"),
+    (ppo, dict(stop_token="99999"), "99999"),
+    (ppo, dict(model="endless"), "stop-token"),
+    (dpo, dict(model="endless"), "EOS"),
+    (ppo, dict(reward_model="two"), "2 labels"),
+    (ppo, dict(ptx_coef=1.0), "pretrain-data"),
+    (rloo, dict(pretrain_data="toy/data/sft"), "ptx-coef"),
+    (ppo, dict(use_score_norm=True), "use-score-scaling"),
+    (ppo, dict(reward_weights=(1.0, 2.0)), "reward-weights"),
+    (ppo, dict(reward_fn=(GOLD, GOLD)), "gold_score"),
+    (ppo, dict(reward_fn=("gold_score",)), "file.py:name"),
+    (ppo, dict(reward_fn=("r.py:f",)), "1 rewards for 64"),
+    (ppo, dict(reward_fn=("r.py:g",)), "None"),
+    (rloo, dict(rloo_k=5), "rloo-k"),
+    (grpo, dict(num_generations=5), "num-generations"),
+    (grpo, dict(mask_truncated_completions=True, stop_token="none"), "stop-token"),
+    (dpo, dict(loss_type="hinge", label_smoothing=0.1), "label-smoothing"),
+    (dpo, dict(loss_type="kto_pair", reference_free=True), "kto_pair"),
+    (dpo, dict(max_prompt_length=600), "max-prompt-length"),
+    (sft, dict(lora_r=2), "--model"),
+    (sft, dict(dataset="short.jsonl", packing=True, **NO_SPLIT), "max-length"),
+    (reward_model, dict(dataset="same.jsonl", **NO_SPLIT), "both texts"),
+    (ppo, dict(zero_stage=3), "torchrun"),
+]
+
+
+@pytest.mark.parametrize("module, settings, word", WRONG, ids=[f"{m.__name__}-{' '.join(s)}" for m, s, _ in WRONG])
+def test_what_does_not_go_together(module, settings, word, files, tmp_path):
+    """Each ends the program with a sentence that only we could write."""
+    settings = {name: found(value, files) for name, value in settings.items()}
+    with pytest.raises(SystemExit, match=f"^error: .*{word}"):
+        run(module, tmp_path / "out", **settings)
+
+
+def found(value, folder):
+    """The same, with a path where it names one of the files."""
+    if isinstance(value, tuple):
+        return tuple(found(x, folder) for x in value)
+    if isinstance(value, str) and (folder / value.partition(":")[0]).exists():
+        return f"{folder}/{value}"
+    return value
+
+
+def test_a_run_with_a_broken_policy_ends(tmp_path, tiny):
+    """Its first ratio is not a number."""
+    with pytest.raises(SystemExit, match="not finite"):
+        run(ppo, tmp_path, **tiny["ppo"] | dict(learning_rate=1e9, ratio_threshold=1e9, total_episodes=80))
+
+
+# --- Names on the hub
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    """It is asked once, for five seconds at most; then the libraries are told to read their caches."""
+
+    class Unreachable:
+        asked = []
+
+        def head(self, *_, timeout):
+            self.asked.append(timeout)
+            raise ConnectionError
+
+    for settings in (constants, datasets.config):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(ppo, "get_session", Unreachable)
+    ppo.ask_hub.cache_clear()
+    try:
+        assert ppo.locate("gpt2") == "gpt2"
+        assert ppo.locate("owner/name") == "owner/name"
+    finally:
+        ppo.ask_hub.cache_clear()
+    assert Unreachable.asked == [5]
+    assert constants.HF_HUB_OFFLINE
+    assert datasets.config.HF_HUB_OFFLINE
+
+
+def test_names_beside_the_script(tmp_path, monkeypatch):
+    """A file or folder here comes first, then one beside the script: the toy world, wherever a run is started."""
+    monkeypatch.chdir(tmp_path)
+    assert ppo.locate("toy/sft") == str(ROOT / "toy/sft")
+    (tmp_path / "toy/sft").mkdir(parents=True)
+    assert ppo.locate("toy/sft") == "toy/sft"
+
+
+# --- What follows from settings
+
+
+def test_epochs_win_over_episodes(tmp_path, tiny):
+    settings = tiny["ppo"] | dict(num_ppo_epochs=1, dataset_test_split="none")
+    assert run(ppo, tmp_path / "a", num_train_epochs=0.25, **settings)[-1]["episode"] == 16  # of 64 prompts
+
+
+@pytest.mark.parametrize("module", [ppo, sft], ids=name_of)
+def test_sizes_of_batches(module):
+    """TRL's way: a size per device, times accumulation, mini-batches and processes; a batch size wins."""
+    model = ppo.load_policy(ppo.Args(device="cpu"))
+    more = {"fits_cpu": 9} if module is sft else {}
+    parts = 2 if module is ppo else 1
+
+    def sizes(**settings):
+        if module is ppo:
+            settings["num_mini_batches"] = 2
+        args = module.choose_sizes(module.Args(device="cpu", **settings), model, 100, **more)
+        return args.batch_size, args.micro_batch_size
+
+    per_device = dict(per_device_train_batch_size=4, gradient_accumulation_steps=3)
+    assert sizes(**per_device) == (12 * parts, 4)
+    assert sizes(batch_size=8, **per_device) == (8, 4)
+    assert sizes(batch_size=8, micro_batch_size=2) == (8, 2)
+
+
+def test_the_rate_rises_and_falls(tmp_path, tiny):
+    """Over a fifth of the ten updates, then linearly to 0."""
+    settings = tiny["rloo"] | dict(total_episodes=80, num_ppo_epochs=1, learning_rate=0.8, dataset_test_split="none")
+    lines = run(rloo, tmp_path, warmup_ratio=0.2, kl_coef=0.0, max_grad_norm=1e-9, **settings)
+    assert [line["lr"] for line in lines] == pytest.approx([0, 0.4, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
