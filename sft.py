@@ -380,29 +380,28 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
     The prompt is what stands before the first label; if nothing does, eight tokens, or half of a shorter text.
     """
     tokenizer = policy.tokenizer
-    length = min(53, context_length(policy) // 2)
-    room = context_length(policy) - length  # for the prompt
     heads = []
     tails = []
     for ids, labels in examples[:3]:
         start = next(i for i, label in enumerate(labels) if label != IGNORE) or min(8, len(ids) // 2)
-        heads.append(ids[:start][-room:])
+        heads.append(ids[:start])
         tails.append(ids[start:])
     prompts, prompt_mask = pad(heads, tokenizer, args, "left")  # (3, P)
     torch.manual_seed(args.seed)  # all processes draw the same completions
-    output = policy.generate(
-        prompts,
-        attention_mask=prompt_mask.long(),
-        max_new_tokens=length,
-        do_sample=True,
-        temperature=1.0,  # this and the next two: the policy itself, whatever its generation config says
-        top_k=0,
-        top_p=1.0,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    with autocast(args):
+        output = policy.generate(
+            prompts,
+            attention_mask=prompt_mask.long(),
+            max_new_tokens=min(53, context_length(policy) - prompts.shape[1]),
+            do_sample=True,
+            temperature=1.0,  # this and the next two: the policy itself, whatever its generation config says
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     responses = output.sequences[:, prompts.shape[1] :]  # (3, T)
     logits = torch.stack(output.logits, 2).float()  # (3, V, T)
     is_eos = (responses == tokenizer.eos_token_id).long()
@@ -439,6 +438,8 @@ def load_policy(args: Args) -> nn.Module:
             policy = AutoModelForCausalLM.from_config(config, **options).eval()
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         policy.tokenizer = tokenizer
+    has_eos = policy.tokenizer.eos_token_id is not None
+    require(has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token to end completions with")
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
