@@ -1,0 +1,252 @@
+"""Evaluates a policy: rewards of its answers to unseen prompts, their KL to a reference, how long they are.
+
+  1. sample    answers to the prompts of a split, from softmax(logits / temperature); with temperature 0 the likeliest
+  2. reward    each answer by every --reward-fn
+  3. KL        of policy and reference over each answer: k1 = sum_t log(pi / ref), which has no bias, and
+               k3 = sum_t (ref / pi - 1 - log(ref / pi)), which is never negative (Schulman 2020)
+  4. average   mean and standard error over the prompts; of several answers to a prompt, their mean counts
+
+  python tools/evaluate.py runs/my-ppo --reference toy/sft --reward-fn toy/make.py:gold_score toy/reward_model
+  python tools/evaluate.py runs/my-grpo --dataset toy/shells/data/prompts --temperature 0 --response-length 16 \\
+      --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:worked
+
+It leaves evaluation.json (the figures and the settings) and answers.jsonl (of each answer row, text and figures).
+"""
+
+import json
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import datasets
+import pandas
+import pydantic
+import torch
+import tyro
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import logging
+
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0, lt=2**32)]
+Name = Annotated[str, Field(min_length=1)]
+Reward = Callable[[list["Answer"]], list[float | None]]
+
+
+@pydantic.dataclasses.dataclass  # which checks the values
+class Args:
+    model: tyro.conf.Positional[Name]  # the policy: a folder, or a name on the hub
+    reference: Name | None = None  # the policy that KL is measured to, such as the one that training began with
+    # rewards: file.py:name of a function with TRL's signature, or a reward model, which is a classifier with one label
+    reward_fn: tuple[Name, ...] = ()
+    dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    split: Name = "validation"  # split to take prompts from; a file is taken whole
+    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    num_prompts: Count | None = None  # how many prompts to take from the top; by default all
+    num_generations: Count = 1  # answers to each prompt
+    response_length: Count = 53  # maximum tokens in an answer; use that of the training
+    temperature: NonNegative = 0.7  # divides the logits, for KL too (where 0 counts as 1); use that of the training
+    seed: Natural = 1  # seed of the answers
+    batch_size: Count = 64  # answers at a time
+    output_dir: Name | None = None  # where the results go; by default a new folder runs/evaluate__TIME
+    dtype: Name = "float32"  # type of the models' weights: float32, or the faster and rougher bfloat16
+    trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
+    # cpu, cuda, mps; by default cuda if there is one
+    device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
+    """The figures, each with its mean and standard error; and the answers, a line each."""
+    rows = load_rows(args)
+    policy = load_model(AutoModelForCausalLM, args.model, args)
+    reference = load_model(AutoModelForCausalLM, args.reference, args) if args.reference else None
+    rewards = {spec: make_reward(spec, args) for spec in args.reward_fn}
+    numbers = [number for number in range(len(rows)) for _ in range(args.num_generations)]
+    torch.manual_seed(args.seed)
+    texts = []
+    figures = []
+    for i in tqdm(range(0, len(numbers), args.batch_size), desc="evaluating"):
+        answers = respond(policy, [rows[number] for number in numbers[i : i + args.batch_size]], args)  # 1
+        part = pandas.DataFrame({spec: reward(answers) for spec, reward in rewards.items()})  # 2
+        if reference is not None:  # 3
+            part[["kl", "kl_k3"]] = kl_estimates(policy, reference, answers, args)
+        part["eos_share"] = [float(answer.ended) for answer in answers]
+        part["response_length"] = [len(answer.ids) for answer in answers]
+        figures.append(part)
+        texts += [answer.row | {"response": answer.text} for answer in answers]
+    figures = pandas.concat(figures, ignore_index=True).astype(float)
+    means = figures.groupby(numbers).mean()  # 4; a reward of None is left out
+    summary = pandas.DataFrame({"mean": means.mean(), "standard error": means.sem()})
+    return summary, pandas.DataFrame(texts).assign(**figures)
+
+
+@torch.no_grad()
+def kl_estimates(policy: nn.Module, reference: nn.Module, answers: list["Answer"], args: Args) -> list[list[float]]:
+    """k1 and k3 of each answer, in nats."""
+    prompts, prompt_mask = pad([answer.prompt_ids for answer in answers], policy.tokenizer, args, "left")  # (b, P)
+    responses, mask = pad([answer.ids for answer in answers], policy.tokenizer, args)  # (b, T)
+    attention_mask = torch.cat([prompt_mask, mask], 1)
+    ids = torch.cat([prompts, responses], 1)
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # GPT-2 would count the padding
+    logprobs = []
+    for model in (policy, reference):
+        logits = model(ids, attention_mask=attention_mask, position_ids=positions, use_cache=False).logits
+        logits = logits[:, prompts.shape[1] - 1 : -1].float() / (args.temperature or 1.0)  # (b, T, V)
+        logprobs.append(logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1))
+    k1 = (logprobs[0] - logprobs[1]).masked_fill(mask == 0, 0.0)  # (b, T)
+    k3 = torch.expm1(-k1) + k1
+    return torch.stack([k1.sum(1), k3.sum(1)], 1).tolist()
+
+
+# --- Models, answers and rewards, for compare.py too ------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """A policy's response to the prompt of a row."""
+
+    row: dict  # of the dataset
+    prompt: str  # as text, in which a conversation has gone through the chat template
+    prompt_ids: list[int]
+    text: str
+    ids: list[int]  # with the stop token
+    ended: bool  # whether there is a stop token
+
+
+def load_rows(args: Args) -> list[dict]:
+    """The rows of the split, or the first of them."""
+    path = Path(args.dataset)
+    if path.is_file():
+        data = datasets.load_dataset(str(path.parent), data_files=path.name, split="train")
+    else:
+        data = datasets.load_dataset(args.dataset, args.dataset_config, split=args.split)
+    return data.to_list()[: args.num_prompts]
+
+
+def load_model(auto_class: type, name: str, args: Args) -> nn.Module:
+    """A model with its tokenizer. Refuses one that lacks weights, which the library would draw at random."""
+    options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    model, info = auto_class.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
+    wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
+    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {wrong[:3]}")
+    model.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # padding is known by position
+    return model.to(args.device).eval()
+
+
+def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
+    """An answer to the prompt of each row, drawn from softmax(logits / temperature), or the likeliest one."""
+    tokenizer = policy.tokenizer
+    eos = tokenizer.eos_token_id
+    prompts = [encode_prompt(row[args.prompt_column], tokenizer) for row in rows]
+    ids, mask = pad(prompts, tokenizer, args, "left")  # (b, P)
+    P = ids.shape[1]
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    fits = P + args.response_length <= limit
+    require(fits, f"a prompt of {P} tokens and --response-length {args.response_length} exceed the model's {limit}")
+    policy.generation_config = GenerationConfig()  # else what is stored there fills the gaps in ours
+    config = GenerationConfig(do_sample=args.temperature > 0, temperature=args.temperature or 1.0, top_k=0, top_p=1.0)
+    config.update(max_new_tokens=args.response_length, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id)
+    responses = policy.generate(ids, attention_mask=mask, generation_config=config)[:, P:].tolist()
+    answers = []
+    for row, prompt, response in zip(rows, prompts, responses):
+        ended = eos in response
+        if ended:
+            response = response[: response.index(eos) + 1]
+        texts = tokenizer.batch_decode([prompt, response], skip_special_tokens=True)
+        answers.append(Answer(row, texts[0], prompt, texts[1], response, ended))
+    return answers
+
+
+def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+
+
+def make_reward(spec: str, args: Args) -> Reward:
+    """By file.py:name, a function f(prompts, completions, **columns) -> a number each, or None; else by a model."""
+    file, _, name = spec.rpartition(":")
+    if not file:
+        return model_reward(load_model(AutoModelForSequenceClassification, spec, args), args)
+    function = runpy.run_path(file)[name]
+
+    def reward(answers: list[Answer]) -> list[float | None]:
+        rows = deepcopy([answer.row for answer in answers])  # which the function may change
+        given = {column: [row[column] for row in rows] for column in rows[0]}
+        given["prompts"] = given[args.prompt_column]
+        given["completions"] = [answer.text for answer in answers]
+        given["completion_ids"] = [list(answer.ids) for answer in answers]
+        if isinstance(given["prompts"][0], list):
+            given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
+        return function(**given)
+
+    return reward
+
+
+def model_reward(model: nn.Module, args: Args) -> Reward:
+    """By a reward model, which reads the text, and its own stop token where the policy has ended."""
+    labels = model.config.num_labels
+    require(labels == 1, f"the reward model has {labels} labels: --reward-fn rewards/classifier.py:score takes one")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+    @torch.no_grad()
+    def reward(answers: list[Answer]) -> list[float | None]:
+        rows = []
+        for answer in answers:
+            row = model.tokenizer(answer.prompt + answer.text)["input_ids"]
+            if answer.ended and model.tokenizer.eos_token_id is not None:
+                row.append(model.tokenizer.eos_token_id)
+            rows.append(row[-limit:])
+        ids, mask = pad(rows, model.tokenizer, args, "left")  # so that the last token is real in every row
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        output = model.base_model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        rewards = model.score(output.last_hidden_state[:, -1]).squeeze(1).float()  # (b,)
+        return (rewards + getattr(model.config, "reward_bias", 0.0)).tolist()  # where reward_model.py may put its shift
+
+    return reward
+
+
+def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str = "right") -> tuple[Tensor, Tensor]:
+    """Token lists as one tensor (B, S), and its attention mask (B, S)."""
+    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
+    return padded["input_ids"], padded["attention_mask"]
+
+
+def require(condition: object, sentence: str) -> None:
+    """Ends the program with the sentence, unless the condition holds: for mistakes that no library would name."""
+    if not condition:
+        sys.exit(f"error: {sentence}")
+
+
+def main() -> None:
+    """Evaluates with the settings of the command line, shows the figures, and saves them."""
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    logging.disable_progress_bar()
+    output = Path(args.output_dir or time.strftime("runs/evaluate__%Y%m%d-%H%M%S"))
+    output.mkdir(parents=True)
+    figures, answers = evaluate(args)
+    answers.to_json(output / "answers.jsonl", orient="records", lines=True, force_ascii=False)
+    results = {"figures": json.loads(figures.to_json(orient="index")), "args": asdict(args)}
+    (output / "evaluation.json").write_text(json.dumps(results, indent=2) + "\n")
+    table = Table("", "mean", "standard error", title=f"{len(answers)} answers of {args.model}")
+    for name, mean, error in figures.itertuples():
+        table.add_row(name, f"{mean:.4g}", f"{error:.2g}")
+    Console().print(table)
+    print(f"saved in {output}")
+
+
+if __name__ == "__main__":
+    main()

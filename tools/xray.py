@@ -1,0 +1,216 @@
+"""X-ray of a run that samples texts: one web page in which every sampled token is coloured by its numbers.
+
+    python tools/xray.py runs/my-run     # writes runs/my-run/xray.html, one file, to be opened in any browser
+    python tools/xray.py --docs          # runs each of SCRIPTS as it is, and writes its data in docs/xray/
+
+For each table that a run shows it leaves the tensors behind it in samples/: `prompts` and `prompt_mask` (B, P), and
+`responses` and `mask` (B, T). Every further tensor (B, T) becomes a colour, and every (B,) a number beside the text.
+The curves are those of metrics.jsonl. The viewer is docs/xray/index.html: there it reads the data from files beside it,
+in a run's page they stand inside it. It shows data as text: whatever a model writes is not taken for HTML.
+"""
+
+import argparse
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs/xray"
+SCRIPTS = ("ppo", "rloo", "grpo", "dpo", "sft")
+# tensor -> its name on the page, whether it has two signs (else it goes from 0 downwards), and what it is
+QUANTITIES = {
+    "advantages": (
+        "advantage",
+        True,
+        "How much better this token turned out than was expected. Orange is blame: training makes such tokens less "
+        "likely. Blue is credit: it makes them likelier. (Where advantages are whitened, as in ppo.py by default, 0 is "
+        "the mean of the whole batch.)",
+    ),
+    "log_ratio": (
+        "log(policy/reference)",
+        True,
+        "How much likelier the policy has made this token than the reference, in nats. Blue: it says it more often. "
+        "For DPO, the sum over a response, times beta, is the reward for which the policy is the best one.",
+    ),
+    "rewards": ("reward", True, "What the token was paid: its KL times −kl_coef and, for the last one, the score."),
+    "kl": (
+        "KL",
+        True,
+        "How far the policy moved from the reference at this token, in nats. The default estimate is the difference of "
+        "the two log-probabilities, so it is negative where the token has become less likely.",
+    ),
+    "values": ("value", True, "What the critic, before it saw this token, predicted of the reward still to come."),
+    "returns": ("return", True, "What the critic should have predicted: its value plus the advantage, unwhitened."),
+    "old_logprobs": (
+        "logprob",
+        False,
+        "The log-probability of this token for the policy that drew it: 0 is certain, −2.3 one chance in ten, −4.6 one "
+        "in a hundred. The more violet, the more surprising.",
+    ),
+    "logprobs": (
+        "logprob",
+        False,
+        "The log-probability of this token for the policy, at temperature 1: 0 is certain, −2.3 one chance in ten, "
+        "−4.6 one in a hundred. The more violet, the more surprising.",
+    ),
+    "ref_logprobs": (
+        "reference logprob",
+        False,
+        "The same for the reference, the policy's frozen first self. Where it is far lower than the policy's, the "
+        "policy has learned to say this.",
+    ),
+}
+# title of a chart -> pattern of the metrics in it
+CURVES = {
+    "score": r"objective/scores|rewards/.*/mean",
+    "KL to the reference": r"(objective/)?kl",
+    "length in tokens": r"val/response_length|completions/mean_length",
+    "loss on the test split": r"eval/loss",
+    "accuracy on the test split": r"eval/(rewards/accuracies|mean_token_accuracy)",
+}
+
+
+def rounded(x: float | None) -> float | None:
+    """To 4 significant digits, which halves the page; None if it is no number."""
+    if x is None or not math.isfinite(x):
+        return None
+    return float(f"{x:.4g}")
+
+
+def load_tokenizer(run: Path) -> AutoTokenizer:
+    """The run's tokenizer, which it saves when it ends; until then that of the model that it began with."""
+    if (run / "tokenizer_config.json").exists():
+        return AutoTokenizer.from_pretrained(run)
+    args = json.loads((run / "args.json").read_text())
+    name = args["model"] or args["from_scratch"] or "toy/base"
+    is_ours = (ROOT / name).exists() and not Path(name).exists()
+    return AutoTokenizer.from_pretrained(ROOT / name if is_ours else name)
+
+
+def read_samples(file: Path, tokenizer: AutoTokenizer) -> list[dict]:
+    """What the page shows of the responses in one file of tensors."""
+    tensors = load_file(file)
+    if "responses" not in tensors:
+        sys.exit(f"error: {file} has no responses: X-rays are of runs of {', '.join(SCRIPTS)}")
+    if "logprobs" in tensors and "ref_logprobs" in tensors:
+        tensors["log_ratio"] = tensors["logprobs"] - tensors["ref_logprobs"]
+    responses, mask, prompts, prompt_mask = map(tensors.pop, ("responses", "mask", "prompts", "prompt_mask"))
+    B, T = responses.shape
+    colours = {}
+    numbers = {}
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            continue
+        if x.shape in ((B, T), (B, 1)):  # of 1, all tokens of a response share a number
+            colours[name] = x.expand(B, T)
+        elif x.shape == (B,):
+            numbers[name.removeprefix("rewards/")] = x
+    names = sorted(numbers, key=lambda name: name != "scores")  # the score is the first
+
+    def of_tokens(x: Tensor, i: int) -> list[float | None]:
+        return [rounded(number) for number in x[i][mask[i]].tolist()]
+
+    return [
+        {
+            "update": int(file.stem.split("-")[1]),
+            "prompt": tokenizer.decode(prompts[i][prompt_mask[i]]),
+            "tokens": [tokenizer.decode(token) for token in responses[i][mask[i]]],
+            "scores": {name: rounded(numbers[name][i].item()) for name in names},
+            "columns": {name: of_tokens(x, i) for name, x in colours.items()},
+        }
+        for i in range(B)
+    ]
+
+
+def read_curves(metrics: list[dict]) -> list[dict]:
+    """The charts that have something to show; of lines that are equal, such as a score and its only reward, one."""
+    curves = []
+    for title, pattern in CURVES.items():
+        lines = {}
+        for name in dict.fromkeys(name for row in metrics for name in row):
+            points = [rounded(row.get(name)) for row in metrics]
+            if re.fullmatch(pattern, name) and any(points) and points not in lines.values():
+                lines[name] = points
+        if lines:
+            curves.append({"title": title, "lines": lines})
+    return curves
+
+
+def describe(name: str, samples: list[dict]) -> dict:
+    """A colour's name, kind and meaning. Unknown ones are shown, too: a rollout may have grown a field."""
+    found = [x for sample in samples for x in sample["columns"].get(name, []) if x is not None]
+    unknown = (name.replace("_", " "), any(x > 0 for x in found), f"The tensor {name} of the run's samples.")
+    label, signed, text = QUANTITIES.get(name, unknown)
+    return {"name": name, "label": label, "signed": signed, "text": text}
+
+
+def read_run(run: Path) -> dict:
+    """All that the page shows of a run's folder."""
+    files = sorted((run / "samples").glob("step-*.safetensors"))
+    if not files:
+        sys.exit(f"error: {run / 'samples'} has no files: the run has shown no table yet, or it is no run")
+    tokenizer = load_tokenizer(run)
+    samples = [sample for file in files for sample in read_samples(file, tokenizer)]
+    names = {name for sample in samples for name in sample["columns"]}
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "run": run.resolve().name,
+        "is_trained_by_reward": not names.isdisjoint(("advantages", "log_ratio")),
+        "samples": samples,
+        "quantities": [
+            describe(name, samples) for name in [*QUANTITIES, *sorted(names - set(QUANTITIES))] if name in names
+        ],
+        "curves": read_curves(metrics),
+        "last": max(len(metrics), samples[-1]["update"]),
+    }
+
+
+def as_script(name: str, data: dict) -> str:
+    """Data as the viewer reads them, without a < that could end the script."""
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return f"runs.set({json.dumps(name)}, {text})\n"
+
+
+def make_page(run: Path) -> str:
+    """The viewer with a run's data inside, where it has files beside it."""
+    script = f"<script>{as_script('run', read_run(run))}</script>\n"
+    return re.sub(r"(<script src=.*</script>\n)+", lambda _: script, (DOCS / "index.html").read_text("utf-8"))
+
+
+def make_docs() -> None:
+    """The data in docs/xray/: of each script's run without flags, but for fewer tables, which keeps them small."""
+    for script in SCRIPTS:
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder, script)
+            flags = ["--num-sample-generations", "4", "--output-dir", run]
+            subprocess.run([sys.executable, ROOT / f"{script}.py", *flags], check=True, cwd=ROOT)
+            data = read_run(run) | {"run": f"python {script}.py"}
+            (DOCS / f"{script}.js").write_text(as_script(script, data), "utf-8")
+
+
+def main() -> None:
+    """Reads the command line, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, nargs="?", help="the folder of a run")
+    parser.add_argument("--output", type=Path, help="the page to write; by default xray.html in that folder")
+    parser.add_argument("--docs", action="store_true", help="run the scripts, and write the data of docs/xray/")
+    args = parser.parse_args()
+    if args.docs:
+        return make_docs()
+    if args.run is None:
+        parser.error("name the folder of a run")
+    output = args.output or args.run / "xray.html"
+    output.write_text(make_page(args.run), "utf-8")
+    print(f"saved as {output}")
+
+
+if __name__ == "__main__":
+    main()
