@@ -36,5 +36,4 @@ make throughput-growth.json 20 throughput.py --growth --algorithms ppo
 make kernels.json 2 kernels.py
 make memory-measured.json 5 memory.py --measure
 make memory-starting.json 3 memory.py --starting
-make survival.json 15 survival.py
 if [ -z "$is_list" ]; then "$python" benchmarks/tables.py; fi

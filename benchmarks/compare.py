@@ -1,6 +1,6 @@
 """Compare: has a refactoring changed what the scripts compute? The default runs of a revision beside those of this tree.
 
-    python benchmarks/compare.py HEAD                                     # all five scripts, seeds 1 to 3
+    python benchmarks/compare.py HEAD                                     # all scripts, seeds 1 to 3
     python benchmarks/compare.py HEAD~5 --scripts ppo --seeds 1 --flags="--total-episodes 256"
 
 Each script is run with each seed, once as it was at the revision and once as it is now. Then metrics.jsonl is compared
@@ -39,7 +39,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model"]
+SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
 NOT_COMPARED = ("time/", "perf/", "eps")  # beginnings of the names of metrics that no two runs share
 
 
@@ -51,8 +51,9 @@ def checkout(revision: str, folder: Path) -> None:
 
 
 def copy_of_this_tree(folder: Path) -> None:
-    """Writes the scripts and the toy world as they are now into the folder, so that editing may go on meanwhile."""
-    shutil.copytree(ROOT / "toy", folder / "toy")
+    """Writes the scripts and what they read as they are now into the folder, so that editing may go on meanwhile."""
+    for name in ("toy", "rewards"):
+        shutil.copytree(ROOT / name, folder / name)
     for script in SCRIPTS:
         shutil.copy(ROOT / f"{script}.py", folder)
 
@@ -72,7 +73,8 @@ def run(tree: Path, script: str, seed: int, output: Path, args: argparse.Namespa
         )  # fmt: skip
         if done.returncode:
             sys.exit(f"{shlex.join(command)} failed in {tree}; it said last:\n{done.stdout[-2000:]}")
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for name in ("checkpoints", "samples"):  # which are not the result
+            shutil.rmtree(folder / name, ignore_errors=True)
         if not output.exists():  # it may have been made meanwhile, by another comparison with the same cache
             folder.rename(output)
     return output

@@ -5,9 +5,10 @@
     python benchmarks/learning.py --list                # the runs, and which of them are there
     python benchmarks/learning.py --compare "ppo.py --lam 1"       # a table: this beside the default, five seeds
 
-Ours run as a reader runs them, `python ppo.py --seed S --gold-reward-fn toy/make.py:gold_score`, on one thread. TRL runs
-in virtual environments of its own (trl_runs.py), from the same models and data, with the settings that ours wrote in
-args.json. Our evaluation reads both sides' models of sft, reward_model, dpo and grpo.
+Ours run as a reader runs them, on one thread, and log the gold score: `python ppo.py --seed S --reward-fn reward_model
+toy/make.py:gold_score --reward-weights 1 0`. TRL runs in virtual environments of its own (trl_runs.py), from the same
+models and data, with the settings that ours wrote in args.json. Our evaluation reads both sides' models of sft,
+reward_model and grpo; tools/evaluate.py those of dpo.
 
 What comes out: a line in results/learning.jsonl for each run, as it ends, with its command, seed, revision, date,
 processor and CPU seconds from start to exit; the metrics of its `start` and `end`, which is the mean over the last five
@@ -23,6 +24,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -41,13 +43,21 @@ COMPARED = ROOT / "runs/learning/compared.jsonl"  # of --compare; the defaults a
 TRAINED = "cpu_seconds.txt"  # in the folder of a run of TRL's, once it has ended
 LAST = 5  # updates at the end of a run whose mean is its result
 FIVE, ONE = (1, 2, 3, 4, 5), (1,)
-GOLD = "--gold-reward-fn toy/make.py:gold_score"
-SHAPES = "--gold-reward-fn toy/shapes/make.py:same_shape"
-WORKED = "--gold-reward-fn toy/shells/make.py:worked"  # a number to look at
+GOLD = "--reward-fn reward_model toy/make.py:gold_score --reward-weights 1 0"
+WATCHED = {  # flags of each run that names no --reward-fn: its reward, and a number to look at, which has no weight
+    "ppo": GOLD,
+    "rloo": GOLD,
+    "grpo": "--reward-fn rewards/verifiers.py:right_number toy/shells/make.py:worked --reward-weights 1 0",
+    "ddpo": "--reward-fn toy/shapes/make.py:left_ink toy/shapes/make.py:same_shape --reward-weights 1 0",
+}
+LITTLE_INK = "--reward-fn toy/shapes/make.py:little_ink toy/shapes/make.py:same_shape --reward-weights 1 0"
 GAME = "--from-scratch toy/shells/base --num-train-epochs 4 --batch-size 32 --learning-rate 2e-3"
 TIED = "--beta 0.1"
-PRICE = f"{TIED} --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length --reward-weights 1 -0.05"
-BY_MODEL = "--model toy/sft --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7"
+PRICE = (
+    f"{TIED} --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length toy/shells/make.py:worked "
+    "--reward-weights 1 -0.05 0"
+)
+BY_MODEL = f"--model toy/sft --dataset toy/data/prompts {GOLD} --response-length 53 --temperature 0.7"
 SECONDS = {  # of CPU time, roughly, of a default run
     "ppo": 75, "rloo": 48, "grpo": 33, "dpo": 200, "sft": 76, "reward_model": 88, "ddpo": 95,
 }  # fmt: skip
@@ -55,14 +65,15 @@ KEEP_MEMORY = (  # glibc keeps what is freed, as our scripts ask it to: half the
     f"MALLOC_MMAP_THRESHOLD_={2**32}", f"MALLOC_TRIM_THRESHOLD_={2**32}", f"MALLOC_TOP_PAD_={2**28}",
 )  # fmt: skip
 TRL_EFFORT = {"ppo": 2, "rloo": 2.5, "grpo": 1, "dpo": 6, "sft": 5, "reward_model": 2, "ddpo": 1}  # times ours
+GOLD_MEAN = "rewards/gold_score/mean"
 CURVES = {
-    "ppo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
-    "rloo": ("objective/scores", "objective/gold_scores", "objective/kl", "val/eos_share"),
-    "grpo": ("rewards/right_number/mean", "completions/mean_length", "objective/gold_scores", "entropy"),
-    "dpo": ("eval/rewards/accuracies", "objective/gold_scores", "objective/kl", "val/eos_share"),
+    "ppo": ("objective/scores", GOLD_MEAN, "objective/kl", "val/eos_share"),
+    "rloo": ("objective/scores", GOLD_MEAN, "objective/kl", "val/eos_share"),
+    "grpo": ("rewards/right_number/mean", "completions/mean_length", "rewards/worked/mean", "entropy"),
+    "dpo": ("eval/rewards/accuracies", GOLD_MEAN, "objective/kl", "val/eos_share"),
     "sft": ("eval/perplexity", "eval/mean_token_accuracy", "eval/eos_loss"),
     "reward_model": ("eval/accuracy", "eval/loss", "eval/calibration_error"),
-    "ddpo": ("reward_mean", "objective/gold_scores", "objective/kl"),
+    "ddpo": ("reward_mean", "rewards/same_shape/mean", "objective/kl"),
 }
 
 
@@ -85,14 +96,12 @@ class Run:
 
 def folder_of(run: Run, seed: int) -> Path:
     """Where a run goes; what it is made of stands in the name."""
-    words = re.sub(r"[^\w.]+", "-", run.name.replace(GOLD, "").replace(SHAPES, "")).strip("-")
+    words = re.sub(r"[^\w.]+", "-", run.name).strip("-")
     return ROOT / "runs/learning" / f"{words}-{seed}"
 
 
-DEFAULTS = {
-    "sft": "", "reward_model": "", "ppo": GOLD, "rloo": GOLD, "grpo": WORKED, "dpo": GOLD, "ddpo": SHAPES,
-}  # fmt: skip
-RUNS = [Run(script, flags, judged=script in ("ppo", "rloo", "dpo", "grpo")) for script, flags in DEFAULTS.items()]
+SCRIPTS = ("sft", "reward_model", "ppo", "rloo", "grpo", "dpo", "ddpo")
+RUNS = [Run(script, judged=script in ("ppo", "rloo", "dpo", "grpo")) for script in SCRIPTS]
 # The models of toy/models.sh; the first is a sweep's, too
 RUNS += [
     Run("sft", "--num-train-epochs 3", ONE, effort=3),
@@ -103,9 +112,9 @@ RUNS += [
 # relatives of GRPO
 UNTAUGHT = Run("sft", f"{GAME} --dataset runs/learning/at-once", ONE)
 RUNS += [UNTAUGHT]
-RUNS += [Run("grpo", f"{WORKED} --total-episodes 64 --learning-rate 1e-12", ONE, effort=0.3, judged=True)]
+RUNS += [Run("grpo", "--total-episodes 64 --learning-rate 1e-12", ONE, effort=0.3, judged=True)]
 RUNS += [
-    Run("grpo", f"{WORKED} {flags}", effort=effort, judged=effort == 1)
+    Run("grpo", flags, effort=effort, judged=effort == 1)
     for flags, effort in {
         "--response-length 3": 1, TIED: 1, PRICE: 1, "--loss-type grpo": 0.9, "--loss-type dr_grpo --scale-rewards none": 0.9,
         "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4": 0.9,
@@ -113,12 +122,10 @@ RUNS += [
         "--num-ppo-epochs 4 --epsilon-high 0.28": 2.5,
     }.items()
 ]  # fmt: skip
-RUNS += [
-    Run(script, flags, side="TRL", effort=TRL_EFFORT[script]) for script, flags in DEFAULTS.items()
-]
+RUNS += [Run(script, side="TRL", effort=TRL_EFFORT[script]) for script in SCRIPTS]
 # Sweeps of the pages
 RUNS += [
-    Run("ppo", f"{GOLD} {flags}", ONE, effort=effort)
+    Run("ppo", flags, ONE, effort=effort)
     for flags, effort in {
         "--lam 0": 1, "--lam 1": 1, "--num-ppo-epochs 1": 0.5, "--num-ppo-epochs 8": 1.8, "--kl-coef 0.2": 1,
         "--kl-coef 0.01": 1, "--response-length 24": 0.7, "--response-length 24 --missing-eos-penalty 3": 0.7,
@@ -126,22 +133,21 @@ RUNS += [
     }.items()
 ]  # fmt: skip
 RUNS += [
-    Run("rloo", f"{GOLD} {flags}", seeds)
+    Run("rloo", flags, seeds)
     for flags, seeds in {
         "--max-grad-norm 1e9": FIVE, "--rloo-k 8": ONE, "--num-ppo-epochs 1": ONE, "--num-ppo-epochs 8": ONE,
         "--token-level-kl": ONE, "--token-level-kl --normalize-reward --normalize-advantage": ONE,
     }.items()
 ]  # fmt: skip
 RUNS += [
-    Run("ddpo", f"{SHAPES} {flags}", ONE)
+    Run("ddpo", flags, ONE)
     for flags in (
         "--train-learning-rate 1e-4", "--train-learning-rate 1e-3", "--train-learning-rate 1e-3 --kl-coef 0.1",
-        "--train-learning-rate 1e-3 --kl-coef 1", "--reward-fn toy/shapes/make.py:little_ink",
-        "--reward-fn toy/shapes/make.py:little_ink --kl-coef 1",
+        "--train-learning-rate 1e-3 --kl-coef 1", LITTLE_INK, f"{LITTLE_INK} --kl-coef 1",
     )
 ]  # fmt: skip
 RUNS += [
-    Run("dpo", f"{GOLD} {flags}", ONE, effort=effort)
+    Run("dpo", flags, ONE, effort=effort)
     for flags, effort in {"--beta 0.02": 1, "--beta 0.5": 1, "--loss-type ipo": 1, "--num-train-epochs 0.25": 0.3}.items()
 ]
 RUNS += [
@@ -162,20 +168,20 @@ RUNS += [
 RUNS += [
     Run(script, flags, effort=effort, judged=True)
     for script, flags, effort in (
-        ("dpo", f"{GOLD} --num-train-epochs 0.0683", 0.15),
-        ("grpo", f"{BY_MODEL} {GOLD} --beta 0.05 --total-episodes 2048", 1),
+        ("dpo", "--num-train-epochs 0.0683", 0.15),
+        ("grpo", f"{BY_MODEL} --beta 0.05 --total-episodes 2048", 1),
         ("sft", "--model toy/sft --dataset runs/learning/chosen --num-train-epochs 0.0683", 0.3),
-        ("ppo", f"{GOLD} --total-episodes 5120", 2.3),
-        ("rloo", f"{GOLD} --total-episodes 7168", 3),
-        ("grpo", f"{BY_MODEL} {GOLD} --beta 0.05 --total-episodes 6144", 3),
-        ("dpo", f"{GOLD} --num-train-epochs 0.6", 0.6),
+        ("ppo", "--total-episodes 5120", 2.3),
+        ("rloo", "--total-episodes 7168", 3),
+        ("grpo", f"{BY_MODEL} --beta 0.05 --total-episodes 6144", 3),
+        ("dpo", "--num-train-epochs 0.6", 0.6),
         ("sft", "--model toy/sft --dataset runs/learning/chosen", 1.4),
     )
 ]
 # Last, since they need the models of other runs
-RUNS += [Run("grpo", f"{WORKED} --model {folder_of(UNTAUGHT, 1).relative_to(ROOT)}", judged=True)]
+RUNS += [Run("grpo", f"--model {folder_of(UNTAUGHT, 1).relative_to(ROOT)}", judged=True)]
 RUNS += [
-    Run("ppo", f"{GOLD} --reward-model runs/learning/{run}-1", ONE)
+    Run("ppo", f"--reward-model runs/learning/{run}-1", ONE)
     for run in ("reward_model", "reward_model-eos-dropout-0.5")
 ]
 
@@ -203,13 +209,16 @@ def log_of(output: Path) -> Path:
 
 
 def our_command(run: Run, seed: int, output: Path) -> list:
-    """As a reader would start it, with more evaluations."""
+    """As a reader would start it, with more evaluations, and of DPO with all checkpoints, whose answers are judged."""
     command = [sys.executable, f"{run.script}.py", *shlex.split(run.flags), "--seed", seed, "--output-dir", output]
-    command += ["--save-steps", 100_000]
+    if "--reward-fn" not in run.flags:
+        command += shlex.split(WATCHED.get(run.script, ""))
+    if run.script == "dpo":
+        command += ["--save-steps", trl_runs.EVERY["dpo"], "--save-total-limit", 1000]
+    else:
+        command += ["--save-steps", 100_000]
     if run.script in trl_runs.EVERY:
         command += ["--eval-steps", trl_runs.EVERY[run.script]]
-    if run.script == "dpo":
-        command += ["--num-eval-prompts", 200]
     return command if run.script == "ddpo" else [*command, "--num-sample-generations", 0]
 
 
@@ -217,7 +226,49 @@ def train_ours(run: Run, seed: int, output: Path) -> float:
     """One training by our script."""
     if "--dataset runs/learning/" in run.flags:
         write_texts()
-    return run_process(our_command(run, seed, output), log_of(output))
+    seconds = run_process(our_command(run, seed, output), log_of(output))
+    if run.script == "dpo":
+        add_answers(output, policies_of(output))
+    return seconds
+
+
+def policies_of(output: Path) -> dict[int, Path]:
+    """Step -> folder of a model, made of each checkpoint of a run on one process, which holds the weights alone."""
+    from safetensors.torch import load_file, save_file
+
+    policies = {}
+    for checkpoint in sorted(output.glob("checkpoints/step-*")):
+        folder = output / "policies" / checkpoint.name
+        shutil.copytree(output, folder, ignore=lambda *_: ["checkpoints", "policies", "samples", "model.safetensors"])
+        (shards,) = checkpoint.glob("*.safetensors")
+        tensors = load_file(shards)
+        weights = {name[len("model.") :]: x for name, x in tensors.items() if name.startswith("model.")}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        policies[int(checkpoint.name.removeprefix("step-"))] = folder
+    return policies
+
+
+def add_answers(output: Path, policies: dict[int, Path]) -> None:
+    """Adds to metrics.jsonl what the answers of a policy of DPO are like, by the number of its step."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["step"] in policies:
+            figures = evaluate(policies[line["step"]], "--dataset", "toy/data/preferences", "--num-prompts", 200)
+            line[GOLD_MEAN] = figures["toy/make.py:gold_score"]
+            line["objective/kl"] = figures["kl"]
+            line["val/eos_share"] = figures["eos_share"]
+            line["val/response_length"] = figures["response_length"]
+    (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def evaluate(policy: Path, *flags) -> dict[str, float]:
+    """What tools/evaluate.py says of a policy."""
+    output = policy / "evaluation"
+    shutil.rmtree(output, ignore_errors=True)
+    judges = ("--reference", "toy/sft", "--reward-fn", "toy/make.py:gold_score", "--device", "cpu")
+    run_process([sys.executable, "tools/evaluate.py", policy, *judges, *flags, "--output-dir", output], log_of(output))
+    figures = json.loads((output / "evaluation.json").read_text())["figures"]
+    return {name: figure["mean"] for name, figure in figures.items()}
 
 
 def write_settings(run: Run, seed: int, output: Path) -> None:
@@ -252,6 +303,8 @@ def train_trl(run: Run, seed: int, output: Path) -> float:
         trained.write_text(str(run_process(command, log_of(output))))
     if run.script in (*trl_runs.EVERY, "grpo"):
         run_process([sys.executable, __file__, "--judge", run.script, ours, output], log_of(output))
+    if run.script == "dpo":
+        add_answers(output, {int(folder.name.split("-")[1]): folder for folder in output.glob("checkpoint-*")})
     return float(trained.read_text())
 
 
@@ -290,10 +343,11 @@ def make_run(run: Run, seed: int) -> None:
         **summarize(run.script, lines),
     }  # fmt: skip
     if run.judged:
-        is_game = run.script == "grpo" and WORKED in run.flags
-        command = [sys.executable, __file__, "--read-shells" if is_game else "--read", output]
-        run_process(command, log_of(output))
-        result["answers"] = json.loads((output / "answers.json").read_text())
+        if run.script == "grpo" and BY_MODEL not in run.flags:
+            run_process([sys.executable, __file__, "--read-shells", output], log_of(output))
+            result["answers"] = json.loads((output / "answers.json").read_text())
+        else:
+            result["answers"] = read_answers(output)
     with LOCK, open(COMPARED if COMPARING else RECORD, "a") as file:
         file.write(json.dumps(result) + "\n")
 
@@ -315,11 +369,7 @@ def save_start(ours: Path, output: Path) -> None:
 
 def args_of(script, ours: Path, **changes):
     """The settings of our run."""
-    settings = json.loads((ours / "args.json").read_text()) | changes
-    names = {f.name for f in script.fields(script.Args) if f.init}
-    return script.Args(**{
-        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items() if name in names
-    })  # fmt: skip
+    return script.Args(**json.loads((ours / "args.json").read_text()) | changes)
 
 
 def judge(algorithm: str, ours: Path, output: Path) -> None:
@@ -332,7 +382,7 @@ def judge(algorithm: str, ours: Path, output: Path) -> None:
         policy = script.load_policy(args)
         _, prompts = script.load_prompts(args, policy, None)
         torch.manual_seed(0)
-        result = script.evaluate(policy, script.make_reward(args, policy, None, prompts), prompts, args)
+        result = script.evaluate(policy, script.make_rewards(args, policy, None), prompts, args)
         lines = (output / "metrics.jsonl").read_text().splitlines()
         lines[-1] = json.dumps(json.loads(lines[-1]) | result)
         (output / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -346,58 +396,28 @@ def judge(algorithm: str, ours: Path, output: Path) -> None:
 
 def judge_texts(script, algorithm: str, ours: Path, checkpoint: Path) -> dict[str, float]:
     """What our evaluation says of a checkpoint."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     args = args_of(script, ours, micro_batch_size=50)
     kind = AutoModelForSequenceClassification if algorithm == "reward_model" else AutoModelForCausalLM
     model = kind.from_pretrained(checkpoint).eval()
     model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    model.tokenizer.num_embeddings = model.get_input_embeddings().num_embeddings
     _, test = script.load_data(args)
     if algorithm == "sft":
-        return script.evaluate(model, script.encode_texts(test, model.tokenizer, args, args.max_length), args)
+        rows = script.cut(script.read_texts(test, model.tokenizer, args), args.max_length)
+        return script.evaluate(model, rows, args)
     pairs = script.encode_pairs(test, model.tokenizer, args, args.max_length)
     if algorithm == "reward_model":
         return script.evaluate(model, pairs, args)[0]
-    model.stop_token_id = model.tokenizer.eos_token_id
-    reference = script.load_policy(args)
-    stats = script.evaluate_pairs(model, reference, torch.full((len(pairs), 2), torch.nan), pairs, args)
-    gold_reward = script.function_reward(args.gold_reward_fn, [pair.example for pair in pairs], model, args)
-    return stats | script.evaluate_responses(model, reference, pairs, gold_reward, args)
+    ref_logps = script.read_reference(model, script.load_policy(args), pairs, args)
+    return script.evaluate(model, pairs, ref_logps, args)
 
 
-def read_answers(output: Path, n: int = 1024, length: int = 53, temperature: float = 0.7) -> None:
-    """answers.json: gold score, KL to toy/sft, length and EOS share of n answers of a policy to unseen prompts."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    gold_text_score = trl_runs.load("toy/make.py").gold_text_score
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft", padding_side="left")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(x).eval() for x in (output, ROOT / "toy/sft"))
-    rows = (ROOT / "toy/data/prompts/validation.jsonl").read_text().splitlines()
-    prompts = [json.loads(rows[i % len(rows)])["prompt"] for i in range(n)]
-    start = tokenizer(prompts, return_tensors="pt", padding=True)
-    with torch.no_grad():
-        ids = policy.generate(**start, do_sample=True, temperature=temperature, top_k=0, max_new_tokens=length)
-        responses = ids[:, start.input_ids.shape[1] :]
-        is_end = (responses == tokenizer.eos_token_id).long()
-        mask = is_end.cumsum(1) - is_end == 0  # up to and including the first
-        attention = torch.cat([start.attention_mask, mask.long()], 1)
-        positions = (attention.cumsum(1) - 1).clamp(min=0)
-        logprobs = [
-            (model(ids, attention_mask=attention, position_ids=positions).logits[:, -length - 1 : -1] / temperature)
-            .log_softmax(2).gather(2, responses[:, :, None])[:, :, 0]
-            for model in (policy, reference)
-        ] if responses.shape[1] == length else sys.exit("all answers end early")  # fmt: skip
-    texts = [tokenizer.decode(row[keep.bool()], skip_special_tokens=True) for row, keep in zip(ids, attention)]
-    result = {
-        "gold": statistics.fmean(map(gold_text_score, texts)),
-        "kl": ((logprobs[0] - logprobs[1]) * mask).sum(1).mean().item(),
-        "length": mask.sum(1).float().mean().item(), "eos_share": is_end.any(1).float().mean().item(),
-    }  # fmt: skip
-    (output / "answers.json").write_text(json.dumps({name: float(f"{x:.5g}") for name, x in result.items()}))
+def read_answers(output: Path) -> dict[str, float]:
+    """Gold score, KL to toy/sft, length and share that end, of a thousand answers of a policy to unseen prompts."""
+    figures = evaluate(output, "--num-generations", 5)
+    names = {"gold": "toy/make.py:gold_score", "kl": "kl", "length": "response_length", "eos_share": "eos_share"}
+    return {ours: float(f"{figures[name]:.5g}") for ours, name in names.items()}
 
 
 def read_shells(output: Path, n: int = 8) -> None:
@@ -497,13 +517,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the runs and end")
     parser.add_argument("--compare", metavar="COMMAND", help="run this, such as 'ppo.py --lam 1', beside the default")
     parser.add_argument("--venvs", type=Path, default=VENVS, help="where TRL's environments are, or are made")
-    for name, n in {"--save-start": 2, "--judge": 3, "--read": 1, "--read-shells": 1}.items():
+    for name, n in {"--save-start": 2, "--judge": 3, "--read-shells": 1}.items():
         parser.add_argument(name, nargs=n, help=argparse.SUPPRESS)
     args = parser.parse_args()
     VENVS, COMPARING = args.venvs, bool(args.compare)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
-    for asked, function in ((args.save_start, save_start), (args.read, read_answers), (args.read_shells, read_shells)):
+    for asked, function in ((args.save_start, save_start), (args.read_shells, read_shells)):
         if asked:
             return function(*map(Path, asked))
     if args.judge:
@@ -511,8 +531,7 @@ def main() -> None:
     seeds, runs = [int(seed) for seed in args.seeds.split(",")], RUNS
     if args.compare:
         script, _, flags = args.compare.partition(".py")
-        default = DEFAULTS[script]
-        runs = [Run(script, default), Run(script, f"{default} {flags.strip()}".strip())]
+        runs = [Run(script), Run(script, flags.strip())]
     there = {(line["run"], line["seed"]) for line in read_record()}
     chosen = [run for run in runs if args.compare or any(fnmatch.fnmatch(run.name, name) for name in args.only)]
     wanted = [(run, s) for s in seeds for run in chosen if s in run.seeds and (run.name, s) not in there]

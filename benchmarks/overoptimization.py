@@ -35,6 +35,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def sample_responses(seed: int, file: Path) -> None:
     count = SETTINGS["prompts"]
     few = prompts[(seed - 1) * count : seed * count]
     rollout = ppo.sample_batch(policy, [x for x in few for _ in range(SETTINGS["responses"])] + prompts, args)
-    gold = ppo.function_reward("toy/make.py:gold_score", prompts, policy, args)(rollout)
+    gold = ppo.function_reward("toy/make.py:gold_score", policy, args)(rollout)
     names = ("prompts", "prompt_mask", "responses", "mask", "ended", "old_logprobs")
     data = {name: getattr(rollout, name) for name in names} | {"gold": gold}
     write_whole(file, lambda out: torch.save(data, out))
@@ -144,10 +145,11 @@ def score_responses(reward_model: Path, responses: Path, file: Path) -> None:
     import torch
 
     ppo, args, policy, _ = load_policy()
-    args.reward_model = str(reward_model)
     data = torch.load(responses)
     gold = data.pop("gold").numpy()
-    proxy = ppo.model_reward(ppo.load_reward_model(args, policy), policy, args)(ppo.Rollout(**data)).numpy()
+    rollout = ppo.Rollout(**data, examples=[{}] * len(gold))
+    model = ppo.load_reward_model(replace(args, reward_model=str(reward_model)), policy)
+    proxy = ppo.model_reward(model, policy, args)(rollout).numpy()
     write_whole(file, lambda out: np.savez(out, proxy=proxy, gold=gold))
 
 
@@ -220,12 +222,13 @@ def read_lines(folder: Path) -> list[dict]:
 def optimise(reward_model: Path, seed: int, kl_coef: float, start: dict, folder: Path) -> dict[str, list[float]]:
     """One training by PPO: a list of its updates for each metric."""
     train(
-        folder, "ppo.py", "--reward-model", reward_model, "--gold-reward-fn", "toy/make.py:gold_score", "--seed", seed,
+        folder, "ppo.py", "--reward-model", reward_model, "--reward-fn", "reward_model", "toy/make.py:gold_score",
+        "--reward-weights", 1, 0, "--seed", seed,
         "--kl-coef", kl_coef, "--total-episodes", SETTINGS["episodes"], "--temperature", SETTINGS["temperature"],
         "--response-length", SETTINGS["response_length"], "--dataset-test-split", "none",
         "--num-sample-generations", 0, "--lr-scheduler-type", "constant",  # a rate that falls to 0 slows down KL
     )  # fmt: skip
-    names = {"kl": "objective/kl", "proxy": "objective/scores", "gold": "objective/gold_scores",
+    names = {"kl": "objective/kl", "proxy": "objective/scores", "gold": "rewards/gold_score/mean",
              "eos_share": "val/eos_share", "length": "val/response_length"}  # fmt: skip
     updates = {short: [line[name] for line in read_lines(folder)] for short, name in names.items()}
     updates["proxy"] = [(score - start["mean"]) / start["deviation"] for score in updates["proxy"]]

@@ -18,15 +18,14 @@ from pathlib import Path
 
 import learning
 import memory
-import survival
 import throughput
-from learning import BY_MODEL, DEFAULTS, GOLD, PRICE, TIED, Run, read_record
+from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, Run, read_record
 from throughput import RESULTS, ROOT, figure_of
 
 PAGES = [ROOT / "README.md", ROOT / "toy/README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 Column = tuple[str, str, int]  # heading, metric, digits
 SCORE = ("score", "end objective/scores", 2)
-ENDS = [("gold score", "end objective/gold_scores", 2), ("KL", "end objective/kl", 1), ("EOS share", "end val/eos_share", 2)]
+ENDS = [("gold score", f"end {GOLD_MEAN}", 2), ("KL", "end objective/kl", 1), ("EOS share", "end val/eos_share", 2)]
 CPU = ("CPU seconds", "cpu_seconds", 0)
 THEIRS = {"ppo": "TRL 0.16.1", "rloo": "TRL 0.16.1", "ddpo": "TRL 0.23"}  # the others: TRL 1.16
 RECORD: dict[str, list[dict]] = {}  # name -> the runs of its seeds
@@ -75,14 +74,9 @@ def table(heading: str | None, rows: dict[str, str], columns: list[Column]) -> s
     return markdown(lines)
 
 
-def default(script: str) -> str:
-    """The name of its default run."""
-    return Run(script, DEFAULTS[script]).name
-
-
 def both(script: str) -> dict[str, str]:
     """The rows of ours and of TRL's."""
-    return {f"`{script}.py`": default(script), THEIRS.get(script, "TRL 1.16"): f"TRL {default(script)}"}
+    return {f"`{script}.py`": script, THEIRS.get(script, "TRL 1.16"): f"TRL {script}"}
 
 
 def seeds_of(names: Iterable[str]) -> str:
@@ -91,10 +85,9 @@ def seeds_of(names: Iterable[str]) -> str:
     return f"{' to '.join(map(str, counts[:1] + counts[-1:] * (len(counts) > 1)))} seeds".replace("1 seeds", "1 seed")
 
 
-def sweep(script: str, heading: str, rows: dict[str, str], columns: list[Column], own: str = "") -> str:
-    """A table of label -> flags beside the default flags."""
-    base = DEFAULTS[script]
-    return table(heading, {label: f"{script} {base} {flags}".strip().replace("  ", " ") for label, flags in rows.items()}, columns)
+def sweep(script: str, heading: str, rows: dict[str, str], columns: list[Column]) -> str:
+    """A table of label -> flags."""
+    return table(heading, {label: f"{script} {flags}".strip() for label, flags in rows.items()}, columns)
 
 
 def compare(runs: list[Run], lines: list[dict]) -> str:
@@ -138,15 +131,15 @@ def ppo_results() -> str:
     rows = both("ppo")
     return with_column(
         table(None, rows, [SCORE, *ENDS]), "episodes to gold 3",
-        [reached(name, "objective/gold_scores", 3.0) for name in rows.values()],
+        [reached(name, GOLD_MEAN, 3.0) for name in rows.values()],
     )  # fmt: skip
 
 
 def over_optimization() -> str:
     flags = {"0": "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0", "0.05": "--learning-rate 1e-3 --total-episodes 4096"}
     text = sweep("ppo", "β", flags, [SCORE, *ENDS[:2]])
-    runs = [RECORD.get(f"ppo {GOLD} {flag}", []) for flag in flags.values()]
-    highest = [number([max(smooth(run["curves"]["objective/gold_scores"])) for run in of], 2) for of in runs]
+    runs = [RECORD.get(f"ppo {flag}", []) for flag in flags.values()]
+    highest = [number([max(smooth(run["curves"][GOLD_MEAN])) for run in of], 2) for of in runs]
     return with_column(text, "highest gold score", highest)
 
 
@@ -155,7 +148,7 @@ def smooth(points: list[float], width: int = 5) -> list[float]:
     return [statistics.fmean(points[i : i + width]) for i in range(len(points) - width + 1)]
 
 
-GAME = f"grpo {DEFAULTS['grpo']}"
+GAME = "grpo"
 BEFORE = f"{GAME} --total-episodes 64 --learning-rate 1e-12"
 DIRECT = f"{GAME} --response-length 3"
 UNTAUGHT = f"{GAME} --model {learning.folder_of(learning.UNTAUGHT, 1).relative_to(ROOT)}"
@@ -206,12 +199,12 @@ def grpo_results() -> str:
 
 DPO = [("unseen pairs right", "end eval/rewards/accuracies", 3), *ENDS]
 RATES = [("`eval/accuracy`", "end eval/accuracy", 3), ("`eval/loss`", "end eval/loss", 3)]
-DDPO = [("reward", "end reward_mean", 2), ("gold score", "end objective/gold_scores", 2), ("KL", "end objective/kl", 0)]
+DDPO = [("reward", "end reward_mean", 2), ("gold score", "end rewards/same_shape/mean", 2), ("KL", "end objective/kl", 0)]
 
 
 def ddpo_results() -> str:
     columns = [("reward, first epoch", "start reward_mean", 2), ("last five", "end reward_mean", 2),
-               ("gold score, first", "start objective/gold_scores", 3), ("last five", "end objective/gold_scores", 3),
+               ("gold score, first", "start rewards/same_shape/mean", 3), ("last five", "end rewards/same_shape/mean", 3),
                ("KL", "end objective/kl", 0)]  # fmt: skip
     return table(None, both("ddpo"), columns)
 
@@ -229,7 +222,7 @@ def cut_texts() -> str:
 
 
 CHOSEN = "sft --model toy/sft --dataset runs/learning/chosen"
-BY_GRPO = f"grpo {BY_MODEL} {GOLD} --beta 0.05"
+BY_GRPO = f"grpo {BY_MODEL} --beta 0.05"
 JUDGED = [("gold score", "answers gold", 2), ("KL, nats", "answers kl", 1), ("tokens", "answers length", 0),
           ("share that end", "answers eos_share", 2), CPU]  # fmt: skip
 
@@ -241,18 +234,18 @@ def which(rows: dict[str, str]) -> str:
 def which_episodes() -> str:
     return which({
         "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683",
-        "`dpo.py`, 2,048 pairs": f"dpo {GOLD} --num-train-epochs 0.0683", "`rloo.py`, 2,048 responses": default("rloo"),
-        "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048", "`ppo.py`, 2,048 responses": default("ppo"),
-        "`dpo.py`, all 30,000 pairs": default("dpo"),
+        "`dpo.py`, 2,048 pairs": "dpo --num-train-epochs 0.0683", "`rloo.py`, 2,048 responses": "rloo",
+        "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048", "`ppo.py`, 2,048 responses": "ppo",
+        "`dpo.py`, all 30,000 pairs": "dpo",
     })  # fmt: skip
 
 
 def which_seconds() -> str:
     return which({
-        "`sft.py`, 30,000 chosen texts": CHOSEN, "`dpo.py`, 18,000 pairs": f"dpo {GOLD} --num-train-epochs 0.6",
-        "`rloo.py`, 7,168 responses": f"rloo {GOLD} --total-episodes 7168",
+        "`sft.py`, 30,000 chosen texts": CHOSEN, "`dpo.py`, 18,000 pairs": "dpo --num-train-epochs 0.6",
+        "`rloo.py`, 7,168 responses": "rloo --total-episodes 7168",
         "`grpo.py`, 6,144 responses": f"{BY_GRPO} --total-episodes 6144",
-        "`ppo.py`, 5,120 responses": f"ppo {GOLD} --total-episodes 5120",
+        "`ppo.py`, 5,120 responses": "ppo --total-episodes 5120",
     })  # fmt: skip
 
 
@@ -264,7 +257,7 @@ def beside_trl() -> str:
         "ppo": [SCORE, *ENDS], "rloo": [SCORE, *ENDS],
         "grpo": [("sampled answers right", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1)],
         "dpo": DPO,
-        "ddpo": [("reward", "end reward_mean", 2), ("gold score", "end objective/gold_scores", 3)],
+        "ddpo": [("reward", "end reward_mean", 2), ("gold score", "end rewards/same_shape/mean", 3)],
     }  # fmt: skip
     lines = [["", "", "ours", "TRL", "version"], ["---", "---", "---:", "---:", "---"]]
     for script, columns in about.items():
@@ -322,11 +315,11 @@ def lines_in(file: str) -> int:
 
 def files() -> str:
     """The README's table of files: their lengths, and what a default run ends with."""
-    seconds = lambda script: f"{mean(default(script), 'cpu_seconds', 0)} s"
-    end = lambda script, metric, digits=1: mean(default(script), f"end {metric}", digits)
-    start = lambda script, metric, digits=1: mean(default(script), f"start {metric}", digits)
+    seconds = lambda script: f"{mean(script, 'cpu_seconds', 0)} s"
+    end = lambda script, metric, digits=1: mean(script, f"end {metric}", digits)
+    start = lambda script, metric, digits=1: mean(script, f"start {metric}", digits)
     gains = lambda script: (f"{seconds(script)}: score {start(script, 'objective/scores')} → {end(script, 'objective/scores')}, "
-                            f"gold score {start(script, 'objective/gold_scores')} → {end(script, 'objective/gold_scores')}")  # fmt: skip
+                            f"gold score {start(script, GOLD_MEAN)} → {end(script, GOLD_MEAN)}")  # fmt: skip
     percent = lambda name, metric: f"{statistics.fmean(values(name, metric) or [math.nan]):.0%}".replace("%", " %")
     rows = {
         "sft": ("[supervised fine-tuning](docs/sft.md): texts → policy",
@@ -341,8 +334,8 @@ def files() -> str:
                  f"{seconds('grpo')}: right answers {percent(BEFORE, 'answers greedy')} → {percent(GAME, 'answers greedy')}, "
                  f"as their length grows from {mean(BEFORE, 'answers length', 0)} to {mean(GAME, 'answers length', 0)} tokens"),
         "dpo": ("[DPO, IPO, …](docs/dpo.md): preference pairs → better policy, without reward model or rollouts",
-                f"{seconds('dpo')}: gold score {end('dpo', 'objective/gold_scores')} at KL {end('dpo', 'objective/kl', 0)}; "
-                f"{percent(default('dpo'), 'end eval/rewards/accuracies')} of unseen pairs right"),
+                f"{seconds('dpo')}: gold score {end('dpo', GOLD_MEAN)} at KL {end('dpo', 'objective/kl', 0)}; "
+                f"{percent('dpo', 'end eval/rewards/accuracies')} of unseen pairs right"),
         "ddpo": ("[DDPO](docs/ddpo.md): the same policy gradient for a diffusion model, whose denoising steps are its tokens",
                  f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}, and shapes stay shapes"),
     }  # fmt: skip
@@ -356,18 +349,17 @@ def files() -> str:
 
 def caption() -> str:
     """Under the README's picture."""
-    name = default("ppo")
-    from_to = lambda metric: f"from {mean(name, f'start {metric}')} to {mean(name, f'end {metric}')}"
+    from_to = lambda metric: f"from {mean('ppo', f'start {metric}')} to {mean('ppo', f'end {metric}')}"
     return f"""PPO teaches a small language model to write glowing reviews. Left: the **score**, a number that a reward model gives to
 each review, is what the model is trained on; it rises {from_to('objective/scores')}. The **gold score** is the truth of this toy
-world, which training never sees; it rises {from_to('objective/gold_scores')}. Middle: **KL**, the distance from the model's first self, in
-nats. Right: the share of reviews that come to an end. (The picture is of `python ppo.py --gold-reward-fn
-toy/make.py:gold_score`, the numbers are means of five seeds.)"""
+world, which training never sees; it rises {from_to(GOLD_MEAN)}. Middle: **KL**, the distance from the model's first self, in
+nats. Right: the share of reviews that come to an end. (The picture is of `python ppo.py --reward-fn
+reward_model toy/make.py:gold_score --reward-weights 1 0`, the numbers are means of five seeds.)"""
 
 
 def beside() -> str:
     """The README's paragraph."""
-    what = {"ppo": ("gold score", "end objective/gold_scores", 1), "grpo": ("right answers", "end eval/pass@1", 2)}
+    what = {"ppo": ("gold score", f"end {GOLD_MEAN}", 1), "grpo": ("right answers", "end eval/pass@1", 2)}
     lines = []
     for script, (title, metric, digits) in what.items():
         ours, theirs = both(script).values()
@@ -403,8 +395,8 @@ def which_lines() -> str:
     lines = ["| | networks in memory, trained ones | samples while it trains | peak memory here, MB | lines: short form, script |",
              "|---|---|---|---:|---|"]  # fmt: skip
     for script, cells in rows.items():
-        lengths = f"{lines_in(f'lecture/{script}.py')}, {lines_in(f'{script}.py'):,}"
-        memory = mean(default(script), "end perf/peak_memory_mb", 0)
+        lengths = f"{lines_in(f'lecture/{script}.py')}, {round(lines_in(f'{script}.py'), -2):,}"
+        memory = mean(script, "end perf/peak_memory_mb", 0)
         lines.append(f"| `{script}.py` | {' | '.join(cells)} | {memory} | {lengths} |")
     return "\n".join(lines)
 
@@ -422,8 +414,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "0": "--response-length 24", "3": "--response-length 24 --missing-eos-penalty 3"},
         [("EOS share, first update", "start val/eos_share", 2), ("EOS share, last five", "end val/eos_share", 2), ENDS[0]]),
     "rloo-results": lambda: table(None, {
-        "`rloo.py`": default("rloo"), "`rloo.py --max-grad-norm 1e9`": f"{default('rloo')} --max-grad-norm 1e9",
-        "TRL 0.16.1": f"TRL {default('rloo')}"}, [SCORE, *ENDS]),
+        "`rloo.py`": "rloo", "`rloo.py --max-grad-norm 1e9`": "rloo --max-grad-norm 1e9", "TRL 0.16.1": "TRL rloo"}, [SCORE, *ENDS]),
     "rloo-k": lambda: sweep("rloo", "K", {"2 (default)": "", "8": "--rloo-k 8"}, [SCORE, *ENDS]),
     "rloo-passes": lambda: sweep("rloo", "passes", PASSES, [
         SCORE, *ENDS, ("ratios clipped", "end policy/clipfrac_avg", 2)]),
@@ -431,7 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "responses (default)": "", "`--token-level-kl`": "--token-level-kl",
         "and both normalised": "--token-level-kl --normalize-reward --normalize-advantage"}, [SCORE, *ENDS]),
     "grpo-results": grpo_results, "grpo-thinking": thinking, "grpo-price": price, "grpo-family": family,
-    "dpo-results": lambda: table(None, both("dpo") | {"`ppo.py`": default("ppo"), "`rloo.py`": default("rloo")}, DPO),
+    "dpo-results": lambda: table(None, both("dpo") | {"`ppo.py`": "ppo", "`rloo.py`": "rloo"}, DPO),
     "dpo-beta": lambda: sweep("dpo", "β", {"0.02": "--beta 0.02", "0.1 (default)": "", "0.5": "--beta 0.5"}, DPO),
     "dpo-loss": lambda: sweep("dpo", "loss", {"sigmoid (default)": "", "ipo": "--loss-type ipo"}, DPO),
     "dpo-pairs": lambda: sweep("dpo", "pairs", {"7,500": "--num-train-epochs 0.25", "30,000 (default)": ""}, DPO),
@@ -459,14 +450,12 @@ TABLES: dict[str, Callable[[], str]] = {
         "0": "--train-learning-rate 1e-3", "0.1": "--train-learning-rate 1e-3 --kl-coef 0.1",
         "1": "--train-learning-rate 1e-3 --kl-coef 1"}, DDPO),
     "ddpo-ink": lambda: sweep("ddpo", "β", {
-        "0": "--reward-fn toy/shapes/make.py:little_ink", "1": "--reward-fn toy/shapes/make.py:little_ink --kl-coef 1"},
+        "0": LITTLE_INK, "1": f"{LITTLE_INK} --kl-coef 1"},
         [("reward, first epoch", "start reward_mean", 2), *DDPO]),
     "files": files, "caption": caption, "beside": beside, "toy-models": toy_models, "which-lines": which_lines,
     "throughput": throughput_table, "growth": growth, "kernels": kernels,
     "memory": lambda: memory.on_paper(memory.Plan(checkpointing=True)),
     "memory-measured": lambda: memory.measured_table(from_file("memory-measured")["runs"]),
-    "killed": lambda: survival.table(from_file("survival")["kills"]),
-    "faults": lambda: survival.table(from_file("survival")["faults"]),
     "memory-starting": lambda: memory.starting_table(from_file("memory-starting")["runs"]),
     "which-episodes": which_episodes, "which-seconds": which_seconds, "beside-trl": beside_trl,
 }  # fmt: skip
@@ -509,7 +498,8 @@ def draw_band(panel, runs: list[dict], metric: str, colour: str, label: str) -> 
 
 OURS, OTHERS = "#2a6fbb", "#c46a2b"
 TITLES = {
-    "objective/scores": "score", "objective/gold_scores": "gold score", "objective/kl": "KL, nats",
+    "objective/scores": "score", GOLD_MEAN: "gold score", "rewards/same_shape/mean": "gold score",
+    "rewards/worked/mean": "share worked out", "objective/kl": "KL, nats",
     "val/eos_share": "share that end with EOS", "rewards/right_number/mean": "sampled answers right",
     "completions/mean_length": "tokens of an answer", "entropy": "entropy", "reward_mean": "reward",
     "eval/perplexity": "perplexity of unseen texts", "eval/mean_token_accuracy": "likeliest token right",
@@ -527,8 +517,7 @@ def draw_beside(script: str, folder: Path) -> None:
         for (label, runs), colour in zip(rows.items(), (OURS, OTHERS)):
             if any(y is not None for run in runs for y in run["curves"][metric]):
                 draw_band(panel, runs, metric, colour, label.strip("`"))
-        title = "share worked out" if (script, metric) == ("grpo", "objective/gold_scores") else TITLES[metric]
-        panel.set_title(title, fontsize=10), panel.set_xlabel(f"{metrics[0]}s", fontsize=9)
+        panel.set_title(TITLES[metric], fontsize=10), panel.set_xlabel(f"{metrics[0]}s", fontsize=9)
     axes[0, 0].legend(frameon=False, fontsize=9)
     figure.savefig(folder / f"learning-{script.replace('_', '-')}.png", dpi=100)
 
@@ -537,10 +526,10 @@ def draw_all_beside(folder: Path) -> None:
     """learning.png: for each script the one metric that it is about."""
     figure, axes = figure_of(2, 4, 14, 6)
     axes[1, 3].axis("off")
-    for panel, script in zip(axes.flat, DEFAULTS):
+    for panel, script in zip(axes.flat, SCRIPTS):
         rows = {label: RECORD.get(name, []) for label, name in both(script).items()}
         names = list(next(iter(rows.values()))[0]["curves"])
-        metric = "objective/gold_scores" if script == "dpo" else names[1]
+        metric = GOLD_MEAN if script == "dpo" else names[1]
         for (label, runs), colour in zip(rows.items(), (OURS, OTHERS)):
             draw_band(panel, runs, metric, colour, label.strip("`"))
         panel.set_title(f"{script}: {TITLES[metric]}", fontsize=10), panel.set_xlabel(f"{names[0]}s", fontsize=9)
@@ -552,14 +541,14 @@ def draw_all_beside(folder: Path) -> None:
 def draw_thinking(docs: Path) -> None:
     """thinking.png: right answers, length, share worked out, of grpo.py and of a policy that may only answer at once."""
     figure, axes = figure_of(1, 3, 11, 3)
-    metrics = ("rewards/right_number/mean", "completions/mean_length", "objective/gold_scores")
+    metrics = ("rewards/right_number/mean", "completions/mean_length", "rewards/worked/mean")
     for panel, metric in zip(axes[0], metrics):
         for name, colour, label in ((GAME, OURS, "grpo.py"), (DIRECT, OTHERS, "may only answer at once")):
             x, y = band(RECORD[name], metric)
             means = [statistics.fmean(points) for points in zip(*[smooth(line, 5) for line in y])]
             panel.plot(x[2:-2], means, color=colour, label=label)
             panel.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
-        panel.set_title(TITLES[metric] if metric in metrics[:2] else "share worked out", fontsize=10)
+        panel.set_title(TITLES[metric], fontsize=10)
         panel.set_xscale("log"), panel.set_xlabel("episodes", fontsize=9)
     axes[0, 0].set_ylim(0, 1), axes[0, 1].set_ylim(0), axes[0, 0].legend(frameon=False, fontsize=9)
     figure.savefig(docs / "thinking.png", dpi=100)
@@ -586,8 +575,8 @@ def draw_no_kl(docs: Path) -> None:
     figure, axes = figure_of(1, 2, 8, 3)
     flags = "--learning-rate 1e-3 --total-episodes 4096"
     for panel, (title, name) in zip(axes[0], {"β = 0": f"{flags} --kl-coef 0", "β = 0.05": flags}.items()):
-        for metric, colour in {"objective/scores": OURS, "objective/gold_scores": "#b58900"}.items():
-            draw_band(panel, RECORD.get(f"ppo {GOLD} {name}", []), metric, colour, TITLES[metric])
+        for metric, colour in {"objective/scores": OURS, GOLD_MEAN: "#b58900"}.items():
+            draw_band(panel, RECORD.get(f"ppo {name}", []), metric, colour, TITLES[metric])
         panel.set_title(title, fontsize=10), panel.set_xlabel("episodes", fontsize=9)
     axes[0, 0].legend(frameon=False, fontsize=9), axes[0, 0].sharey(axes[0, 1])
     figure.savefig(docs / "no-kl.png", dpi=100)
@@ -597,7 +586,7 @@ def draw_frontier(docs: Path) -> None:
     """frontier.png: gold score against KL along the training, the mean over the seeds."""
     figure, axes = figure_of(1, 1, 6, 4)
     for script in ("dpo", "rloo", "ppo"):
-        kl, gold = (band(RECORD[default(script)], name)[1].mean(0) for name in ("objective/kl", "objective/gold_scores"))
+        kl, gold = (band(RECORD[script], name)[1].mean(0) for name in ("objective/kl", GOLD_MEAN))
         axes[0, 0].plot(kl, gold, label=f"{script}.py")
     axes[0, 0].set_xlabel("KL to the reference, nats a response"), axes[0, 0].set_ylabel("gold score")
     axes[0, 0].legend(frameon=False)
@@ -617,7 +606,7 @@ def main() -> None:
     for page in stale:
         page.write_text(rewritten(page.read_text("utf-8")), "utf-8")
     docs = ROOT / "docs"
-    for script in DEFAULTS:
+    for script in SCRIPTS:
         draw_beside(script, RESULTS)
     for draw in (draw_thinking, draw_price, draw_no_kl, draw_frontier):
         draw(docs)

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def train_ddpo(settings: dict, output: Path) -> None:
-    """Trains for settings["num_epochs"] epochs. `settings` is the args.json of a run of ddpo.py with a gold reward."""
+    """Trains for settings["num_epochs"] epochs. `settings` is the args.json of a run of ddpo.py with two
+    rewards, of which the second, the gold score, has no weight."""
     assert not settings["lora_r"] and not settings["bf16"] and not settings["kl_coef"], "not in this comparison"
     logged = []
     trainer = make_trainer(settings, logged)
@@ -68,12 +69,11 @@ def make_trainer(settings: dict, logged: list):
     if settings["sample_guidance_scale"] == 1:
         pipeline.sd_pipeline._encode_prompt = lambda *_, prompt_embeds, **__: prompt_embeds
 
-    reward = load_function(settings["reward_fn"])
-    gold_reward = load_function(settings["gold_reward_fn"])
+    reward, gold_reward = map(load_function, settings["reward_fn"])
 
     def score(images, prompts: tuple[str], metadata: tuple) -> tuple:
         """TRL's signature. The gold scores are noted, and never trained on."""
-        logged.append({"objective/gold_scores": gold_reward(images, prompts, metadata).mean()})
+        logged.append({"rewards/same_shape/mean": gold_reward(images, prompts, metadata).mean()})
         return reward(images, prompts, metadata), {}
 
     names = [name for name in settings if name.startswith(("sample_", "train_", "per_prompt_"))]
@@ -145,7 +145,7 @@ def mean_kl(samples: list[dict], trainer, first_unet) -> float:
 
 def summary(logged: list[dict]) -> dict[str, float]:
     """An epoch's means of what was logged more than once. `epoch` and each image's reward are left out."""
-    names = ("loss", "approx_kl", "clipfrac", "reward_mean", "reward_std", "objective/gold_scores")
+    names = ("loss", "approx_kl", "clipfrac", "reward_mean", "reward_std", "rewards/same_shape/mean")
     result = {}
     for name in names:
         values = [figures[name].item() for figures in logged if name in figures]

@@ -55,7 +55,7 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
             "prompts": str(models / f"prompts-{algorithm}.jsonl"), "output": str(output)}  # fmt: skip
     arguments = {name: settings[name] for name in ONLINE["both"] + ONLINE[algorithm]} | {
         "per_device_train_batch_size": settings["batch_size"] // settings["num_mini_batches"],
-        "gradient_accumulation_steps": 1, "total_episodes": settings["num_updates"] * settings["batch_size"],
+        "gradient_accumulation_steps": 1, "total_episodes": settings["total_episodes"],
         "stop_token": "eos",
     }  # fmt: skip
     trainer, module = trl_versions.trainer_016(spec, arguments)
@@ -70,7 +70,7 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
             ended = (ids[:, context_length:] == tokenizer.eos_token_id).any(1)
             seen.update({
                 "objective/scores": result[1].mean().item(), "val/eos_share": ended.float().mean().item(),
-                "objective/gold_scores": statistics.fmean(map(gold_text_score, texts)), "rows": len(ids),
+                "rewards/gold_score/mean": statistics.fmean(map(gold_text_score, texts)), "rows": len(ids),
             })  # fmt: skip
         return result
 
@@ -97,7 +97,7 @@ def train_grpo(settings: dict, output: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=str(output), max_steps=settings["num_updates"], num_generations=settings["num_generations"],
+        output_dir=str(output), max_steps=settings["total_episodes"] // settings["batch_size"], num_generations=settings["num_generations"],
         per_device_train_batch_size=settings["batch_size"], seed=settings["seed"], loss_type=settings["loss_type"],
         max_completion_length=settings["response_length"], learning_rate=settings["learning_rate"], beta=0.0,
         lr_scheduler_type="linear", logging_steps=1, weight_decay=settings["weight_decay"], bf16=False, use_cpu=True,
@@ -113,7 +113,7 @@ def train_grpo(settings: dict, output: Path) -> None:
     with open(output / "metrics.jsonl", "w") as file:
         for number, line in enumerate(lines, 1):
             kept = {"episode": number * settings["batch_size"]} | {name: line[name] for name in names}
-            kept["objective/gold_scores"] = line["rewards/worked/mean"]
+            kept["rewards/worked/mean"] = line["rewards/worked/mean"]
             file.write(json.dumps(kept) + "\n")
     trainer.save_model(str(output / "model"))
 

@@ -23,8 +23,8 @@ from throughput import RESULTS, ROOT, describe_machine, describe_ours, figure_of
 OUTPUT = RESULTS / "watch.json"
 FIGURE = ROOT / "docs/watch.png"
 SEED = 1
-SCORE, GOLD = "objective/scores", "objective/gold_scores"
-COMMON = f"--gold-reward-fn toy/make.py:gold_score --dataset-test-split none --total-episodes 1280 --seed {SEED}"
+SCORE, GOLD = "objective/scores", "rewards/gold_score/mean"
+COMMON = f"--dataset-test-split none --total-episodes 1280 --seed {SEED}"
 FAST = "--learning-rate 1e-3"  # at which a lack of KL shows within so few episodes
 
 
@@ -51,12 +51,15 @@ METRICS = [SCORE, GOLD, *(row.metric for row in ROWS)]
 
 
 def command_of(flags: str) -> str:
-    """The command line of a run."""
-    return f"python ppo.py {COMMON} {flags}".strip()
+    """The command line of a run, which logs the gold score beside its reward."""
+    if "--reward-fn" not in flags:
+        flags = f"{flags} --reward-fn reward_model".strip()
+    return f"python ppo.py {COMMON} {flags} toy/make.py:gold_score --reward-weights 1 0"
 
 
-def run(command: str) -> dict:
+def run(flags: str) -> dict:
     """The metrics of a run, update by update."""
+    command = command_of(flags)
     with tempfile.TemporaryDirectory(prefix="watch-") as folder:
         output = Path(folder, "run")
         start = time.perf_counter()
@@ -64,18 +67,18 @@ def run(command: str) -> dict:
         seconds = round(time.perf_counter() - start)
         updates = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     metrics = {name: [round(update[name], 5) for update in updates] for name in METRICS}
-    return {"command": command, "seconds": seconds, "episode": [update["episode"] for update in updates], **metrics}
+    return {"flags": flags, "command": command, "seconds": seconds, "episode": [update["episode"] for update in updates], **metrics}
 
 
 def draw(runs: list[dict]) -> None:
     """A row of panels for each fault: what came out, and what shows it. Dotted: the bound of healthy values."""
-    by_command = {run["command"]: run for run in runs}
+    by_flags = {run["flags"]: run for run in runs}
     blue, orange = OURS, OTHERS
     figure, axes = figure_of(len(ROWS), 2, 8, 11)
     for row, panels in zip(ROWS, axes):
         for panel, metric in zip(panels, (row.result, row.metric)):
             for flags, colour in ((row.right, blue), (row.wrong, orange)):
-                lines = by_command[command_of(flags)]
+                lines = by_flags[flags]
                 panel.plot(lines["episode"], lines[metric], color=colour, label=flags or "the default")
             panel.set_ylabel(metric, fontsize=8)
         panels[0].set_title(row.title, fontsize=10, loc="left", weight="bold")
@@ -93,19 +96,19 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only say how many runs are missing")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # of the runs
-    commands = dict.fromkeys(command_of(flags) for row in ROWS for flags in (row.right, row.wrong))
+    all_flags = dict.fromkeys(flags for row in ROWS for flags in (row.right, row.wrong))
     runs = json.loads(OUTPUT.read_text())["runs"] if OUTPUT.exists() else []
-    runs = [run for run in runs if run["command"] in commands]
+    runs = [run for run in runs if run["flags"] in all_flags]
     results = {"command": "python benchmarks/watch.py", **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     results |= {"machine": describe_machine(), "seed": SEED, "runs": runs}
-    there = {run["command"] for run in runs}
-    wanted = [command for command in commands if command not in there]
+    there = {run["flags"] for run in runs}
+    wanted = [flags for flags in all_flags if flags not in there]
     print(f"{len(wanted)} runs, about {len(wanted) / 2:.0f} minutes")
     if args.list:
         return
-    for number, command in enumerate(wanted, 1):
-        print(f"run {number} of {len(wanted)}: {command}", flush=True)
-        runs.append(run(command))
+    for number, flags in enumerate(wanted, 1):
+        print(f"run {number} of {len(wanted)}: {command_of(flags)}", flush=True)
+        runs.append(run(flags))
         OUTPUT.write_text(json.dumps(results) + "\n")
     draw(runs)
 
