@@ -48,7 +48,11 @@ RUNS = {  # name: script, settings of both runs, settings of the run on two proc
     "ppo 2": ("ppo", dict(pretrain_data="texts.jsonl", ptx_coef=1.0), dict(zero_stage=2, offload=True)),
     "ppo 3": ("ppo", TWO_REWARDS, dict(zero_stage=3, gather_for_rollout=False)),
     "ppo 3 checkpointing": ("ppo", {}, dict(zero_stage=3, gradient_checkpointing=True)),
-    "ppo 2 shared": ("ppo", dict(critic="shared", kl_estimator="full", gradient_checkpointing=True), dict(zero_stage=2)),
+    "ppo 2 shared": (
+        "ppo",
+        dict(critic="shared", kl_estimator="full", gradient_checkpointing=True),
+        dict(zero_stage=2),
+    ),
     "ppo 3 shared": ("ppo", dict(critic="shared", use_score_scaling=True), dict(zero_stage=3)),
     "rloo 0": ("rloo", dict(num_mini_batches=2, token_level_kl=True), {}),
     "rloo 2": ("rloo", dict(normalize_reward=True, reward_fn=("reward.py:tail",)), dict(zero_stage=2)),
@@ -222,7 +226,9 @@ def assert_same_metrics(a, b, script):
         assert not wrong
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_two_processes_are_one(runs, name):
     """Every metric of every update, and in the end the weights."""
     script = RUNS[name][0]

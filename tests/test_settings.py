@@ -118,7 +118,9 @@ def files(tmp_path_factory):
     }
     for name, row in rows.items():
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 3)
-    (folder / "r.py").write_text("def f(**_):\n    return [1.0]\n\n\ndef g(prompts, **_):\n    return [None] * len(prompts)\n")
+    (folder / "r.py").write_text(
+        "def f(**_):\n    return [1.0]\n\n\ndef g(prompts, **_):\n    return [None] * len(prompts)\n"
+    )
     two = AutoConfig.from_pretrained(ROOT / "toy/base", num_labels=2)
     AutoModelForSequenceClassification.from_config(two).save_pretrained(folder / "two")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/base")

@@ -206,7 +206,9 @@ def test_the_shipped_models_are_still_made(folder, tmp_path, monkeypatch):
     script = importlib.import_module(command[1].removesuffix(".py"))
     flags, _, seed = shlex.join(command[2:]).partition(" --seed ")
     record = [json.loads(x) for x in (TOY.parent / "benchmarks/results/learning.jsonl").read_text().splitlines()]
-    run = next(x for x in record if (x["run"], x["seed"]) == (f"{command[1].removesuffix('.py')} {flags}", int(seed or 1)))
+    run = next(
+        x for x in record if (x["run"], x["seed"]) == (f"{command[1].removesuffix('.py')} {flags}", int(seed or 1))
+    )
     metric = "eval/loss" if folder == "reward_model" else "eval/perplexity"
     evaluate, seen = script.evaluate, []
 

@@ -1,0 +1,258 @@
+"""Additions to PPO and RLOO: score scaling, steps left out, a shared critic, pretraining texts, an average, routers."""
+
+from collections import Counter
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from numbers_of_others import close, golden
+from runs import run, untimed
+from sources import ROOT
+from tiny import CONFIGS, PAD, VOCAB, tiny_model, tiny_rollout
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+import ppo
+import rloo
+
+SCRIPTS = pytest.mark.parametrize("module", [ppo, rloo], ids=lambda module: module.__name__)
+
+
+@pytest.fixture
+def brief(tiny):
+    """Settings of three updates, each of one pass over the batch; nothing is evaluated."""
+    return tiny["ppo"] | dict(num_ppo_epochs=1, dataset_test_split="none")
+
+
+def weights_of(folder):
+    """The saved weights of a model, by name."""
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def distance(a, b):
+    """Euclidean distance of two sets of weights."""
+    return sum((a[name] - b[name]).square().sum() for name in a).sqrt().item()
+
+
+def ready_rollout(policy):
+    """A rollout of six prompts with everything that an update needs."""
+    rollout = tiny_rollout(policy)
+    rollout.ref_logprobs = rollout.old_logprobs
+    rollout.advantages = torch.randn_like(rollout.old_logprobs)
+    rollout.values = torch.zeros_like(rollout.old_logprobs)
+    rollout.returns = torch.randn_like(rollout.old_logprobs)
+    return rollout
+
+
+def one_pass(**settings):
+    """Settings of one pass over that rollout."""
+    return ppo.Args(micro_batch_size=6, num_ppo_epochs=1, temperature=0.9, device="cpu", **settings)
+
+
+def critic_of(args, policy):
+    """The critic as make_critic makes it where there is no reward model, with a head that is not zero."""
+    critic = ppo.make_critic(args, policy, None)
+    nn.init.normal_(critic.head.weight)
+    return critic
+
+
+# --- Score scaling
+
+
+def test_scaled_scores_against_trl07():
+    _, o = golden("trl0711_score_scaling")
+    scaled = dict(use_score_scaling=True)
+    variants = {
+        "scores": {},
+        "scaled_only": scaled,
+        "scaled_and_normed": scaled | dict(use_score_norm=True),
+        "scaled_normed_clip0p5": scaled | dict(use_score_norm=True, score_clip=0.5),
+    }
+    history = []
+    for step in o["sequence"]:
+        for name, settings in variants.items():
+            scores = ppo.scale_scores(step["scores"], list(history), ppo.Args(**settings))
+            close(scores, step[name], rtol=1e-5, atol=1e-6)
+        history += step["scores"].tolist()
+
+
+def test_scaled_scores_do_not_hide_the_score(tmp_path, brief):
+    settings = brief | dict(total_episodes=8)
+    (a,) = run(ppo, tmp_path / "a", **settings)
+    (b,) = run(ppo, tmp_path / "b", use_score_scaling=True, **settings)
+    assert a["objective/scores"] == b["objective/scores"]
+    assert untimed([a]) != untimed([b])
+
+
+# --- Steps left out
+
+
+@SCRIPTS
+def test_a_ratio_beyond_the_threshold_makes_no_step(tmp_path, module, brief):
+    """At a threshold below 1 nothing is ever learned, and each skip is counted."""
+    settings = brief | dict(total_episodes=16, num_ppo_epochs=2, num_mini_batches=2)
+    lines = run(module, tmp_path, ratio_threshold=0.5, **settings)
+    assert [line["val/skipped_steps"] for line in lines] == [4, 4]
+    assert distance(weights_of(tmp_path), weights_of(ROOT / "toy/sft")) == 0
+
+
+@SCRIPTS
+def test_target_kl_ends_the_passes_over_a_batch(tmp_path, module, brief):
+    """With a target that the first step exceeds: the weights are those of one epoch, not of four."""
+    settings = brief | dict(total_episodes=8)
+    (stopped,) = run(module, tmp_path / "stopped", target_kl=1e-6, **settings | dict(num_ppo_epochs=4))
+    run(module, tmp_path / "one", **settings)
+    assert stopped["val/skipped_steps"] == 3
+    assert distance(weights_of(tmp_path / "stopped"), weights_of(tmp_path / "one")) == 0
+    assert distance(weights_of(tmp_path / "stopped"), weights_of(ROOT / "toy/sft")) > 0
+
+
+def test_policy_and_critic_are_clipped_apart():
+    """One SGD step at rate 1 moves each of the two by exactly max_grad_norm."""
+    policy = tiny_model("gpt2")
+    args = one_pass(max_grad_norm=0.01)
+    rollout = ready_rollout(policy)
+    critic = ppo.Critic(deepcopy(policy.base_model), nn.Linear(32, 1))
+    start = [deepcopy(model.state_dict()) for model in (policy, critic)]
+    groups = [{"params": list(model.parameters())} for model in (policy, critic)]
+    ppo.optimize(policy, critic, torch.optim.SGD(groups, lr=1.0), rollout, [], args)
+    for model, before in zip((policy, critic), start):
+        weights = dict(model.named_parameters())
+        assert distance(weights, before) == pytest.approx(0.01, rel=1e-2)
+
+
+# --- The critic
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_shared_trunk_gives_the_same_values_in_one_pass(kind):
+    policy = tiny_model(kind)
+    args = one_pass(critic="shared")
+    rollout = ready_rollout(policy)
+    critic = critic_of(args, policy)
+    _, output = ppo.response_forward(policy, rollout, 0.9, output_hidden_states=True)
+    values = critic(rollout, output.hidden_states[-1])
+    alone = ppo.Critic(policy.base_model, critic.head)(rollout)
+    torch.testing.assert_close(values, ppo.critic_values(policy, critic, rollout), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values, alone, rtol=1e-4, atol=1e-4)
+    calls = Counter()
+    policy.base_model.register_forward_hook(lambda *_: calls.update(["body"]))
+    ppo.mini_batch_gradient(policy, critic, rollout, (torch.arange(6),), args)
+    assert calls["body"] == 1
+
+
+def test_a_shared_critic_has_only_its_head_to_itself():
+    """Its loss reaches the trunk, as in TRL 0.7."""
+    policy = tiny_model("gpt2")
+    args = one_pass(critic="shared", vf_coef=1.0, learning_rate=1e-3)
+    rollout = ready_rollout(policy)
+    critic = critic_of(args, policy)
+    optimizer = ppo.make_optimizer(args, policy, critic)
+    assert sum(p.numel() for p in optimizer.param_groups[1]["params"]) == 32 + 1  # weight and bias
+    rollout.advantages = torch.zeros_like(rollout.old_logprobs)
+    before = deepcopy(policy.state_dict())
+    ppo.optimize(policy, critic, optimizer, rollout, [], args)
+    assert distance(policy.state_dict(), before) > 0
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_critic_warm_up(tmp_path, critic, brief):
+    """The policy stays where it is for so long, while the critic learns."""
+    lines = run(ppo, tmp_path / "a", critic=critic, critic_warmup_updates=3, **brief)
+    assert distance(weights_of(tmp_path / "a"), weights_of(ROOT / "toy/sft")) == 0
+    assert [line["lr"] for line in lines] == [0, 0, 0]
+    assert lines[-1]["loss/value_avg"] != lines[0]["loss/value_avg"]
+    lines = run(ppo, tmp_path / "b", critic=critic, critic_warmup_updates=1, **brief)
+    assert [line["lr"] > 0 for line in lines] == [False, True, True]
+
+
+# --- Beside the algorithm
+
+KEYS = [
+    ("openrlhf_gpt_lm_loss", "logits", "labels", "loss"),
+    ("openrlhf031_losses_rewards_gae", "lm_logits", "lm_labels", "gptlm_loss"),
+]
+
+
+@pytest.mark.parametrize("name, logits, labels, loss", KEYS)
+def test_ptx_loss_is_openrlhfs(name, logits, labels, loss, monkeypatch):
+    """With each text drawn once, in their order; a token that has no label is not real, there a first one, too."""
+    i, o = golden(name)
+    x = i[logits].float().requires_grad_()
+    rows = (x[n : n + 1] for n in range(len(x)))
+    policy = lambda **_: SimpleNamespace(logits=next(rows))  # noqa: E731
+    policy.tokenizer = None
+    monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(high).expand(size))
+    monkeypatch.setattr(ppo, "pad", lambda texts, *_: (torch.stack(texts).clamp(min=0), torch.stack(texts) != -100))
+    args = ppo.Args(ptx_coef=3.0, micro_batch_size=1, batch_size=2 * len(x), num_mini_batches=2, device="cpu")
+    value = ppo.pretrain_gradient(policy, list(i[labels].long()), args)
+    close(value, o[loss], rtol=1e-5)
+    y = i[logits].float().requires_grad_()
+    nn.functional.cross_entropy(y[:, :-1].flatten(0, 1), i[labels][:, 1:].flatten().long()).backward()
+    close(x.grad, 3.0 * y.grad, rtol=1e-5, atol=1e-7)
+
+
+@SCRIPTS
+def test_ptx_lowers_the_loss_on_the_texts(tmp_path, module, brief):
+    (tmp_path / "t.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 8)
+    texts = dict(pretrain_data=str(tmp_path / "t.jsonl"), ptx_coef=10.0)
+    lines = run(module, tmp_path / "out", learning_rate=1e-3, **brief, **texts)
+    assert lines[-1]["loss/ptx"] < 0.7 * lines[0]["loss/ptx"]
+
+
+def test_moving_average_against_openrlhf():
+    i, o = golden("openrlhf031_ema")
+    policy = nn.Linear(2, 1, bias=False).double()
+    nn.init.zeros_(policy.weight)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    ema = deepcopy(policy)
+    ppo.follow(ema, policy, optimizer, ppo.Args(ema_decay=i["ema_beta"]))
+    for step in o["ema_sequence"]:
+        policy.weight.data = step["param"][None]
+        optimizer.step()
+        close(ema.weight[0].detach(), step["ema"])
+
+
+@SCRIPTS
+def test_a_run_leaves_the_moving_average(tmp_path, module, brief):
+    """In ema/, between the first policy and the last."""
+    run(module, tmp_path, ema_decay=0.9, **brief)
+    start = weights_of(ROOT / "toy/sft")
+    average = weights_of(tmp_path / "ema")
+    last = weights_of(tmp_path)
+    assert 0 < distance(start, average) < distance(start, last)
+    assert distance(average, last) > 0
+    AutoTokenizer.from_pretrained(tmp_path / "ema")
+
+
+def a_mixture():
+    """A tiny mixture of experts."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    experts = dict(intermediate_size=16, num_local_experts=4, pad_token_id=PAD, bos_token_id=None, eos_token_id=None)
+    return MixtralForCausalLM(MixtralConfig(**sizes, **experts)).eval()
+
+
+@SCRIPTS
+def test_the_router_loss_is_the_librarys(module):
+    """With advantages 0 nothing but it has a gradient: the coefficient times that of the model's own aux_loss."""
+    policy = a_mixture()
+    args = one_pass(aux_loss_coef=0.5, vf_coef=0.0)
+    rollout = ready_rollout(policy)
+    rollout.advantages = torch.zeros_like(rollout.old_logprobs)
+    index = (torch.arange(6),)
+    if module is ppo:
+        critic = ppo.Critic(deepcopy(policy.base_model), nn.Linear(16, 1))
+        ppo.mini_batch_gradient(policy, critic, rollout, index, args)
+    else:
+        args = rloo.Args(micro_batch_size=6, temperature=0.9, aux_loss_coef=0.5, device="cpu")
+        rollout.advantages = rollout.advantages[:, :1]
+        rloo.mini_batch_gradient(policy, rollout, index, args)
+    ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    (0.5 * policy(**rollout.inputs(), output_router_logits=True).aux_loss).backward()
+    assert any("gate" in name for name in ours)
+    for name, p in policy.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(ours[name], p.grad, rtol=1e-4, atol=1e-7)
