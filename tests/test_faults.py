@@ -11,8 +11,12 @@ FAULTS = read_faults()
 
 def statements(script: str) -> list[tuple[int, int]]:
     """The first and last line of each statement at the top of a script, decorators included."""
-    tops = tree_of(script).body
-    return [(min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", ()))]), s.end_lineno) for s in tops]
+    places = []
+    for node in tree_of(script).body:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        places.append((first, node.end_lineno))
+    return places
 
 
 @pytest.mark.parametrize("script", sorted({fault["script"] for fault in FAULTS}))
@@ -21,7 +25,8 @@ def test_faults_can_be_planted(script):
 
     Only the statements that a fault changes are parsed again: a function or a class, not the whole script.
     """
-    source, tops = text_of(f"{script}.py"), statements(f"{script}.py")
+    source = text_of(f"{script}.py")
+    tops = statements(f"{script}.py")
     for fault in (fault for fault in FAULTS if fault["script"] == script):
         planted = plant(source, fault).splitlines()
         more = len(planted) - len(source.splitlines())
@@ -35,8 +40,8 @@ def test_faults_can_be_planted(script):
         except SyntaxError as error:
             pytest.fail(f"{script}: {fault['name']}: {error}")
         for test in fault["tests"]:
-            file, *names = test.partition(" ")[0].split("[")[0].split("::")
-            assert file.startswith("-k") or all(f"def {name}(" in text_of(file) for name in names), fault["name"]
+            file, *names = test.split("[")[0].split("::")
+            assert all(f"def {name}(" in text_of(file) for name in names), fault["name"]
 
 
 def test_names_are_unique():
