@@ -1,4 +1,4 @@
-"""DPO: held to TRL's numbers, to the closed form of its gradient, and to what its arguments promise."""
+"""dpo.py: encoding, reading, what its arguments promise, and whole runs by hand."""
 
 import json
 import math
@@ -7,100 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_golden import close, golden, leaf, names
-from test_train import ROOT, run
+from numbers_of_others import close, golden
+from replay import SETTINGS, agree, evaluated, ids_of, read_text, replay, toy_rows, write_data, write_model
+from runs import run
+from safetensors.torch import load_file
+from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
-
-SIDES = ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps")
-
-
-def settings(beta=0.1, loss_type="sigmoid", label_smoothing=0.0):
-    """What dpo_loss asks of the arguments."""
-    return SimpleNamespace(beta=beta, loss_type=loss_type, label_smoothing=label_smoothing)
-
-
-# --- TRL's numbers
-
-
-@pytest.mark.parametrize("name", names("trl07_dpo_*"))
-def test_losses_of_trl(name):
-    i, o = golden(name)
-    args = settings(i["beta"], i["loss_type"], i["label_smoothing"])
-    losses, chosen, rejected = dpo.dpo_loss(*(i[side] for side in SIDES), args)
-    theirs = o["losses"]
-    if i["loss_type"] == "kto_pair":  # TRL lists the chosen half and the rejected half; a pair's loss is their mean
-        theirs = theirs.view(2, -1).mean(0)
-    close(losses, theirs)
-    close(chosen, o["chosen_rewards"])
-    close(rejected, o["rejected_rewards"])
-
-
-VARIANTS = json.loads((ROOT / "tests/golden/trl0711_dpo.json").read_text())["outputs"]["variants"]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_of_trl(variant):
-    """Losses, their mean, and its gradient with respect to the policy's log-probabilities."""
-    i, o = golden("trl0711_dpo")
-    kind, *rest = variant.split("|")
-    beta, smoothing, free = (text.split("=")[1] for text in rest)
-    chosen, rejected = (leaf(i[side]) for side in SIDES[:2])
-    is_free = free == "True" and kind != "kto_pair"  # theirs has no effect on that one; ours refuses it
-    ref = [torch.zeros_like(i[side]) if is_free else i[side] for side in SIDES[2:]]
-    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(
-        chosen, rejected, *ref, settings(float(beta), kind, float(smoothing))
-    )
-    theirs = o["variants"][variant]
-    close(losses.mean().detach(), theirs["loss_mean"])
-    losses.mean().backward()
-    close(chosen.grad, theirs["grad_chosen"])
-    close(rejected.grad, theirs["grad_rejected"])
-    if free == "False":  # theirs keep the reference in the metrics where the loss leaves it out
-        close((chosen_rewards > rejected_rewards).double().mean(), theirs["accuracy"])
-        close((chosen_rewards - rejected_rewards).mean(), theirs["margin"])
-
-
-def test_logps_of_trl():
-    """Which logits belong to which token, and what a sum and a mean over labels are."""
-    i, o = golden("trl0711_dpo")
-    logits, labels = i["get_batch_logps"]["logits"], i["get_batch_logps"]["labels"]
-    mask = labels[:, 1:] != -100
-    logps = dpo.token_logprobs(logits[:, :-1], labels[:, 1:].clamp(min=0)).masked_fill(~mask, 0.0).sum(1)
-    close(logps, o["get_batch_logps_sum"])
-    close(logps / mask.sum(1), o["get_batch_logps_avg"])
-
-
-# --- mathematics
-
-
-def test_gradient_in_closed_form():
-    """-beta * sigmoid(-beta * Delta) for the chosen, the negative of it for the rejected (DPO, after eq. 7)."""
-    chosen, rejected, ref_chosen, ref_rejected = (torch.randn(6, dtype=torch.double) * 5 for _ in range(4))
-    chosen, rejected = leaf(chosen), leaf(rejected)
-    dpo.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, settings(0.3))[0].sum().backward()
-    delta = (chosen - ref_chosen - rejected + ref_rejected).detach()
-    close(chosen.grad, -0.3 * torch.sigmoid(-0.3 * delta))
-    close(rejected.grad, 0.3 * torch.sigmoid(-0.3 * delta))
-
-
-@pytest.mark.parametrize("beta, shift", [(0.1, 0.0), (1e-9, 3.0)])
-def test_no_preference_is_log_2(beta, shift):
-    """The policy is the reference, or beta is 0: the loss is log 2 whatever the labels, and no reward is higher."""
-    logps = torch.randn(4, 5, dtype=torch.double)
-    losses, chosen, rejected = dpo.dpo_loss(logps[0] + shift, logps[1], logps[0], logps[1], settings(beta))
-    close(losses, torch.full((5,), math.log(2)), atol=1e-8)
-    assert (chosen - rejected).abs().max() < 1e-8
-
-
-def test_smoothing_is_a_mixture_of_labels():
-    """Conservative DPO is the mean over labels that are wrong with that probability."""
-    a, b, c, d = (torch.randn(5, dtype=torch.double) for _ in range(4))
-    smooth = dpo.dpo_loss(a, b, c, d, settings(0.5, label_smoothing=0.2))[0]
-    right, wrong = (dpo.dpo_loss(*x, settings(0.5))[0] for x in ((a, b, c, d), (b, a, d, c)))
-    close(smooth, 0.8 * right + 0.2 * wrong)
-
 
 # --- encoding
 
@@ -127,16 +41,18 @@ def test_whole_texts_share_their_beginning(tokenizer):
     assert tokenizer.decode(apart.rejected) == "Bad." + tokenizer.eos_token
 
 
-def test_messages(tokenizer):
+def test_messages():
     chat = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     chat.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    turn = lambda role, content: [{"role": role, "content": content}]  # noqa: E731
-    start, good, bad = turn("user", "How is it?"), turn("assistant", "Good."), turn("assistant", "Bad.")
-    three = [("", start + good, start + bad), (start, good, bad), (start, "Good.", "Bad.")]
-    pairs = [dpo.encode_preference(*row, chat) for row in three]
-    assert pairs[0] == pairs[1] == pairs[2]
-    assert chat.decode(pairs[0].prompt).startswith("user: How is it?" + chat.eos_token + "assistant:")
-    assert pairs[0].chosen[-1] == chat.eos_token_id and chat.decode(pairs[0].chosen).count(chat.eos_token) == 1
+    start = [{"role": "user", "content": "How is it?"}]
+    good = [{"role": "assistant", "content": "Good."}]
+    bad = [{"role": "assistant", "content": "Bad."}]
+    rows = [("", start + good, start + bad), (start, good, bad), (start, "Good.", "Bad.")]
+    first, *others = [dpo.encode_preference(*row, chat) for row in rows]
+    assert others == [first, first]
+    assert chat.decode(first.prompt).startswith("user: How is it?" + chat.eos_token + "assistant:")
+    assert first.chosen[-1] == chat.eos_token_id
+    assert first.chosen.count(chat.eos_token_id) == 1
 
 
 @pytest.mark.parametrize("mode, prompt", [("keep_end", [3, 4]), ("keep_start", [1, 2])])
@@ -145,18 +61,6 @@ def test_cut_to_fit(mode, prompt):
     args = SimpleNamespace(max_prompt_length=2, truncation_mode=mode)
     assert dpo.cut_to_fit(pair, 4, args) == dpo.Preference(prompt, [5, 6], [5, 6])
     assert dpo.cut_to_fit(pair, 7, args) == pair
-
-
-def test_pairs_that_a_cut_makes_equal_are_dropped(tmp_path, capsys):
-    rows = [("The film", " is good.", " is bad."), ("The film", " is good, really good.", " is good, really bad.")]
-    lines = [json.dumps(dict(zip(("prompt", "chosen", "rejected"), row))) for row in rows]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    run(dpo, tmp_path / "out", dataset=str(tmp_path / "pairs.jsonl"), max_length=6, max_prompt_length=2)
-    said = capsys.readouterr().out
-    assert "dropped 1 of 2 pairs: both texts are the same (0), or become so when cut to --max-length 6 (1)" in said
-    assert "cut 1 of 2 pairs" in said
-    with pytest.raises(dpo.UserError, match="dropped 2 of 2 pairs: both texts are the same"):
-        run(dpo, tmp_path / "none", dataset=str(tmp_path / "pairs.jsonl"), max_length=3, max_prompt_length=2)
 
 
 # --- reading
@@ -171,204 +75,315 @@ def policy(tokenizer):
 
 @pytest.fixture(scope="module")
 def pairs(tokenizer):
-    with open(ROOT / "toy/data/preferences/validation.jsonl") as file:
-        rows = [json.loads(line) for line, _ in zip(file, range(9))]
+    rows = toy_rows("preferences", "validation", 9)
     return [dpo.encode_preference(row["prompt"], row["chosen"], row["rejected"], tokenizer) for row in rows]
 
 
-def test_logps_are_those_of_each_text_alone(policy, pairs):
-    """No padding, no neighbour, nothing cut: plain passes over one text at a time; for ipo their means."""
-    sums = dpo.completion_logps(policy, pairs, dpo.Args())
-    means = dpo.completion_logps(policy, pairs, dpo.Args(loss_type="ipo"))
-    for side, summed, mean in zip(("chosen", "rejected"), sums, means):
-        for i, pair in enumerate(pairs):
-            end = getattr(pair, side)
-            ids = torch.tensor([pair.prompt + end])
-            with torch.no_grad():
-                logprobs = policy(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[-len(end) :, 0]
-            torch.testing.assert_close(summed[i].detach(), logprobs.sum(), rtol=1e-4, atol=1e-3)
-            torch.testing.assert_close(mean[i].detach(), logprobs.mean(), rtol=1e-4, atol=1e-4)
+def settings(**more):
+    return dpo.Args(device="cpu", **more)
+
+
+def test_logps_against_trl07():
+    """Which logits belong to which token, and what a sum and a mean over labels are."""
+    i, o = golden("trl0711_dpo")
+    logits = i["get_batch_logps"]["logits"]
+    labels = i["get_batch_logps"]["labels"]
+    mask = labels[:, 1:] != -100
+    logps = dpo.token_logprobs(logits[:, :-1], labels[:, 1:].clamp(min=0)).masked_fill(~mask, 0.0).sum(1)
+    close(logps, o["get_batch_logps_sum"])
+    close(logps / mask.sum(1), o["get_batch_logps_avg"])
 
 
 def test_padding_holds_nothing(policy, pairs, monkeypatch):
     """Another pad token, and no number changes."""
-    before = dpo.completion_logps(policy, pairs, dpo.Args())
-    monkeypatch.setattr(policy, "tokenizer", SimpleNamespace(pad_token_id=17))
-    for a, b in zip(before, dpo.completion_logps(policy, pairs, dpo.Args())):
+    before = dpo.completion_logps(policy, pairs, settings())
+    other = AutoTokenizer.from_pretrained(ROOT / "toy/sft", pad_token=policy.tokenizer.decode([17]))
+    monkeypatch.setattr(policy, "tokenizer", other)
+    assert other.pad_token_id == 17
+    for a, b in zip(before, dpo.completion_logps(policy, pairs, settings())):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
-def test_cutting_a_batch_changes_nothing(policy, pairs):
+@pytest.mark.parametrize("size", [1, 4])
+def test_cutting_a_batch_changes_nothing(policy, pairs, size):
     ref = torch.randn(9, 2) * 3 - 30
 
-    def statistics_and_gradient(micro_batch):
+    def statistics_and_gradient(micro_batch_size):
         policy.zero_grad()
-        stats = dpo.mini_batch_gradient(policy, pairs, ref, dpo.Args(micro_batch_size=micro_batch))
+        stats = dpo.mini_batch_gradient(policy, pairs, ref, settings(micro_batch_size=micro_batch_size))
         return stats, torch.cat([p.grad.flatten() for p in policy.parameters()])
 
     stats, gradient = statistics_and_gradient(9)
-    for size in (1, 4):
-        cut_stats, cut_gradient = statistics_and_gradient(size)
-        assert cut_stats == pytest.approx(stats, rel=1e-4, abs=1e-5)
-        torch.testing.assert_close(cut_gradient, gradient, rtol=1e-3, atol=1e-5)
+    cut_stats, cut_gradient = statistics_and_gradient(size)
+    assert cut_stats == pytest.approx(stats, rel=1e-4, abs=1e-5)
+    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-3, atol=1e-5)
 
 
-def test_the_reference_is_read_once(policy, pairs, monkeypatch):
-    """And what it has said of a pair stays with the pair, in whatever batch it comes back."""
-    args, calls, read = dpo.Args(micro_batch_size=9), [], dpo.completion_logps
-    monkeypatch.setattr(dpo, "completion_logps", lambda *a: calls.append(1) or read(*a))
-    known = torch.full((9, 2), math.nan)
-    first = dpo.read_reference([3, 1, 8], known, pairs, policy, policy_copy(policy), args)
-    again = dpo.read_reference([8, 3], known, pairs, policy, None, args)
-    assert len(calls) == 1 and torch.equal(again, first[[2, 0]])
-    free = dpo.Args(reference_free=True)
-    assert not dpo.read_reference([0, 1], known, pairs, policy, None, free).any()
+# --- by hand
 
-
-def policy_copy(policy):
-    """A frozen copy."""
-    return dpo.make_reference(dpo.Args(), policy)
-
-
-# --- runs
+DPO = SETTINGS | dict(max_length=30, max_prompt_length=4, beta=0.3, label_smoothing=0.1, max_grad_norm=3.0)
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory, tiny):
-    """The metrics of a run of two passes."""
-    return run(dpo, tmp_path_factory.mktemp("run"), eval_steps=1, num_train_epochs=2, **tiny["dpo"])
+def choices(tmp_path_factory):
+    """Pairs with a prompt each; those of one are the same where they are cut."""
+    rows = toy_rows("preferences", "train", 28)
+    tests = toy_rows("preferences", "validation", 12)
+    rows[1]["rejected"] = rows[1]["chosen"] = rows[1]["chosen"] * 9
+    rows[1]["rejected"] += " Bad."
+    folder = tmp_path_factory.mktemp("choices")
+    data = write_data(folder / "data", train=rows, validation=tests)
+    return SimpleNamespace(rows=rows, tests=tests, dataset=data, model=write_model(folder / "model", "dropout"))
 
 
-def test_first_step(lines):
-    """The policy is its reference: loss log 2, all rewards 0, no KL."""
-    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert lines[0]["rewards/chosen"] == pytest.approx(0, abs=1e-4)
-    assert lines[-1]["rewards/margins"] != 0 and lines[0]["val/response_length"] > 1
-    assert lines[-1]["objective/kl"] != 0
+def cut_pairs(rows, keep_end=True, length=30, prompt_length=4):
+    """[(prompt, chosen, rejected)] of rows, within a length; those that are then equal are left out."""
+    found = []
+    for row in rows:
+        prompt, chosen = ids_of(row["prompt"], row["chosen"])
+        _, rejected = ids_of(row["prompt"], row["rejected"])
+        if len(prompt) + max(len(chosen), len(rejected)) > length:
+            prompt = prompt[-prompt_length:] if keep_end else prompt[:prompt_length]
+        room = length - len(prompt)
+        if chosen[:room] != rejected[:room]:
+            found.append((prompt, chosen[:room], rejected[:room]))
+    return found
 
 
-def test_precomputed_is_the_same(lines, tmp_path, tiny):
-    """But for the KL, since the reference is gone."""
-    again = run(dpo, tmp_path, precompute_ref=True, num_train_epochs=2, **tiny["dpo"])
-    assert "objective/kl" in lines[-1] and "objective/kl" not in again[-1]
-    for x, y in zip(lines, again, strict=True):
-        for name in ("loss", "rewards/margins", "logps/chosen", "grad_norm"):
-            assert x[name] == pytest.approx(y[name], rel=1e-3, abs=1e-4)
+def shared_beginning(rows):
+    """[(prompt, chosen, rejected)] of rows without a prompt: it is what the two texts have in common."""
+    found = []
+    for row in rows:
+        a, b = (ids_of("", row[side])[1] for side in ("chosen", "rejected"))
+        n = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+        found.append((a[:n], a[n:], b[n:]))
+    return found
 
 
-def test_adapter(tmp_path, tiny):
-    """The reference is the policy without its adapter, which starts as nothing."""
-    lines = run(dpo, tmp_path, **tiny["dpo"] | dict(lora_r=2, learning_rate=1e-2))
-    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert abs(lines[-1]["rewards/margins"]) > 1e-4
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (tmp_path / "adapter_model.safetensors").exists() and merged.num_parameters() > 4e5
+def saved(folder):
+    """The model of a folder, dropout off."""
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def logps(model, pair, args):
+    """Log-probabilities of both completions, summed over their tokens, or for ipo their means."""
+    prompt, *ends = pair
+    for end in ends:
+        logprobs, _ = read_text(model, prompt + end, len(prompt))
+        yield logprobs.mean() if args.loss_type == "ipo" else logprobs.sum()
+
+
+def pair_loss(args, gap):
+    """The loss of a pair whose log-ratios differ by the gap."""
+    if args.loss_type == "hinge":
+        return torch.relu(1 - args.beta * gap)
+    if args.loss_type == "ipo":
+        return (gap - 0.5 / args.beta) ** 2
+    right = torch.sigmoid(args.beta * gap)
+    smoothing = args.label_smoothing
+    return -(1 - smoothing) * right.log() - smoothing * (1 - right).log()
+
+
+def reader(args, reference):
+    """A function that reads pairs with a policy: their mean loss, and what is logged beside it."""
+
+    def read(policy, pairs):
+        losses = []
+        rows = []
+        for pair in pairs:
+            a, b = logps(policy, pair, args)
+            ref_a, ref_b = 0.0, 0.0
+            if not args.reference_free:
+                with torch.no_grad():
+                    ref_a, ref_b = logps(reference, pair, args)
+            losses.append(pair_loss(args, (a - ref_a) - (b - ref_b)))
+            rows.append(torch.stack([a, b, args.beta * (a - ref_a), args.beta * (b - ref_b)]).detach())
+        a, b, chosen, rejected = torch.stack(rows).T
+        stats = {
+            "logps/chosen": a.mean().item(),
+            "logps/rejected": b.mean().item(),
+            "rewards/chosen": chosen.mean().item(),
+            "rewards/rejected": rejected.mean().item(),
+            "rewards/accuracies": (chosen > rejected).float().mean().item(),
+            "rewards/margins": (chosen - rejected).mean().item(),
+        }
+        return torch.stack(losses).mean(), stats
+
+    return read
+
+
+def evaluation(read, tests):
+    """What dpo.py should log of the pairs of the test split."""
+
+    @torch.no_grad()
+    def evaluate(policy, is_last=True):
+        if not tests:
+            return {}
+        loss, stats = read(policy, tests)
+        return {f"eval/{name}": x for name, x in stats.items()} | {"eval/loss": loss.item()}
+
+    return evaluate
+
+
+def replay_dpo(lines, given, pairs, tests):
+    """Replays a run of dpo.py; returns what evaluates a policy on the test pairs."""
+    per_pass = math.ceil(len(pairs) / 6)
+    args = SimpleNamespace(**vars(dpo.Args()) | given, per_pass=per_pass)
+    lengths = [len(pair[0]) + max(map(len, pair[1:])) for pair in pairs]
+    read = reader(args, saved(args.model))
+
+    def batch(number):
+        return [pairs[i] for i in dpo.length_grouped_batch(lengths, number, 6, args.seed)]
+
+    def read_step(policy, batch):
+        loss, stats = read(policy, batch)
+        if abs(stats["rewards/chosen"]) + abs(stats["rewards/rejected"]) < 1e-4:  # a tie, which rounding decides
+            stats["rewards/accuracies"] = next(untied)
+        return loss, stats
+
+    untied = (line["rewards/accuracies"] for line in lines)
+    replay(args, lines, saved(args.model), batch, read_step, evaluation(read, tests))
+    return evaluation(read, tests)
+
+
+def test_dpo_by_hand(choices, tmp_path):
+    """Each step, without dropout; the evaluations; the model that is saved."""
+    given = DPO | dict(model=choices.model, dataset=choices.dataset)
+    lines = run(dpo, tmp_path / "run", **given)
+    pairs, tests = (cut_pairs(rows) for rows in (choices.rows, choices.tests))
+    prompts = [len(pair[0]) for pair in pairs]
+    assert len(pairs) == 27 and min(prompts) <= 4 < max(prompts)
+    evaluate = replay_dpo(lines, given, pairs, tests)
+    agree(evaluated(lines[-1]), evaluate(saved(tmp_path / "run")))
+    again = run(dpo, tmp_path / "precomputed", precompute_ref=True, **given)
+    for line, other in zip(again, lines, strict=True):
+        agree(line, {name: x for name, x in other.items() if not name.startswith(("time/", "perf/"))})
+
+
+def test_ipo_with_checkpointing_by_hand(choices, tmp_path):
+    """Means over tokens; checkpointing must not bring dropout back."""
+    given = DPO | dict(model=choices.model, dataset=choices.dataset, loss_type="ipo", label_smoothing=0.0)
+    given |= dict(gradient_checkpointing=True, max_grad_norm=4.5)
+    lines = run(dpo, tmp_path / "run", **given)
+    replay_dpo(lines, given, cut_pairs(choices.rows), cut_pairs(choices.tests))
+
+
+def test_hinge_without_reference_or_prompts_by_hand(choices, tmp_path):
+    """SLiC's hinge; what two texts have in common is their prompt; no evaluation, since there is no test split."""
+    rows = [row for row in choices.rows if max(map(len, row.values())) < 130]
+    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in rows]
+    given = DPO | dict(model=choices.model, dataset=write_data(tmp_path / "data", train=whole))
+    given |= dict(loss_type="hinge", label_smoothing=0.0, reference_free=True, max_grad_norm=6.4)
+    given |= dict(max_length=60, max_prompt_length=40)
+    lines = run(dpo, tmp_path / "run", **given)
+    assert len(whole) > 12
+    replay_dpo(lines, given, shared_beginning(whole), [])
+
+
+def test_keep_start(choices, tmp_path):
+    """The beginning of a prompt that is cut."""
+    given = DPO | dict(model=choices.model, dataset=choices.dataset, truncation_mode="keep_start")
+    lines = run(dpo, tmp_path / "run", **given)
+    replay_dpo(lines, given, *(cut_pairs(rows, keep_end=False) for rows in (choices.rows, choices.tests)))
+
+
+def test_adapter_by_hand(choices, tmp_path):
+    """merged/ is the model with its adapter; the reference, the model without, in training as in evaluation."""
+    given = DPO | dict(model=choices.model, dataset=choices.dataset, lora_r=2, lora_alpha=8.0, learning_rate=5e-2)
+    lines = run(dpo, tmp_path / "run", **given)
+    reference = saved(choices.model)
+    merged = saved(tmp_path / "run/merged")
+    adapter = load_file(tmp_path / "run/adapter_model.safetensors")
+    for name, weight in merged.named_parameters():
+        expected = reference.get_parameter(name)
+        layer = name.removesuffix(".weight")
+        a, b = (next((x for key, x in adapter.items() if f"{layer}.lora_{part}" in key), None) for part in "AB")
+        if name.endswith(".weight") and a is not None:
+            assert not torch.equal(weight, expected)
+            expected = expected + 8 / 2 * (b @ a).T
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+    read = reader(SimpleNamespace(**vars(dpo.Args()) | given), reference)
+    agree(evaluated(lines[-1]), evaluation(read, cut_pairs(choices.tests))(merged))
+    pairs = cut_pairs(choices.rows)
+    lengths = [len(pair[0]) + max(map(len, pair[1:])) for pair in pairs]
+    for number, line in enumerate(lines):
+        rows = dpo.length_grouped_batch(lengths, number, 6, 1)
+        _, stats = read(reference, [pairs[i] for i in rows])  # its log-probabilities are the reference's
+        for side in ("chosen", "rejected"):
+            ours = line[f"logps/{side}"] - line[f"rewards/{side}"] / given["beta"]
+            assert ours == pytest.approx(stats[f"logps/{side}"], rel=1e-3)
+    assert abs(lines[-1]["rewards/margins"]) > 0.01
+
+
+# --- learning
 
 
 @pytest.fixture(scope="module")
 def clear_pairs(tmp_path_factory):
-    """A folder with pairs of the toy data whose gold scores are 4 apart or more, the better text the chosen one."""
-    folder, gold_score = tmp_path_factory.mktemp("pairs"), runpy.run_path(str(ROOT / "toy/make.py"))["gold_score"]
+    """Pairs of the toy data whose gold scores are 4 apart or more, the better text the chosen one."""
+    gold_score = runpy.run_path(str(ROOT / "toy/make.py"))["gold_score"]
+    splits = {}
     for split, size in (("train", 256), ("validation", 100)):
-        lines = (ROOT / f"toy/data/preferences/{split}.jsonl").read_text("utf-8").splitlines()[:1400]
-        rows = [json.loads(line) for line in lines]
+        rows = toy_rows("preferences", split, 1400)
         prompts = [row["prompt"] for row in rows]
         good, bad = (gold_score(prompts, [row[side] for row in rows]) for side in ("chosen", "rejected"))
-        pairs = []
+        splits[split] = []
         for row, a, b in zip(rows, good, bad):
-            chosen, rejected = (row["chosen"], row["rejected"])[:: 1 if a > b else -1]
-            pairs += [dict(prompt=row["prompt"], chosen=chosen, rejected=rejected)] if abs(a - b) >= 4 else []
-        assert len(pairs) >= size
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs[:size]))
-    return str(folder)
+            if b > a:
+                row = row | dict(chosen=row["rejected"], rejected=row["chosen"])
+            if abs(a - b) >= 4:
+                splits[split].append(row)
+        assert len(splits[split]) >= size
+        del splits[split][size:]
+    return write_data(tmp_path_factory.mktemp("pairs") / "data", **splits)
 
 
-def learned(output, seed, data, **settings):
-    """After 32 steps: margin of unseen pairs, and gold score of responses to their prompts.
-
-    Over three seeds these were 0.23 to 0.32 and 0.50 to 1.05; with the loss's sign turned, -0.03 and -0.09 at best.
-    """
-    settings = dict(dataset=data, batch_size=8, learning_rate=5e-4, num_train_epochs=1) | settings
-    last = run(dpo, output, seed=seed, gold_reward_fn="toy/make.py:gold_score", **settings)[-1]
-    return last["eval/rewards/margins"], last["objective/gold_scores"]
+def margin_learned(output, seed, data):
+    """After 32 steps, of unseen pairs. Over three seeds it was 0.23 to 0.32; with the loss's sign turned, -0.03."""
+    lines = run(dpo, output, seed=seed, dataset=data, batch_size=8, learning_rate=5e-4)
+    return lines[-1]["eval/rewards/margins"]
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_dpo_learns(seed, tmp_path, clear_pairs):
-    """Unseen pairs are told apart, and sampled responses become better."""
-    margin, gold = learned(tmp_path, seed, clear_pairs)
-    assert margin > 0.1 and gold > 0.3, (margin, gold)
+    assert margin_learned(tmp_path / "run", seed, clear_pairs) > 0.1
 
 
 def test_dpo_unlearns_with_the_sign_turned(tmp_path, clear_pairs, monkeypatch):
     """The test above can fail."""
     loss = dpo.dpo_loss
-    turned = lambda a, b, c, d, args: (loss(b, a, d, c, args)[0], *loss(a, b, c, d, args)[1:])  # noqa: E731
+
+    def turned(a, b, ref_a, ref_b, args):
+        return loss(b, a, ref_b, ref_a, args)[0], *loss(a, b, ref_a, ref_b, args)[1:]
+
     monkeypatch.setattr(dpo, "dpo_loss", turned)
-    margin, gold = learned(tmp_path, 1, clear_pairs)
-    assert margin < -0.05 and gold < 0, (margin, gold)
+    assert margin_learned(tmp_path / "run", 1, clear_pairs) < -0.03
 
 
 # --- wrong input
 
 
+def test_pairs_that_a_cut_makes_equal_are_dropped(tmp_path, capsys):
+    rows = [("The film", " is good.", " is bad."), ("The film", " is good, really good.", " is good, really bad.")]
+    lines = [json.dumps(dict(zip(("prompt", "chosen", "rejected"), row))) for row in rows]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    given = dict(dataset=str(tmp_path / "pairs.jsonl"), max_prompt_length=2)
+    run(dpo, tmp_path / "out", max_length=6, **given)
+    assert "1 dropped" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="pairs"):
+        run(dpo, tmp_path / "none", max_length=3, **given)
+
+
 @pytest.mark.parametrize(
-    "wrong, sentence",
+    "wrong, word",
     [
-        (dict(beta=0.0), "--beta 0.0: Input should be greater than 0"),
-        (dict(label_smoothing=0.5), "--label-smoothing 0.5: Input should be less than 0.5"),
-        (dict(beta=math.nan), "--beta nan: Input should be a finite number"),
-        (dict(label_smoothing=0.1, loss_type="ipo"), "--loss-type ipo has none"),
+        (dict(label_smoothing=0.1, loss_type="ipo"), "--label-smoothing"),
         (dict(reference_free=True, loss_type="kto_pair"), "needs the reference"),
-        (dict(max_length=100, max_prompt_length=100), "leaves no room for a completion in 100 tokens"),
-        (dict(chosen_column="best"), "has no column 'best'; it has prompt, chosen, rejected"),
-        (dict(model="./such"), "'./such': there is no such file or folder"),
-        (dict(dataset="toy/data/sft"), "has no column 'chosen'"),
+        (dict(max_length=100, max_prompt_length=100), "--max-prompt-length"),
+        (dict(chosen_column="best"), "prompt, chosen, rejected"),
     ],
 )
-def test_one_sentence(wrong, sentence, tmp_path, tiny):
-    with pytest.raises(dpo.UserError, match=sentence):
+def test_wrong_settings(wrong, word, tmp_path, tiny):
+    with pytest.raises(SystemExit, match=word):
         run(dpo, tmp_path / "out", **tiny["dpo"] | wrong)
     assert not (tmp_path / "out").exists()
-
-
-GOLD = {
-    "raises": ("raise KeyError('x')", "gold.py:raises.* failed: KeyError: 'x'"),
-    "none": ("return None", "gold.py:none.* failed: TypeError"),
-    "word": ("return ['good' for _ in prompts]", "gold.py:word.* failed: ValueError"),
-    "few": ("return [1.0] * (len(prompts) - 1)", "gave 1 rewards for 2 completions"),
-    "missing": ("return [1.0 for _ in prompts]", "defines no function 'missing'"),
-}
-
-
-@pytest.mark.parametrize("name", GOLD)
-def test_a_wrong_gold_function_fails_before_training(name, tmp_path, tiny):
-    body, sentence = GOLD[name]
-    (tmp_path / "gold.py").write_text(f"def {'other' if name == 'missing' else name}(prompts, **_):\n    {body}\n")
-    with pytest.raises(dpo.UserError, match=sentence):
-        run(dpo, tmp_path / "out", gold_reward_fn=f"{tmp_path}/gold.py:{name}", **tiny["dpo"])
-    assert not (tmp_path / "out").exists()
-
-
-def test_one_file_has_no_test_split(tmp_path):
-    """KL and gold score are then those of answers to training prompts; with `none`, there are none."""
-    rows = [dict(chosen="The film is good.", rejected="The film is bad."), dict(chosen="Fun.", rejected="Not.")]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = dict(dataset=str(tmp_path / "pairs.jsonl"), gold_reward_fn="toy/make.py:gold_score")
-    lines = run(dpo, tmp_path / "a", **settings)
-    assert {"objective/kl", "objective/gold_scores", "val/eos_share"} <= lines[-1].keys()
-    assert not [name for name in lines[-1] if name.startswith("eval/")]
-    lines = run(dpo, tmp_path / "b", dataset_test_split="none", **settings)
-    assert not [name for name in lines[-1] if name.startswith(("eval/", "objective/", "val/"))]
-
-
-def test_batch_sizes():
-    """TRL's two settings say both sizes; on a CPU many tokens go through the model a few at a time."""
-    policy = SimpleNamespace(name_or_path="", num_parameters=lambda: 1)
-
-    def sizes(num_pairs, fits_cpu, **settings):
-        args = dpo.choose_sizes(dpo.Args(learning_rate=1.0, **settings), policy, num_pairs, fits_cpu)
-        return args.steps_per_epoch, args.num_steps, args.batch_size, args.micro_batch_size
-
-    assert sizes(30, 99, per_device_train_batch_size=3, gradient_accumulation_steps=4) == (3, 3, 12, 3)
-    assert sizes(100, 5, num_train_epochs=1.5) == (2, 3, 64, 5)

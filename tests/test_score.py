@@ -284,15 +284,16 @@ def test_several_add_up_with_their_weights(policy, write):
     assert stats == expected
 
 
-@pytest.mark.parametrize(
-    "names, weights, word",
-    [
-        ("three three", (), "two of them"),
-        ("even three", (1.0,), "--reward-weights"),
-        ("few", (), "gave 1 rewards for 4"),
-    ],
-)
-def test_wrong_reward_functions(policy, write, names, weights, word, capsys):
+WRONG = [
+    ("three three", (), "two of them"),
+    ("even three", (1.0,), "--reward-weights"),
+    ("few", (), "gave 1 rewards for 4"),
+    ("even", (), "no reward"),
+]
+
+
+@pytest.mark.parametrize("names, weights, word", WRONG)
+def test_wrong_reward_functions(policy, write, names, weights, word):
     file = write(SEVERAL + "\ndef few(**_):\n    return [1.0]\n", "")
     with pytest.raises(SystemExit, match=word):
         ask(policy, *(file + name for name in names.split()), reward_weights=weights)

@@ -1,0 +1,470 @@
+"""Step 5: the losses of all scripts, token by token or pair by pair, and their gradients."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from numbers_of_others import FLOAT32, close, golden, leaf, names, row_mean, token_entropy
+from sources import ROOT
+
+import dpo
+import grpo
+import ppo
+import reward_model
+import rloo
+import sft
+
+B, T = 5, 7
+MASK = torch.arange(T) < torch.tensor([7, 1, 4, 6, 2])[:, None]
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def spoil(x):
+    """x with NaN on the padding."""
+    return x.masked_fill(~MASK, float("nan"))
+
+
+# --- policy_loss
+
+
+def policy_gradient(logprobs, old, advantages, mask=MASK):
+    """Of the mean over tokens, with respect to the log-probabilities; the ratio, and what was clipped."""
+    logprobs = leaf(logprobs)
+    loss, ratio, clipped = ppo.policy_loss(logprobs, old, advantages, mask, 0.2)
+    ppo.masked_mean(loss, mask).backward()
+    return logprobs.grad, ratio, clipped
+
+
+def test_at_ratio_1_the_gradient_is_the_policy_gradient():
+    """d/d logprob of -A ratio is -A where nothing has moved yet, whatever the clip range."""
+    logprobs = -randn(B, T).abs()
+    advantages = randn(B, T)
+    grad, ratio, clipped = policy_gradient(logprobs, logprobs, advantages)
+    close(grad, -advantages * MASK / MASK.sum())
+    assert (ratio == 1).all() and not clipped.any()
+
+
+def test_clipping_stops_rewarded_moves_and_no_others():
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    grad, _, clipped = policy_gradient(ratios.log(), torch.zeros(1, 4), advantages, mask)
+    assert clipped.tolist() == [[True, False, False, True]]
+    close(grad, torch.tensor([[0.0, 1.5, -0.5, 0.0]]) / 4)
+
+
+def test_losses_and_gradients_ignore_padding():
+    logprobs, old, advantages = -randn(3, B, T).abs()
+    expected, *_ = policy_gradient(logprobs, old, advantages)
+    close(policy_gradient(spoil(logprobs), spoil(old), spoil(advantages))[0], expected)
+    values, old_values, returns = randn(3, B, T)
+    expected, _ = ppo.value_loss(values, old_values, returns, MASK, 0.2)
+    spoiled, _ = ppo.value_loss(spoil(values), spoil(old_values), spoil(returns), MASK, 0.2)
+    close(spoiled, expected * MASK)
+
+
+@pytest.mark.parametrize("name", names("trl016_rloo_policy_loss_*"))
+def test_policy_loss_of_responses_against_trl016(name):
+    """RLOO's ratio is that of a whole response."""
+    i, o = golden(name)
+    mask = i["mask"].bool()
+    logprobs = leaf(i["logprobs"])
+    new, old = (rloo.action_logprobs(x, mask, token_level_kl=False) for x in (logprobs, i["old_logprobs"]))
+    actions = torch.ones_like(new, dtype=torch.bool)
+    loss, _, _ = rloo.policy_loss(new, old, i["advantages"][:, None], actions, i["cliprange"])
+    loss.mean().backward()
+    close(loss.mean().detach(), o["policy_loss"])
+    close(logprobs.grad, o["grad_logprobs"])
+    close(0.5 * ((new - old) ** 2).mean().detach(), o["approxkl"])
+
+
+def test_policy_loss_of_responses_against_trl_1_16():
+    i, o = golden("trl1160_rloo_loss")
+    log_ratio = leaf(i["log_ratio"])
+    actions = torch.ones(6, 1, dtype=torch.bool)
+    advantages = i["advantages"][:, None]
+    loss, _, clipped = rloo.policy_loss(log_ratio[:, None], torch.zeros(6, 1), advantages, actions, i["epsilon_low"])
+    loss.mean().backward()
+    close(loss.mean().detach(), o["loss"])
+    close(log_ratio.grad, o["grad_log_ratio"])
+    assert clipped.double().mean() == o["clip_ratio_region"]
+
+
+def test_the_gradient_of_rloo_is_unbiased():
+    """A policy of four actions, three samples: the estimator's mean over all 64 outcomes is the true gradient."""
+    logits = leaf(torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64))
+    reward = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    p = logits.softmax(0)
+    (truth,) = torch.autograd.grad((p * reward).sum(), logits, retain_graph=True)
+    mean = torch.zeros(4, dtype=torch.float64)
+    for outcome in torch.cartesian_prod(*[torch.arange(4)] * 3):
+        logprobs = logits.log_softmax(0)[outcome][:, None]
+        advantages = rloo.leave_one_out(reward[outcome], 3)[:, None]
+        actions = torch.ones_like(advantages, dtype=torch.bool)
+        loss, _, _ = rloo.policy_loss(logprobs, logprobs.detach(), advantages, actions, 0.2)
+        (gradient,) = torch.autograd.grad(-loss.mean(), logits)
+        mean += p.detach()[outcome].prod() * gradient
+    close(mean, truth)
+
+
+# --- value_loss
+
+
+def test_value_loss_without_clipping_is_half_the_squared_error():
+    values, old_values, returns = randn(3, B, T)
+    loss, _ = ppo.value_loss(values, old_values, returns, MASK, 1e9)
+    close(loss, 0.5 * (values - returns) ** 2 * MASK)
+
+
+def test_value_clipping_never_lowers_the_loss():
+    values, old_values, returns = randn(3, B, T)
+    loss, clipped = ppo.value_loss(values, old_values, returns, MASK, 0.1)
+    plain = 0.5 * (values - returns) ** 2 * MASK
+    assert (loss >= plain).all()
+    assert torch.equal(loss > plain, clipped & MASK)
+
+
+def test_values_in_range_are_not_counted_as_clipped():
+    """Not even for rounding, where old + (new - old) would be another number than new."""
+    values = torch.randn(1000) / 10
+    old_values = (values.double() + randn(1000) / 30).float()
+    mask = torch.ones(1000, dtype=torch.bool)
+    assert not ppo.value_loss(values, old_values, torch.randn(1000), mask, 0.5)[1].any()
+
+
+# --- both, as other libraries have them
+
+
+def both_losses(logprobs, old_logprobs, advantages, cliprange, values, old_values, returns, cliprange_value, mask):
+    """The masked means of both losses, and of where they were clipped."""
+    pg_loss, ratio, pg_clipped = ppo.policy_loss(logprobs, old_logprobs, advantages, mask, cliprange)
+    vf_loss, vf_clipped = ppo.value_loss(values, old_values, returns, mask, cliprange_value)
+    means = [ppo.masked_mean(x.double(), mask) for x in (pg_loss, vf_loss, pg_clipped, vf_clipped)]
+    return *means, ratio.detach()
+
+
+@pytest.mark.parametrize("name", names("trl07_ppo_loss_*"))
+def test_losses_and_gradients_against_trl07(name):
+    """Policy and value loss, their gradients and their metrics against TRL 0.7.11."""
+    i, o = golden(name)
+    mask = i["mask"].bool()
+    logprobs = leaf(i["logprobs"])
+    values = leaf(i["values"])
+    of_policy = (logprobs, i["old_logprobs"], i["advantages"], i["cliprange"])
+    of_values = (values, i["old_values"], i["returns"], i["cliprange_value"])
+    policy, value, pg_clipped, vf_clipped, _ = both_losses(*of_policy, *of_values, mask)
+    (policy + i["vf_coef"] * value).backward()
+    close(policy.detach(), o["policy_loss"])
+    close(i["vf_coef"] * value.detach(), o["value_loss_times_vf_coef"])
+    close(logprobs.grad, o["grad_logprobs"])
+    close(values.grad, o["grad_values"])
+    close(pg_clipped, o["policy_clipfrac"])
+    close(vf_clipped, o["value_clipfrac"])
+    close(ppo.masked_mean(token_entropy(i["logits"]), mask), o["entropy"])
+
+
+def test_losses_after_a_masked_prompt_against_trl07():
+    """The same from labels and logits on, for rows whose mask starts late."""
+    i, o = golden("trl0711_ppo_loss")
+    mask = i["mask"].bool()
+    logprobs = leaf(i["logprobs"])
+    values = leaf(i["vpreds"])
+    config = i["config"]
+    theirs = o["stats"]
+    close(ppo.token_logprobs(i["logits"], i["labels"]), i["logprobs"], atol=1e-5)  # the file has them to five digits
+    of_policy = (logprobs, i["old_logprobs"], i["advantages"], config["cliprange"])
+    of_values = (values, i["values"], i["returns"], config["cliprange_value"])
+    policy, value, pg_clipped, vf_clipped, ratio = both_losses(*of_policy, *of_values, mask)
+    (policy + config["vf_coef"] * value).backward()
+    close(policy.detach(), theirs["loss/policy"])
+    close(value.detach(), theirs["loss/value"])
+    close(logprobs.grad, o["grad_logprobs"])
+    close(values.grad, o["grad_vpreds"])
+    close(ratio, theirs["policy/ratio"], mask)
+    close(pg_clipped, theirs["policy/clipfrac"])
+    close(vf_clipped, theirs["val/clipfrac"])
+
+
+def test_losses_and_gradients_against_trl016():
+    """From logits at a temperature to loss and gradient against TRL 0.16.1."""
+    i, o = golden("trl0161_ppo_loss_metrics")
+    mask = ~i["padding_mask"]
+    longer = ~i["padding_mask_p1"]  # TRL 0.16 trains the value one position beyond the last real token, too
+    start = i["context_length"] - 1
+    all_logits = leaf(i["logits_full"])
+    all_values = leaf(i["vpred_full"])
+    logits = all_logits[:, start:-1] / (i["temperature"] + 1e-7)  # TRL 0.16 adds 1e-7, which ours does not
+    logprobs = ppo.token_logprobs(logits, i["responses"])
+    pg_loss, ratio, pg_clipped = ppo.policy_loss(logprobs, i["old_logprobs"], i["advantages"], mask, i["cliprange"])
+    values = all_values[:, start:-1]
+    vf_loss, vf_clipped = ppo.value_loss(values, i["values"], i["returns"], longer, i["cliprange_value"])
+    policy = ppo.masked_mean(pg_loss, mask)
+    value = ppo.masked_mean(vf_loss, longer)
+    (policy + i["vf_coef"] * value).backward()
+    close(logprobs.detach(), o["new_logprobs"], mask)
+    close(ratio.detach(), o["ratio"])  # on the padding as well: 1
+    close(policy.detach(), o["pg_loss"])
+    close(value.detach(), o["vf_loss"])
+    close(all_logits.grad, o["grad_logits"])
+    close(all_values.grad, o["grad_vpred"])
+    close(ppo.masked_mean(pg_clipped.double(), mask), o["pg_clipfrac"])
+    close(ppo.masked_mean(vf_clipped.double(), longer), o["vf_clipfrac"])
+
+
+POLICY_038 = "openrlhf_policy_loss_sequence_mean mask logprobs old_logprobs cliprange policy_loss grad_logprobs"
+POLICY_031 = "openrlhf031_losses_rewards_gae action_mask log_probs old_log_probs eps_clip policy_loss policy_grad"
+
+
+@pytest.mark.parametrize("keys", [POLICY_038, POLICY_031])
+def test_policy_loss_against_openrlhf(keys):
+    """Loss and gradient against OpenRLHF 0.3.8 and 0.3.1, through its mean over rows."""
+    file, mask, new, old, cliprange, loss, gradient = keys.split()
+    i, o = golden(file)
+    logprobs = leaf(i[new])
+    losses, _, _ = ppo.policy_loss(logprobs, i[old], i["advantages"], i[mask].bool(), i[cliprange])
+    mean = row_mean(losses, i[mask].bool())
+    mean.backward()
+    close(mean.detach(), o[loss])
+    close(logprobs.grad, o[gradient])
+
+
+VALUE_038 = "openrlhf_value_loss_sequence_mean mask cliprange_value value_loss grad_values"
+VALUE_031 = "openrlhf031_losses_rewards_gae action_mask value_clip value_loss value_grad"
+
+
+@pytest.mark.parametrize("keys", [VALUE_038, VALUE_031])
+def test_value_loss_against_openrlhf(keys):
+    """The same of the value loss."""
+    file, mask, cliprange, loss, gradient = keys.split()
+    i, o = golden(file)
+    values = leaf(i["values"])
+    losses, _ = ppo.value_loss(values, i["old_values"], i["returns"], i[mask].bool(), i[cliprange])
+    mean = row_mean(losses, i[mask].bool())
+    mean.backward()
+    close(mean.detach(), o[loss])
+    close(values.grad, o[gradient])
+
+
+# --- grpo.py: importance_ratio, surrogate_loss, token_weights, KL in the loss
+
+
+def test_the_ratio_of_a_sequence_is_a_geometric_mean():
+    new = torch.tensor([[0.1, 0.5, 99.0]])
+    old = torch.tensor([[0.0, 0.2, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    ratio = grpo.importance_ratio(new, old, mask, "sequence")
+    assert ratio.item() == pytest.approx((math.exp(0.1) * math.exp(0.3)) ** 0.5)
+    one = [grpo.importance_ratio(new[:, :1], old[:, :1], mask[:, :1], level) for level in ("token", "sequence")]
+    torch.testing.assert_close(*one)
+
+
+def test_clipping_by_hand():
+    """Ratios .5, 1, 2 with A = 1 and -1: epsilon .2, epsilon_high .3, delta 1.5."""
+    args = grpo.Args(epsilon=0.2, epsilon_high=0.3, delta=1.5)
+    ratio = torch.tensor([[0.5, 1, 2, 0.5, 1, 2]])
+    advantages = torch.tensor([[1.0, 1, 1, -1, -1, -1]])
+    losses = grpo.surrogate_loss(ratio, ratio.log(), advantages, args)
+    assert losses[0].tolist() == pytest.approx([-0.5, -1, -1.3, 0.8, 1, 1.5])
+    assert grpo.surrogate_loss(ratio, ratio.log(), advantages, replace(args, delta=None))[0, 5] == 2
+
+
+def test_the_gradient_of_cispo():
+    """Of each token: minus the capped ratio, times A, whatever the ratio."""
+    args = grpo.Args(loss_type="cispo", epsilon_high=1.5)
+    logprobs = leaf(torch.tensor([[0.5, 1.0, 2.0]]).log())
+    ratio = logprobs.exp()  # the old probabilities are 1
+    grpo.surrogate_loss(ratio, logprobs, torch.tensor([[2.0]]), args).sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([-1.0, -2.0, -3.0])
+
+
+WEIGHTS = {
+    "dapo": [1 / 4, 1 / 4],
+    "cispo": [1 / 4, 1 / 4],
+    "bnpo": [1 / 4, 1 / 4],
+    "grpo": [1 / 2, 1 / 6],
+    "dr_grpo": [1 / 8, 1 / 8],
+}
+
+
+@pytest.mark.parametrize("loss_type", WEIGHTS)
+def test_token_weights_by_hand(loss_type):
+    """Responses of 1 and 3 tokens, at most 4."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool()
+    args = grpo.Args(response_length=4, loss_type=loss_type)
+    weights = grpo.token_weights(mask, 2, torch.tensor(4.0), args)
+    assert weights.flatten().tolist() == pytest.approx(WEIGHTS[loss_type])
+
+
+def test_only_the_corrected_k3_has_the_gradient_of_the_kl():
+    """Summed over the vocabulary with the policy's probabilities, exactly."""
+    logits = leaf(torch.linspace(-1, 1, 7))
+    ref = logits.detach().flip(0).log_softmax(0)
+
+    def gradient(loss_of):
+        """Of a function of the log-probabilities."""
+        return torch.autograd.grad(loss_of(logits.log_softmax(0)), logits)[0]
+
+    kl = gradient(lambda x: (x.exp() * (x - ref)).sum())
+    plain = gradient(lambda x: (x.detach().exp() * grpo.kl_estimate(x, ref)).sum())
+    corrected = gradient(lambda x: (x.detach().exp() * grpo.kl_estimate(x, ref) * (x - x.detach()).exp()).sum())
+    torch.testing.assert_close(corrected, kl)
+    assert (plain - kl).norm() > 0.1 * kl.norm()
+
+
+# --- dpo_loss
+
+SIDES = ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps")
+
+
+def dpo_losses(*logps, beta=0.1, loss_type="sigmoid", label_smoothing=0.0):
+    """Losses, and rewards of the chosen and the rejected texts."""
+    return dpo.dpo_loss(*logps, SimpleNamespace(beta=beta, loss_type=loss_type, label_smoothing=label_smoothing))
+
+
+@pytest.mark.parametrize("name", names("trl07_dpo_*"))
+def test_dpo_losses_against_trl07(name):
+    i, o = golden(name)
+    settings = {key: i[key] for key in ("beta", "loss_type", "label_smoothing")}
+    losses, chosen, rejected = dpo_losses(*(i[side] for side in SIDES), **settings)
+    theirs = o["losses"]
+    if i["loss_type"] == "kto_pair":  # TRL lists the chosen half and the rejected half; a pair's loss is their mean
+        theirs = theirs.view(2, -1).mean(0)
+    close(losses, theirs)
+    close(chosen, o["chosen_rewards"])
+    close(rejected, o["rejected_rewards"])
+
+
+VARIANTS = json.loads((ROOT / "tests/golden/trl0711_dpo.json").read_text())["outputs"]["variants"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dpo_gradients_against_trl07(variant):
+    """The mean of the losses, and its gradient with respect to the policy's log-probabilities."""
+    i, o = golden("trl0711_dpo")
+    theirs = o["variants"][variant]
+    kind, *rest = variant.split("|")
+    beta, smoothing, free = (text.split("=")[1] for text in rest)
+    chosen, rejected = (leaf(i[side]) for side in SIDES[:2])
+    reference = [i[side] for side in SIDES[2:]]
+    if free == "True" and kind != "kto_pair":  # theirs has no effect on that one; ours refuses it
+        reference = [torch.zeros_like(x) for x in reference]
+    settings = dict(beta=float(beta), loss_type=kind, label_smoothing=float(smoothing))
+    losses, chosen_rewards, rejected_rewards = dpo_losses(chosen, rejected, *reference, **settings)
+    losses.mean().backward()
+    close(losses.mean().detach(), theirs["loss_mean"])
+    close(chosen.grad, theirs["grad_chosen"])
+    close(rejected.grad, theirs["grad_rejected"])
+    if free == "False":  # theirs keep the reference in the metrics where the loss leaves it out
+        close((chosen_rewards > rejected_rewards).double().mean(), theirs["accuracy"])
+        close((chosen_rewards - rejected_rewards).mean(), theirs["margin"])
+
+
+def test_dpo_gradient_in_closed_form():
+    """-beta * sigmoid(-beta * Delta) for the chosen, the negative of it for the rejected (DPO, after eq. 7)."""
+    chosen, rejected, ref_chosen, ref_rejected = (leaf(x) for x in 5 * randn(4, 6))
+    dpo_losses(chosen, rejected, ref_chosen, ref_rejected, beta=0.3)[0].sum().backward()
+    delta = (chosen - ref_chosen - rejected + ref_rejected).detach()
+    close(chosen.grad, -0.3 * torch.sigmoid(-0.3 * delta))
+    close(rejected.grad, 0.3 * torch.sigmoid(-0.3 * delta))
+
+
+def test_dpo_without_a_preference_is_log_2():
+    """The policy is the reference: the loss is log 2 whatever the labels, and no reward is higher."""
+    chosen, rejected = randn(2, 5)
+    losses, chosen_rewards, rejected_rewards = dpo_losses(chosen, rejected, chosen, rejected)
+    close(losses, torch.full((5,), math.log(2)))
+    assert not chosen_rewards.any() and not rejected_rewards.any()
+
+
+def test_label_smoothing_is_a_mixture_of_labels():
+    """Conservative DPO is the mean over labels that are wrong with that probability."""
+    a, b, c, d = randn(4, 5)
+    smooth = dpo_losses(a, b, c, d, beta=0.5, label_smoothing=0.2)[0]
+    right = dpo_losses(a, b, c, d, beta=0.5)[0]
+    wrong = dpo_losses(b, a, d, c, beta=0.5)[0]
+    close(smooth, 0.8 * right + 0.2 * wrong)
+
+
+# --- preference_loss
+
+
+def test_preference_loss_depends_on_differences_alone():
+    """And the probabilities of both outcomes add up to 1."""
+    chosen, rejected = randn(2, B)
+    none = torch.zeros(B)
+    loss = reward_model.preference_loss(chosen, rejected, none, 0.0)
+    close(reward_model.preference_loss(chosen + 3, rejected + 3, none, 0.0), loss)
+    other = reward_model.preference_loss(rejected, chosen, none, 0.0)
+    close((-loss).exp() + (-other).exp(), torch.ones(B))
+
+
+@pytest.mark.parametrize("name", names("trl016_reward_loss_*"))
+def test_preference_loss_and_gradients_against_trl016(name):
+    """The pair loss, with and without margin and centring, and its gradients against TRL 0.16.1."""
+    i, o = golden(name)
+    chosen = leaf(i["rewards_chosen"].squeeze(1))
+    rejected = leaf(i["rewards_rejected"].squeeze(1))
+    margin = torch.zeros_like(chosen) if i["margin"] is None else i["margin"].squeeze(1)
+    losses = reward_model.preference_loss(chosen, rejected, margin, i["center_rewards_coefficient"] or 0.0)
+    losses.mean().backward()
+    close(losses.mean().detach(), o["loss"])
+    close(chosen.grad, o["grad_chosen"].squeeze(1))
+    close(rejected.grad, o["grad_rejected"].squeeze(1))
+
+
+def test_preference_loss_against_trl07():
+    """The pair loss against TRL 0.7.11, each pair with its own margin, and its centring term against 0.16.1."""
+    i, o = golden("trl_reward_model_loss")
+    chosen, rejected, margin = i["rewards_chosen"], i["rewards_rejected"], i["margin"]
+    loss = reward_model.preference_loss
+    none = torch.zeros_like(margin)
+    close(loss(chosen, rejected, none, 0.0).mean(), o["loss_no_margin"])
+    close(loss(chosen, rejected, margin, 0.0), o["per_pair_losses_margin"])
+    close(loss(chosen, rejected, none, i["center_rewards_coefficient"]).mean(), o["center_0p01_loss_no_margin"])
+    # TRL subtracts margins (B,) from rewards (B, 1), so that every pair meets every margin.
+    close(loss(chosen[:, None], rejected[:, None], margin[None], 0.0).mean(), o["loss_margin_trl_broadcast_BUG_BxB"])
+
+
+PAIRS_038 = "openrlhf_pairwise_loss loss loss_margin"
+PAIRS_031 = "openrlhf031_losses_rewards_gae pairwise pairwise_margin"
+
+
+@pytest.mark.parametrize("keys", [PAIRS_038, PAIRS_031])
+def test_preference_loss_against_openrlhf(keys):
+    """The pair loss with and without margin against OpenRLHF 0.3.8 and 0.3.1."""
+    file, plain, with_margin = keys.split()
+    i, o = golden(file)
+    for margin, key in ((torch.zeros_like(i["margin"]), plain), (i["margin"], with_margin)):
+        close(reward_model.preference_loss(i["chosen"], i["rejected"], margin, 0.0).mean(), o[key])
+
+
+# --- label_losses
+
+
+def test_labels_are_scored_by_the_logits_before_them():
+    """A model that is certain of the next token has no loss; what stands under IGNORE has none either."""
+    ids = torch.tensor([[4, 2, 0, 1]])
+    logits = torch.nn.functional.one_hot(ids.roll(-1, 1), 5).double() * 1e3
+    assert sft.label_losses(logits, ids).sum() == 0
+    assert sft.label_losses(-logits, torch.full_like(ids, sft.IGNORE)).sum() == 0
+    losses = sft.label_losses(-logits, torch.tensor([[sft.IGNORE, sft.IGNORE, 0, 1]]))[0]
+    assert losses.gt(1).tolist() == [False, True, True]
+
+
+LABELS_038 = "openrlhf_gpt_lm_loss logits labels loss"
+LABELS_031 = "openrlhf031_losses_rewards_gae lm_logits lm_labels gptlm_loss"
+
+
+@pytest.mark.parametrize("keys", [LABELS_038, LABELS_031])
+def test_language_modelling_loss_against_openrlhf(keys):
+    """The mean over labels against OpenRLHF 0.3.8 and 0.3.1."""
+    file, logits, labels, loss = keys.split()
+    i, o = golden(file)
+    losses = sft.label_losses(i[logits], i[labels])
+    close(losses.sum() / (i[labels][:, 1:] != sft.IGNORE).sum(), o[loss], **FLOAT32)

@@ -1,0 +1,233 @@
+"""reward_model.py: its head, calibration, batches, and a whole run by hand."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from numbers_of_others import close, golden
+from replay import EOS, SETTINGS, TOKENIZER, agree, drawn_anew, evaluated, ids_of, replay
+from replay import toy_rows, write_data, write_model
+from runs import run
+from transformers import AutoModelForSequenceClassification
+
+import reward_model
+
+# --- functions
+
+
+def test_calibration_of_perfect_and_of_overconfident_rewards():
+    """Outcomes drawn with the probability that the model states, and rewards five times too large."""
+    d = torch.randn(200_000) * 1.5
+    outcome = torch.where(torch.rand(len(d)) < d.abs().sigmoid(), d.abs(), -d.abs())
+    for scale, calibrated in ((1, True), (5, False)):
+        error = max(abs(p - share) for p, share, _ in reward_model.calibration(outcome * scale))
+        assert (error < 0.015) == calibrated
+
+
+def test_reward_head_begins_with_the_deviation_of_the_n_details():
+    head = torch.nn.Linear(99, 400)
+    reward_model.init_reward_head(head)
+    assert head.weight.std().item() == pytest.approx(0.1, rel=0.02)  # 1 / sqrt(99 + 1)
+
+
+def test_pair_accuracy_against_trl(monkeypatch):
+    """A tie is not a hit, as in TRL 1.16; TRL 0.7.11 counts it as one."""
+    i, o = golden("trl_reward_model_loss")
+    chosen, rejected = i["rewards_chosen"], i["rewards_rejected"]
+    monkeypatch.setattr(reward_model, "all_rewards", lambda *_: (chosen, rejected))
+    stats, _ = reward_model.evaluate(None, chosen, None)
+    ties = (chosen == rejected).double().mean()
+    close(stats["eval/loss"], o["loss_no_margin"])
+    close(stats["eval/accuracy"], o["accuracy_strict_gt"])
+    close(stats["eval/accuracy"] + ties, o["compute_accuracy_0711"]["accuracy"])
+
+
+def test_batches_hold_every_row_once_and_pad_less():
+    lengths = torch.randint(1, 100, (1000,)).tolist()
+    plain = sum(10 * max(lengths[i : i + 10]) for i in range(0, 1000, 10))
+
+    def batch(number, seed):
+        return reward_model.length_grouped_batch(lengths, number, 10, seed)
+
+    for batches in drawn_anew(batch, 1000, 10):
+        longest = [max(lengths[i] for i in rows) for rows in batches]
+        assert 10 * sum(longest) < 0.7 * plain
+        assert longest[:50] != sorted(longest[:50])  # the order of batches is random
+
+
+@pytest.mark.parametrize("share, lengths", [(0.0, (3, 2)), (1.0, (2, 2))])
+def test_drop_eos(share, lengths):
+    """Of both texts of a pair, where they have one."""
+    (pair,) = reward_model.drop_eos([reward_model.Pair([5, 6, EOS], [5, 7], 0.5)], EOS, share)
+    assert (len(pair.chosen), len(pair.rejected), pair.margin) == (*lengths, 0.5)
+
+
+# --- by hand
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory):
+    """Pairs with margins, with and without a prompt; the two texts of one are the same within max_length."""
+    rows = toy_rows("preferences", "train", 28)
+    tests = toy_rows("preferences", "validation", 12)
+    for i, row in enumerate(rows):
+        row["margin"] = (i % 4) / 2
+    for row in tests:
+        row["margin"] = 0.75
+    for row in [*rows[::4], *tests[::3]]:
+        for side in ("chosen", "rejected"):
+            row[side] = row["prompt"] + row[side]
+        row["prompt"] = ""
+    rows[1]["prompt"] *= 9
+    folder = write_data(tmp_path_factory.mktemp("pairs") / "data", train=rows, validation=tests)
+    return SimpleNamespace(rows=encoded(rows), tests=encoded(tests), folder=folder)
+
+
+def encoded(rows, length=36):
+    """Pairs cut to a length; none that are then equal."""
+    found = []
+    for row in rows:
+        chosen, rejected = (sum(ids_of(row["prompt"], row[side]), [])[:length] for side in ("chosen", "rejected"))
+        if chosen != rejected:
+            found.append(reward_model.Pair(chosen, rejected, row["margin"]))
+    return found
+
+
+def reward(model, ids):
+    """The reward at the last token of a text."""
+    hidden = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
+    return hidden @ model.score.weight[0] + getattr(model.config, "reward_bias", 0.0)
+
+
+def rewards(model, pairs):
+    """Those of all chosen and of all rejected texts."""
+    chosen = [reward(model, pair.chosen) for pair in pairs]
+    rejected = [reward(model, pair.rejected) for pair in pairs]
+    return torch.stack(chosen), torch.stack(rejected)
+
+
+def calibration_error(differences):
+    """Ten bins of |difference|, as equal as can be: distance of predicted from observed share of right pairs."""
+    ordered = sorted(differences, key=abs)
+    size, more = divmod(len(ordered), 10)
+    error = 0.0
+    for i in range(10):
+        part = [ordered.pop(0) for _ in range(size + (i < more))]
+        predicted = sum(1 / (1 + math.exp(-abs(x))) for x in part)
+        error += abs(predicted - sum(x > 0 for x in part))
+    return error / len(differences)
+
+
+def evaluation(tests, pairs=()):
+    """What reward_model.py should log of the test split; in the end after the mean reward of all pairs was made 0."""
+
+    @torch.no_grad()
+    def evaluate(model, is_last=True):
+        shift = 0.0
+        if pairs and is_last:
+            shift = -torch.cat(rewards(model, pairs)).mean()
+        chosen, rejected = rewards(model, tests)
+        both = torch.cat([chosen, rejected]) + shift
+        gap = chosen - rejected
+        return {
+            "eval/loss": (1 + (-gap).exp()).log().mean().item(),
+            "eval/accuracy": (chosen > rejected).float().mean().item(),
+            "eval/margin": gap.mean().item(),
+            "eval/calibration_error": calibration_error(gap.tolist()),
+            "eval/mean_reward": both.mean().item(),
+            "eval/std_reward": both.std().item(),
+        }
+
+    return evaluate
+
+
+def classifier(folder):
+    """A reward model, dropout off."""
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+
+
+def noted_run(monkeypatch, folder, **settings):
+    """The lines of a run, the head that it began with, and each step's numbers that decide who loses its EOS."""
+    heads = []
+    drawn = []
+    init_reward_head = reward_model.init_reward_head
+    drop_eos = reward_model.drop_eos
+
+    def noted_head(head):
+        init_reward_head(head)
+        heads.append(head.weight.detach().clone())
+
+    def noted_eos(pairs, *rest):
+        shown = drop_eos(pairs, *rest)
+        drawn.append([len(a.chosen) > len(b.chosen) or len(a.rejected) > len(b.rejected) for a, b in zip(pairs, shown)])
+        return shown
+
+    monkeypatch.setattr(reward_model, "init_reward_head", noted_head)
+    monkeypatch.setattr(reward_model, "drop_eos", noted_eos)
+    return run(reward_model, folder, **settings), heads[0], drawn
+
+
+def without_eos(pair):
+    """As it would look cut off."""
+    sides = [ids[:-1] if ids[-1] == EOS else ids for ids in (pair.chosen, pair.rejected)]
+    return replace(pair, chosen=sides[0], rejected=sides[1])
+
+
+def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
+    """Half of the pairs without EOS, the loss with margins and centring; and the model that is saved."""
+    model = write_model(tmp_path / "plain", "plain")
+    settings = SETTINGS | dict(eos_dropout=0.5, center_rewards_coefficient=0.05, max_grad_norm=4.0, model=model)
+    settings["dataset"] = preferences.folder
+    lines, head, drawn = noted_run(monkeypatch, tmp_path / "run", **settings)
+    pairs = preferences.rows
+    lengths = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
+    assert len(pairs) == 27 and max(lengths) == 36
+    assert 10 < sum(map(sum, drawn)) < 38
+    args = SimpleNamespace(**vars(reward_model.Args()) | settings, per_pass=5)
+
+    def batch(number):
+        rows = reward_model.length_grouped_batch(lengths, number, 6, args.seed)
+        return [without_eos(pairs[i]) if cut else pairs[i] for i, cut in zip(rows, drawn[number], strict=True)]
+
+    def read_step(model, batch):
+        chosen, rejected = rewards(model, batch)
+        margin = torch.tensor([pair.margin for pair in batch])
+        gap = chosen - rejected
+        losses = (1 + (margin - gap).exp()).log() + 0.05 * (chosen + rejected) ** 2
+        return losses.mean(), {"accuracy": (gap > 0).float().mean().item(), "margin": gap.mean().item()}
+
+    by_hand = classifier(model)
+    by_hand.score.weight.data.copy_(head)
+    replay(args, lines, by_hand, batch, read_step, evaluation(preferences.tests, pairs))
+    after = classifier(tmp_path / "run")
+    agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))
+    assert torch.cat(rewards(after, pairs)).mean().item() == pytest.approx(0, abs=1e-4)
+    assert after.config.pad_token_id == TOKENIZER.pad_token_id
+
+
+@pytest.mark.parametrize("kind, more", [("llama", {"eos_dropout": 1.0}), ("plain", {"lora_r": 2, "lora_alpha": 8.0})])
+def test_rewards_are_centred_without_a_bias_to_move(kind, more, preferences, tmp_path):
+    """A norm without bias, or an adapter that leaves it frozen: the config says the shift, and the model is as good."""
+    model = write_model(tmp_path / "model", kind)
+    lines = run(reward_model, tmp_path / "run", **SETTINGS | more, model=model, dataset=preferences.folder)
+    after = classifier(tmp_path / "run" / ("merged" if "lora_r" in more else "."))
+    agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))
+    assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
+    assert abs(after.config.reward_bias) > 0.01
+
+
+def test_dropout_is_on_in_training_alone(preferences, tmp_path, monkeypatch):
+    """And no text loses its EOS where that is not asked for."""
+    model = write_model(tmp_path / "dropout", "dropout")
+    settings = SETTINGS | dict(model=model, dataset=preferences.folder, num_train_epochs=1.0)
+    lines, head, drawn = noted_run(monkeypatch, tmp_path / "run", **settings)
+    before = classifier(model)
+    before.score.weight.data.copy_(head)
+    lengths = [max(len(pair.chosen), len(pair.rejected)) for pair in preferences.rows]
+    rows = reward_model.length_grouped_batch(lengths, 0, 6, 1)
+    chosen, rejected = rewards(before, [preferences.rows[i] for i in rows])
+    assert abs(lines[0]["margin"] - (chosen - rejected).mean().item()) > 0.01
+    assert not drawn
+    agree(evaluated(lines[-1]), evaluation(preferences.tests)(classifier(tmp_path / "run")))

@@ -1,0 +1,254 @@
+"""sft.py: encoding, packing, batches, and a whole run by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from numbers_of_others import golden
+from replay import EOS, SETTINGS, agree, drawn_anew, evaluated, ids_of, read_text, replay
+from replay import toy_rows, write_data, write_model
+from runs import run, untimed
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import sft
+
+# --- pack
+
+
+def test_packing_keeps_every_token_in_order_but_the_remainder():
+    rows = [([i] * n, [-i] * n) for i, n in enumerate((3, 5, 1, 8, 2))]
+    blocks = sft.pack(rows, 4)
+    joined = [x for ids, _ in rows for x in ids]
+    assert [x for ids, _ in blocks for x in ids] == joined[: len(joined) // 4 * 4]
+    for ids, labels in blocks:
+        assert len(ids) == 4
+        assert [-x for x in ids] == labels
+
+
+def packed(texts, eos):
+    """Our blocks of texts of trl0711_sft_packing; their labels are the same ids."""
+    i, _ = golden("trl0711_sft_packing")
+    rows = [i["tokenized"][text].tolist() + eos for text in texts]
+    blocks = sft.pack([(row, row) for row in rows], i["seq_length"])
+    assert all(ids == labels for ids, labels in blocks)
+    return [ids for ids, _ in blocks]
+
+
+@pytest.mark.parametrize("case, has_eos, passes", [("one_buffer", 1, 1), ("no_concat_token", 0, 1), ("infinite", 1, 2)])
+def test_packing_against_trl07(case, has_eos, passes):
+    """Blocks of constant length against TRL 0.7.11; its endless stream is two passes joined, cut off at 12 blocks."""
+    i, o = golden("trl0711_sft_packing")
+    theirs = o["packing"][case]
+    theirs = theirs["first_12"] if case == "infinite" else theirs["packed"]
+    assert packed(i["texts"] * passes, [i["eos_id"]] * has_eos)[:12] == theirs.tolist()
+
+
+def test_packing_in_buffers_against_trl07():
+    """TRL 0.7.11 drops the remainder of each of its buffers; ours is one buffer, and drops one remainder."""
+    i, o = golden("trl0711_sft_packing")
+    theirs = o["packing"]["small_buffer"]
+    buffers = [[]]
+    for text in i["texts"]:  # a buffer is full once its characters reach the limit
+        if sum(map(len, buffers[-1])) >= theirs["max_buffer_size_chars"]:
+            buffers.append([])
+        buffers[-1].append(text)
+    blocks = [packed(texts, [i["eos_id"]]) for texts in buffers]
+    assert sum(blocks, []) == theirs["packed"].tolist()
+
+
+# --- encode_pair
+
+
+class FakeTokenizer:
+    """A tokenizer whose texts are their own ids."""
+
+    def __init__(self, eos_token_id):
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, text, **_):
+        return {"input_ids": list(text)}
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_completion_labels_against_trl07(row):
+    """Labels on the completion alone against TRL 0.7.11, for its two rows that have a response template."""
+    i, o = golden("trl0711_sft_packing")
+    theirs = o["completion_only"]
+    ids = i["completion_rows"][row]
+    template = i["response_template_ids"].tolist()
+    # TRL finds the completion behind the last template; ours is told the two parts.
+    end = max(k for k in range(2, len(ids) + 1) if ids[k - 2 : k] == template)
+    ours, labels = sft.encode_pair(tuple(ids[:end]), tuple(ids[end:]), FakeTokenizer(i["eos_id"]), True)
+    eos = [] if ids[-1] == i["eos_id"] else [i["eos_id"]]  # ours always ends a text with EOS, and labels it
+    assert ours == theirs["input_ids"][row].tolist() + eos
+    assert labels == theirs["labels"][row].tolist() + eos
+
+
+# --- batches
+
+
+def test_batches_hold_every_row_once_sorted_by_length():
+    """Texts of all lengths meet in a batch, in which they are sorted."""
+    rows = [([i] * n, []) for i, n in enumerate(torch.randint(1, 100, (999,)).tolist())]
+
+    def batch(number, seed):
+        picked = sft.random_batch(rows, number, 10, seed)
+        assert picked == sorted(picked, key=lambda row: len(row[0]))
+        return [ids[0] for ids, _ in picked]
+
+    for batches in drawn_anew(batch, 999, 10):
+        spans = [len(rows[picked[-1]][0]) - len(rows[picked[0]][0]) for picked in batches]
+        assert sum(span > 50 for span in spans) > 80
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_micro_batches_are_no_larger_than_asked_for(size):
+    parts = [rows for rows, _ in sft.micro_batches(range(8), sft.Args(micro_batch_size=size, device="cpu"))]
+    assert sum(parts, []) == list(range(8))
+    assert max(map(len, parts)) == size
+
+
+# --- a run by hand
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Texts with and without a prompt, one of which is all prompt within max_length."""
+    rows = toy_rows("sft", "train", 28)
+    tests = toy_rows("sft", "validation", 11)
+    for row in [*rows[::4], *tests[::3]]:
+        row["completion"] = row["prompt"] + row["completion"]
+        row["prompt"] = ""
+    rows[1]["prompt"] *= 9
+    folder = write_data(tmp_path_factory.mktemp("texts") / "data", train=rows, validation=tests)
+    return SimpleNamespace(rows=rows, tests=tests, folder=folder)
+
+
+def labelled(rows, length):
+    """[(ids, number of the first label)] of rows, cut to a length; none without a label."""
+    found = []
+    for row in rows:
+        prompt, completion = ids_of(row["prompt"], row["completion"])
+        if len(prompt) < length:
+            found.append(((prompt + completion)[:length], len(prompt)))
+    return found
+
+
+def saved(folder):
+    """The model that a run has left, or begun with, dropout off."""
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def evaluation(rows):
+    """What sft.py should log of the test split."""
+
+    @torch.no_grad()
+    def evaluate(model, is_last=True):
+        read = [read_text(model, ids, start) for ids, start in rows]
+        logprobs, hits = (torch.cat(parts) for parts in zip(*read))
+        ends = [x[-1] for (x, _), (ids, _) in zip(read, rows) if ids[-1] == EOS]
+        return {
+            "eval/loss": -logprobs.mean().item(),
+            "eval/perplexity": math.exp(-logprobs.mean()),
+            "eval/mean_token_accuracy": hits.float().mean().item(),
+            "eval/eos_loss": -torch.stack(ends).mean().item(),
+        }
+
+    return evaluate
+
+
+def replay_sft(lines, settings, rows, tests, read_row):
+    """read_row(model, row) gives log-probabilities and hits at the labels of a row, (ids, what its labels are)."""
+    defaults = vars(sft.Args())
+    args = SimpleNamespace(**defaults | settings, per_pass=math.ceil(len(rows) / 6))
+    num_tokens = 0
+
+    def read_step(model, batch):
+        nonlocal num_tokens
+        logprobs, hits = (torch.cat(parts) for parts in zip(*(read_row(model, row) for row in batch)))
+        num_tokens += len(hits)
+        return -logprobs.mean(), {"mean_token_accuracy": hits.float().mean().item(), "num_tokens": num_tokens}
+
+    by_random = lambda number: sft.random_batch(rows, number, 6, args.seed)  # noqa: E731
+    replay(args, lines, saved(args.model), by_random, read_step, evaluation(tests))
+
+
+def test_sft_by_hand(texts, tmp_path):
+    """Each step, with accumulation, clipping, weight decay and schedule; the evaluations; the model that is saved."""
+    settings = SETTINGS | dict(model=write_model(tmp_path / "plain", "plain"), dataset=texts.folder)
+    lines = run(sft, tmp_path / "run", **settings)
+    rows, tests = (labelled(x, 36) for x in (texts.rows, texts.tests))
+    starts = [start for _, start in rows]
+    assert len(rows) == 27 and starts.count(0) == 7  # cut, and without a prompt
+    replay_sft(lines, settings, rows, tests, lambda model, row: read_text(model, *row))
+    agree(evaluated(lines[-1]), evaluation(tests)(saved(tmp_path / "run")))
+    before = 0
+    for line in lines:  # tokens of the step
+        assert line["perf/tokens_per_second"] * line["time/step"] == pytest.approx(line["num_tokens"] - before)
+        before = line["num_tokens"]
+
+
+def test_packing_by_hand(texts, tmp_path):
+    """Blocks are the joined texts cut evenly, if they have a label; that of a block's first token is not predicted."""
+    length = 32
+    tokens = []
+    is_label = []
+    for row in texts.rows:
+        prompt, end = ids_of(row["prompt"], row["completion"])
+        tokens += prompt + end
+        is_label += [False] * len(prompt) + [True] * len(end)
+    blocks = []
+    for start in range(0, len(tokens) - length + 1, length):
+        labels = is_label[start + 1 : start + length]
+        if any(labels):  # one block is all prompt
+            blocks.append((tokens[start : start + length], labels))
+    tests = [row for row in texts.tests if sum(map(len, ids_of(row["prompt"], row["completion"]))) <= length]
+    data = write_data(tmp_path / "data", train=texts.rows, validation=tests)
+    model = write_model(tmp_path / "plain", "plain")
+    settings = SETTINGS | dict(packing=True, max_length=length, num_train_epochs=1.5, model=model, dataset=data)
+    lines = run(sft, tmp_path / "run", **settings)
+
+    def read_row(model, row):
+        ids, labels = row
+        return [x[labels] for x in read_text(model, ids, 0)]
+
+    replay_sft(lines, settings, blocks, labelled(tests, length), read_row)
+
+
+def test_dropout_is_on_in_training_alone(texts, tmp_path):
+    """And tables of samples change neither what training draws nor the generation config that is saved."""
+    model = write_model(tmp_path / "dropout", "dropout")
+    settings = SETTINGS | dict(model=model, dataset=texts.folder)
+    without = run(sft, tmp_path / "without", **settings)
+    with_tables = run(sft, tmp_path / "with", num_sample_generations=4, **settings)
+    assert untimed(without) == untimed(with_tables)
+    configs = [GenerationConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "with", model)]
+    assert configs[0] == configs[1]
+    rows, tests = (labelled(x, 36) for x in (texts.rows, texts.tests))
+    losses = [-read_text(saved(model), *row)[0] for row in sft.random_batch(rows, 0, 6, 1)]
+    assert abs(with_tables[0]["loss"] - torch.cat(losses).mean().item()) > 0.01
+    agree(evaluated(with_tables[-1]), evaluation(tests)(saved(tmp_path / "with")))
+
+
+# --- LoRA
+
+
+def test_adapter_by_hand(texts, tmp_path):
+    """merged/ is what was trained, and nothing but the adapted layers has moved."""
+    model = write_model(tmp_path / "plain", "plain")
+    settings = SETTINGS | dict(model=model, dataset=texts.folder, lora_r=2, lora_alpha=8.0, learning_rate=5e-2)
+    lines = run(sft, tmp_path / "run", **settings)
+    merged = tmp_path / "run/merged"
+    before, after = (load_file(f"{folder}/model.safetensors") for folder in (model, merged))
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved and all("c_attn.weight" in name for name in moved)
+    evaluate = evaluation(labelled(texts.tests, 36))
+    agree(evaluated(lines[-1]), evaluate(saved(merged)))
+    assert lines[-1]["eval/loss"] < evaluate(saved(model))["eval/loss"] - 0.05
+
+
+def test_an_adapter_of_random_weights_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="--lora-r"):
+        run(sft, tmp_path, lora_r=2)
