@@ -117,7 +117,7 @@ class Args:
     # --- DPO ---
     # weight of the KL that ties the policy down (DPO: 0.1 to 0.5). Lower: further from reference
     beta: Positive = 0.1
-    # sigmoid (DPO); hinge (SLiC); ipo (on means over tokens); kto_pair (not unpaired KTO; its author advises against it)
+    # sigmoid (DPO); hinge (SLiC); ipo (means over tokens); kto_pair (not unpaired KTO; its author advises against it)
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = "sigmoid"
     label_smoothing: MinorShare = 0.0  # share of pairs whose label is taken to be wrong (conservative DPO, sigmoid)
     reference_free: bool = False  # leave the reference out, as if it found all completions equally likely (TRL)
@@ -451,6 +451,7 @@ def show_samples(
     under policy and reference, in a file, which tools/xray.py draws."""
     tokenizer = policy.tokenizer
     prompts = [pair.prompt for pair in pairs[:3]]
+    torch.manual_seed(args.seed)  # in all tables the same random numbers
     answers = [draw_answer(policy, prompt, args) for prompt in prompts]
     columns = {
         "prompt": tokenizer.batch_decode(prompts),
