@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sources import ROOT, SCRIPTS
+from sources import SCRIPTS
 
 GOLD = "toy/make.py:gold_score"
 

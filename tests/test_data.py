@@ -205,13 +205,6 @@ def test_conversations_in_a_run(chat_model, tmp_path):
 # --- Texts and pairs
 
 
-def test_packing():
-    rows = [([1, 2, 9], [1, 2, 9]), ([3, 4, 5, 9], [sft.IGNORE, 4, 5, 9]), ([6, 9], [6, 9])]
-    blocks = sft.pack(rows, 4)
-    assert [ids for ids, _ in blocks] == [[1, 2, 9, 3], [4, 5, 9, 6]]
-    assert blocks[0][1] == [1, 2, 9, sft.IGNORE]
-
-
 def test_texts_that_are_cut(capsys):
     """Those that so lose all that was to be predicted are dropped."""
     long = ([1, 2, 3, 4], [sft.IGNORE, sft.IGNORE, sft.IGNORE, 4])

@@ -27,29 +27,15 @@ SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, head_di
 SIZES |= dict(intermediate_size=16, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=1)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 WINDOW = dict(sliding_window=6)
-ARCHITECTURES = {  # those that the guide names
-    "bloom": {},
-    "falcon": {},
-    "gemma": {},
+PLAIN = "bloom falcon gemma gpt2 gpt_neox granite llama olmo phi phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()
+ARCHITECTURES = dict.fromkeys(PLAIN, {}) | {  # those that the guide names
     "gemma2": WINDOW,
     "gemma3_text": WINDOW,
-    "gpt2": {},
-    "gpt_neox": {},
     "gpt_oss": EXPERTS | WINDOW,
     "gptj": dict(rotary_dim=4),
-    "granite": {},
-    "llama": {},
     "mistral": WINDOW,
     "mixtral": EXPERTS,
-    "olmo": {},
     "opt": dict(ffn_dim=16, word_embed_proj_dim=8, do_layer_norm_before=False),
-    "phi": {},
-    "phi3": {},
-    "qwen2": {},
-    "qwen3": {},
-    "smollm3": {},
-    "stablelm": {},
-    "starcoder2": {},
 }
 STRANGERS = {  # whose caches are of another kind
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=6),
@@ -242,15 +228,6 @@ def test_a_reward_model_starts_with_a_new_head_but_with_no_other_new_weight(save
     change_weights(folder, lambda weights: weights.pop("model.norm.weight"))
     with pytest.raises(SystemExit, match="norm.weight"):
         train(reward_model, model=folder)
-
-
-def test_weights_of_another_shape(saved, train):
-    """As after an edit of the config; the library could draw those anew."""
-    folder = saved("gpt2")
-    config = json.loads(Path(folder, "config.json").read_text())
-    Path(folder, "config.json").write_text(json.dumps(config | {"n_positions": 48}))
-    with pytest.raises((SystemExit, RuntimeError), match="(?i)wpe|mismatch"):
-        train(ppo, model=folder)
 
 
 def test_weights_in_half_precision_are_trained_in_float32(tmp_path):
@@ -478,14 +455,6 @@ def test_tf32_on_a_gpu_and_the_ratio_that_goes_with_it():
     ppo.check_first_ratio(5e-3, args)
 
 
-def test_attention_implementation():
-    for name in ("eager", "sdpa"):
-        args = ppo.Args(attn_implementation=name)
-        policy = ppo.load_policy(args)
-        judge = ppo.load_reward_model(args, policy)
-        assert policy.config._attn_implementation == judge.config._attn_implementation == name
-
-
 @pytest.mark.parametrize("script", [ppo, sft], ids=lambda module: module.__name__)
 def test_windows(train, script, monkeypatch):
     """There is no module `resource`, and text is UTF-8 only if one says so."""
@@ -497,9 +466,3 @@ def test_windows(train, script, monkeypatch):
     monkeypatch.setattr(Path, "write_text", write_text)
     monkeypatch.setattr(script.sys, "platform", "win32")
     assert train(script, exp_name="\N{GREEK SMALL LETTER LAMDA}")
-
-
-def test_a_path_with_a_colon_before_the_name_of_a_function(tmp_path):
-    """C:\\folder\\file.py:name, on a system whose file names may hold colons."""
-    (tmp_path / "C:file.py").write_text("def reward(prompts, completions, **columns):\n    return [1.0]\n")
-    assert ppo.load_function(f"{tmp_path}/C:file.py:reward")(["a"], ["b"]) == [1.0]

@@ -207,8 +207,8 @@ def runs(world, request):
 
 
 def close_to(x, name, script):
-    """Equal to rounding. A ratio or value that lies on the edge of its range is clipped on one side and not on the other:
-    of the 256 tokens (in rloo.py 32 responses) that four passes over a batch see, two (one) may be counted differently.
+    """Equal to rounding. A ratio or value on the edge of its range is clipped on one side and not on the other: of the
+    256 tokens (in rloo.py 32 responses) that four passes over a batch see, two (one) may be counted differently.
     """
     edge = 0
     if name.endswith("/clipfrac_avg"):

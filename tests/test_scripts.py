@@ -28,8 +28,8 @@ OF_THE_ALGORITHM = """
     show_samples load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs encode_pair
     default_rate"""
 OF_IMAGES = """
-    join sample_batch mini_batches warn_about make_rewards function_reward load_prompts check_first_ratio start Run.tensors
-    save_model write_card"""
+    join sample_batch mini_batches warn_about make_rewards function_reward load_prompts check_first_ratio start
+    Run.tensors save_model write_card"""
 
 
 def definitions(script):

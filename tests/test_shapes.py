@@ -27,13 +27,14 @@ def pipeline():
     return pipeline
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Images
+# --- Images
 
 
 def test_images_are_the_same_from_the_same_seed():
-    first, again, other = (make.draw(PROMPTS * 8, seeded(seed)) for seed in (1, 1, 2))
-    assert first.shape == (32, 1, 8, 8) and torch.equal(first, again) and not torch.equal(first, other)
+    first = make.draw(PROMPTS * 8, seeded(1))
+    assert first.shape == (32, 1, 8, 8)
+    assert torch.equal(first, make.draw(PROMPTS * 8, seeded(1)))
+    assert not torch.equal(first, make.draw(PROMPTS * 8, seeded(2)))
 
 
 @pytest.mark.parametrize(
@@ -50,15 +51,17 @@ def test_an_image_has_one_shape_of_one_ink_anywhere(prompt, area, height, width,
     images = make.draw([prompt] * 400, seeded())[:, 0]
     for image in images:
         y, x = image.nonzero(as_tuple=True)
-        assert len(y) == area and image[y, x].unique().numel() == 1
+        assert len(y) == area
+        assert image[y, x].unique().numel() == 1
         assert (y.max() - y.min() + 1, x.max() - x.min() + 1) == (height, width)
         seen.add((y.min().item(), x.min().item()))
     inks = images.amax((1, 2))
-    assert len(seen) == places and 0.4 <= inks.min() < 0.42 and 0.98 < inks.max() <= 1
+    assert len(seen) == places
+    assert 0.4 <= inks.min() < 0.42
+    assert 0.98 < inks.max() <= 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rewards
+# --- Rewards
 
 
 def reward(function, images, prompt="a cross"):
@@ -97,25 +100,7 @@ def test_what_is_no_shape():
     assert scores == sorted(scores, reverse=True)
 
 
-def test_likeness_is_the_best_of_all_places_and_inks():
-    """The closed form against a search of inks on a fine grid."""
-    images = torch.rand(5, 1, 8, 8, generator=seeded()) ** 4
-    images[0] += make.TEMPLATES["a cross"][3]
-    inks = torch.linspace(0.4, 1, 601)
-    for image, scores in zip(images[:, 0], make.likeness(images)):
-        for places, score in zip(make.TEMPLATES.values(), scores):
-            errors = (image - inks[:, None, None, None] * places).square().sum((2, 3))
-            assert abs(score - max(0, 1 - errors.min() / image.square().sum())) < 1e-4
-
-
-def test_turned_by_ninety_degrees_bars_change_places_and_the_others_stay():
-    images = torch.rand(16, 3, 8, 8, generator=seeded()) ** 4
-    turned = make.likeness(images.rot90(dims=(2, 3)))
-    torch.testing.assert_close(turned, make.likeness(images)[:, [1, 0, 2, 3]])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
+# --- Files
 
 
 def test_prompts_are_made_again_byte_for_byte(tmp_path):
@@ -126,7 +111,8 @@ def test_prompts_are_made_again_byte_for_byte(tmp_path):
 
 def test_the_folder_is_small_and_safe():
     files = [path for path in (SHAPES / "sd").rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".json", ".safetensors"} and sum(p.stat().st_size for p in files) < 1e6
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert sum(path.stat().st_size for path in files) < 1e6
 
 
 def test_the_folder_is_what_make_py_writes_but_for_the_training(pipeline, tmp_path):
@@ -143,14 +129,6 @@ def test_the_folder_is_what_make_py_writes_but_for_the_training(pipeline, tmp_pa
     assert not [str(p) for p in written if (tmp_path / p).read_bytes() != (SHAPES / "sd" / p).read_bytes()]
 
 
-def test_any_pipeline_class_loads_it(pipeline):
-    import diffusers
-
-    again = diffusers.DiffusionPipeline.from_pretrained(SHAPES / "sd")
-    assert type(again) is type(pipeline) and 150_000 < again.unet.num_parameters() < 250_000
-    assert all(torch.equal(a, b) for a, b in zip(again.unet.parameters(), pipeline.unet.parameters()))
-
-
 def test_the_autoencoder_does_nothing(pipeline):
     latents = 3 * torch.randn(4, 1, 8, 8, generator=seeded())
     decoded = pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor).sample
@@ -161,17 +139,11 @@ def test_any_prompt_can_be_read(pipeline):
     """Every character has a token, and prompts are far apart for the UNet; what is too long is cut."""
     prompts = [*PROMPTS, "", "a dog", "Two ostriches, at 7!", "x" * 99]
     ids = pipeline.tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt").input_ids
-    assert ids.shape == (len(prompts), 24) and len(set(map(tuple, ids.tolist()))) == len(prompts)
+    assert ids.shape == (len(prompts), 24)
+    assert len(set(map(tuple, ids.tolist()))) == len(prompts)
     assert (ids[6] > 1).sum() == len("Twoostriches,at7!")  # 0 and 1 are the start and the end
     apart = torch.pdist(make.embed(pipeline, prompts).flatten(1))
     assert apart.min() > 1
-
-
-def test_noise_is_added_at_every_step(pipeline):
-    """DDPO divides by the deviation of each step, which other schedules let vanish in the last one."""
-    pipeline.scheduler.set_timesteps(10)
-    for t in pipeline.scheduler.timesteps.tolist():
-        assert pipeline.scheduler._get_variance(t, t - 100) > 1e-4
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
@@ -181,7 +153,9 @@ def test_it_draws_what_the_prompt_says(pipeline, guidance):
     images = pipeline(
         prompts, num_inference_steps=10, guidance_scale=guidance, eta=1.0, output_type="pt", generator=seeded()
     ).images
-    assert images.shape == (64, 3, 8, 8) and images.min() >= 0 and images.max() <= 1
+    assert images.shape == (64, 3, 8, 8)
+    assert images.min() >= 0
+    assert images.max() <= 1
     wanted = torch.arange(4).repeat(16)
     assert (make.likeness(images).argmax(1) == wanted).float().mean() > 0.85
     assert make.same_shape(images, prompts, None).mean() > 0.8

@@ -57,15 +57,18 @@ def test_texts_are_many_and_varied():
     words = {word for text in texts for word in text.lower().replace(".", " ").replace(",", " ").split()}
     sentences = torch.tensor([float(text.count(".") + text.count("!")) for text in texts])
     gold = gold_scores(texts)
-    assert len(set(texts)) == len(texts) and len(words) > 1000
-    assert sentences.min() <= 2 and sentences.max() >= 8
+    assert len(set(texts)) == len(texts)
+    assert len(words) > 1000
+    assert sentences.min() <= 2
+    assert sentences.max() >= 8
     for mood in (gold < -2, gold > 2, gold.abs() < 1):
         assert mood.float().mean() > 0.1
 
 
 def test_splits_share_no_row():
     for name in make.SIZES:
-        train, validation = (lines(name, split) for split in ("train", "validation"))
+        train = lines(name, "train")
+        validation = lines(name, "validation")
         assert (len(train), len(validation)) == make.SIZES[name]
         assert not set(train) & set(validation)
 
@@ -77,8 +80,10 @@ def test_labels_are_a_bradley_terry_draw():
     gap = gold_scores(chosen, prompts) - gold_scores(rejected, prompts)
     for low, high in ((0.2, 0.6), (0.6, 1.2), (1.2, 2.0), (2.0, 4.0)):
         near = (gap.abs() > low) & (gap.abs() < high)
-        share, expected = (gap[near] > 0).float().mean(), gap[near].abs().sigmoid().mean()
-        assert near.sum() > 200 and abs(share - expected) < 3 * 0.5 / near.sum() ** 0.5
+        share = (gap[near] > 0).float().mean()
+        expected = gap[near].abs().sigmoid().mean()
+        assert near.sum() > 200
+        assert abs(share - expected) < 3 * 0.5 / near.sum() ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -105,11 +110,6 @@ def test_gold_score_reads_english(better, worse):
     assert make.gold_text_score(better) > make.gold_text_score(worse) + 0.05
 
 
-def test_gold_score_is_bounded_and_takes_anything():
-    texts = ["", " ", "...", "42 %§", "good " * 500, "bad, " * 500, "\x00<|end|>", "日本語"]
-    assert all(-9 <= score <= 5 for score in gold_scores(texts))
-
-
 def test_folders_are_small_and_safe():
     """Two models under 4 MB in safetensors, under a million parameters, from the library's own classes."""
     files = [p for name in ("sft", "reward_model") for p in (TOY / name).iterdir()]
@@ -126,20 +126,22 @@ def test_no_default_prompt_is_too_long_for_the_model():
 
 
 def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_not_seen():
-    """On reviews the two agree; by a heap of praise, which no human of this world wrote, the learned one is taken in."""
-    args = ppo.Args()
+    """On reviews they agree; by a heap of praise, which no human of this world wrote, the learned one is taken in."""
+    args = ppo.Args(device="cpu")
     model = ppo.load_model(AutoModelForSequenceClassification, "toy/reward_model", args)
     tokenizer = model.tokenizer
 
     def learned(texts):
-        ids, mask = ppo.pad([tokenizer(t)["input_ids"] + [tokenizer.eos_token_id] for t in texts], 0, args)
+        rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+        ids, mask = ppo.pad(rows, tokenizer, args)
         with torch.no_grad():
-            return ppo.read_reward(model, ids, mask.long())[:, 0]
+            return ppo.read_reward(model, ids, mask.long())
 
     texts = [row["prompt"] + row["completion"] for row in rows("sft", "validation")]
     assert torch.corrcoef(torch.stack([learned(texts), gold_scores(texts)]))[0, 1] > 0.7
     heap = ["The film is wonderful superb delightful wonderful superb delightful wonderful superb delightful"]
-    assert learned(heap)[0] > 2 and gold_scores(heap)[0] < 1
+    assert learned(heap)[0] > 2
+    assert gold_scores(heap)[0] < 1
 
 
 def shells_make():
@@ -167,24 +169,23 @@ def test_the_shell_game_has_right_answers_and_unseen_prompts():
     data = {name: [json.loads(line) for line in text.splitlines()] for name, text in texts.items()}
     for row in [row for rows in data.values() for row in rows]:
         _, ball, *signs, _ = row["prompt"].split()
-        cups, work = [cup == ball for cup in "1234"], []
-        for i, j in ((int(pair[0]) - 1, int(pair[1]) - 1) if pair != "--" else (0, 0) for pair in signs):
-            cups[i], cups[j] = cups[j], cups[i]
+        cups = [cup == ball for cup in "1234"]
+        work = []
+        for sign in signs:
+            if sign != "--":
+                i, j = (int(digit) - 1 for digit in sign)
+                cups[i], cups[j] = cups[j], cups[i]
             work.append(str(cups.index(True) + 1))
         assert len(signs) == 8
         if "answer" in row:
-            assert row["answer"] == work[-1] and row["swaps"] == 8 - signs.count("--")
+            assert row["answer"] == work[-1]
+            assert row["swaps"] == 8 - signs.count("--")
         else:
             assert row["completion"].split() in (["####", work[-1]], [*work, "####", work[-1]])
     share = sum(len(row["completion"]) > 8 for row in data["sft/train"]) / 20_000
     assert 0.04 < share < 0.06
     hard = [{row["prompt"] for row in rows if row["prompt"].count("--") < 6} for rows in data.values()]
     assert sum(map(len, hard)) == len(set().union(*hard))  # none in two of them
-
-
-def test_functions_that_look_at_answers():
-    shells, texts = shells_make(), [" #### 2", " 1 2 3 4 1 2 3 4 #### 4", ""]
-    assert shells.worked(texts) == [0, 1, 0] and shells.length(texts) == [2, 10, 0]
 
 
 def read_commands():
@@ -200,8 +201,8 @@ class Enough(Exception):
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["sft", "reward_model", "shells/sft"])
 def test_the_shipped_models_are_still_made(folder, tmp_path, monkeypatch):
-    """Their commands in models.sh give what benchmarks/results/learning.jsonl says of these runs, to rounding: the first
-    evaluation. And what is shipped has the last one."""
+    """Their commands in models.sh give what benchmarks/results/learning.jsonl says of these runs, to rounding: in the
+    first evaluation. And what is shipped has the last one."""
     command = next(x for x in read_commands() if x[0] == folder)
     script = importlib.import_module(command[1].removesuffix(".py"))
     flags, _, seed = shlex.join(command[2:]).partition(" --seed ")
@@ -210,7 +211,8 @@ def test_the_shipped_models_are_still_made(folder, tmp_path, monkeypatch):
         x for x in record if (x["run"], x["seed"]) == (f"{command[1].removesuffix('.py')} {flags}", int(seed or 1))
     )
     metric = "eval/loss" if folder == "reward_model" else "eval/perplexity"
-    evaluate, seen = script.evaluate, []
+    evaluate = script.evaluate
+    seen = []
 
     def first(model, *rest):
         """The first evaluation, and then that of the model that is shipped; then the run ends."""
