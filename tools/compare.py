@@ -45,7 +45,8 @@ import httpx2
 import pydantic
 import torch
 import tyro
-from evaluate import Answer, load_model, load_rows, make_reward, require, respond
+from evaluate import Answer, Count, Name, Natural, NonNegative, Reward
+from evaluate import load_model, load_rows, make_reward, require, respond
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
@@ -56,10 +57,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 KEY = os.environ.get("OPENAI_API_KEY", "").strip()  # of the judge; sent to --judge-url, and written nowhere
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0, lt=2**32)]
-Name = Annotated[str, Field(min_length=1)]
 Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$")]  # which cannot hold a secret
 
 
@@ -73,9 +70,7 @@ class Args:
     # --- Prompts ---
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
-    split: Name = (
-        "validation"  # split to take prompts from, with which neither policy was trained; a file is taken whole
-    )
+    split: Name = "validation"  # split to take prompts from, which neither policy was trained on; a file is taken whole
     prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for each tokenizer's chat template
     num_prompts: Count = 1000  # how many prompts to take from the top; 1000 make an interval of +- 3 points
 
@@ -88,13 +83,11 @@ class Args:
     # --- The judge: one of the first two ---
     # file.py:name of a function with TRL's signature, or a reward model, a classifier with one label: the higher wins
     reward_fn: Name | None = None
-    judge_url: Address | None = (
-        None  # an OpenAI-compatible API, http://.../v1; its key is read from OPENAI_API_KEY only
-    )
+    # an OpenAI-compatible API, http://.../v1; its key is read from OPENAI_API_KEY only
+    judge_url: Address | None = None
     judge_model: Name | None = None  # name of the judge at that address
-    judge_template: Name | None = (
-        None  # file with the question, with {prompt}, {first} and {second}; it asks for A or B
-    )
+    # file with the question, in which {prompt}, {first} and {second} stand; it asks for A or B
+    judge_template: Name | None = None
     judge_timeout: Positive = 60.0  # seconds after which a request has failed unless the whole reply has arrived
     judge_retries: Natural = 3  # further attempts after a failed request, 1, 2, 4 ... s apart; then no verdict
     judge_concurrency: Count = 8  # pairs that are judged at the same time
@@ -138,6 +131,9 @@ def compare(args: Args) -> dict:
     output.mkdir(parents=True)
 
     rows = load_rows(args)
+    there = ", ".join(rows[0])
+    require(args.reference_column in (None, *rows[0]), f"no column {args.reference_column!r}; there are {there}")
+    reward = make_reward(args.reward_fn, args) if args.reward_fn else None
     in_a = answer_all(args.model, rows, args.seed, args)  # 1
     in_b = answer_all(args.other, rows, args.seed + 1, args) if args.other else references(in_a, args)
     pairs = []
@@ -151,8 +147,8 @@ def compare(args: Args) -> dict:
             print(json.dumps(asdict(pair)), file=file, flush=True)
             bar.update()
 
-        if args.reward_fn:  # 2
-            judge_by_reward(pairs, in_a, in_b, keep, args)
+        if reward:  # 2
+            judge_by_reward(pairs, in_a, in_b, reward, keep, args)
         else:
             asyncio.run(judge_by_model(pairs, template, keep, args))
     summary = summarize(pairs)  # 3
@@ -189,12 +185,13 @@ def references(answers: list[Answer], args: Args) -> list[Answer]:
 # --- 2. Judge ---------------------------------------------------------------------------------------------------------
 
 
-def judge_by_reward(pairs: list[Pair], in_a: list[Answer], in_b: list[Answer], keep: Callable, args: Args) -> None:
+def judge_by_reward(
+    pairs: list[Pair], in_a: list[Answer], in_b: list[Answer], reward: Reward, keep: Callable, args: Args
+) -> None:
     """The higher reward wins. Equal texts are a tie, whatever rounding makes of them."""
-    reward = make_reward(args.reward_fn, args)
     for i in range(0, len(pairs), args.batch_size):
         part = slice(i, i + args.batch_size)
-        for pair, a, b in zip(pairs[part], reward(in_a[part]), reward(in_b[part])):
+        for pair, a, b in zip(pairs[part], reward(in_a[part]), reward(in_b[part]), strict=True):
             pair.score_a, pair.score_b = a, b
             if a is None or b is None or not math.isfinite(a - b):
                 pair.error = f"the rewards are {a} and {b}"
@@ -376,6 +373,7 @@ def report(pairs: list[Pair], summary: dict, args: Args) -> None:
 def main() -> None:
     """Compares with the settings of the command line."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     compare(args)
 

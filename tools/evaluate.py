@@ -69,9 +69,9 @@ class Args:
 def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
     """The figures, each with its mean and standard error; and the answers, a line each."""
     rows = load_rows(args)
+    rewards = {spec: make_reward(spec, args) for spec in args.reward_fn}
     policy = load_model(AutoModelForCausalLM, args.model, args)
     reference = load_model(AutoModelForCausalLM, args.reference, args) if args.reference else None
-    rewards = {spec: make_reward(spec, args) for spec in args.reward_fn}
     numbers = [number for number in range(len(rows)) for _ in range(args.num_generations)]
     torch.manual_seed(args.seed)
     texts = []
@@ -131,6 +131,8 @@ def load_rows(args: Args) -> list[dict]:
         data = datasets.load_dataset(str(path.parent), data_files=path.name, split="train")
     else:
         data = datasets.load_dataset(args.dataset, args.dataset_config, split=args.split)
+    there = ", ".join(data.column_names)
+    require(args.prompt_column in data.column_names, f"no column {args.prompt_column!r}; there are {there}")
     return data.to_list()[: args.num_prompts]
 
 
@@ -153,8 +155,8 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
     ids, mask = pad(prompts, tokenizer, args, "left")  # (b, P)
     P = ids.shape[1]
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    fits = P + args.response_length <= limit
-    require(fits, f"a prompt of {P} tokens and --response-length {args.response_length} exceed the model's {limit}")
+    too_long = f"a prompt of {P} tokens and --response-length {args.response_length} exceed the model's {limit}"
+    require(P + args.response_length <= limit, too_long)
     policy.generation_config = GenerationConfig()  # else what is stored there fills the gaps in ours
     config = GenerationConfig(do_sample=args.temperature > 0, temperature=args.temperature or 1.0, top_k=0, top_p=1.0)
     config.update(max_new_tokens=args.response_length, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id)
@@ -164,8 +166,8 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
         ended = eos in response
         if ended:
             response = response[: response.index(eos) + 1]
-        texts = tokenizer.batch_decode([prompt, response], skip_special_tokens=True)
-        answers.append(Answer(row, texts[0], prompt, texts[1], response, ended))
+        start, text = tokenizer.batch_decode([prompt, response], skip_special_tokens=True)
+        answers.append(Answer(row, start, prompt, text, response, ended))
     return answers
 
 
@@ -234,6 +236,7 @@ def require(condition: object, sentence: str) -> None:
 def main() -> None:
     """Evaluates with the settings of the command line, shows the figures, and saves them."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     output = Path(args.output_dir or time.strftime("runs/evaluate__%Y%m%d-%H%M%S"))
     output.mkdir(parents=True)

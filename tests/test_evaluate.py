@@ -1,0 +1,200 @@
+"""tools/evaluate.py, and tools/chat.py: figures by hand, samples that nothing stored steers, rewards as in training."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import evaluate  # noqa: E402
+
+GOLD = "toy/make.py:gold_score"
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch):
+    """Paths are relative to the root."""
+    monkeypatch.chdir(ROOT)
+
+
+def run(model="toy/sft", **settings):
+    """The summary and the answers."""
+    defaults = dict(device="cpu", num_prompts=6, response_length=16)
+    return evaluate.evaluate(evaluate.Args(model, **defaults | settings))
+
+
+def copy_of(name, folder, file, **changes):
+    """A copy of a toy model with changes to one of its json files; its path."""
+    shutil.copytree(ROOT / "toy" / name, folder)
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+    return str(folder)
+
+
+def write(path, *rows):
+    """A jsonl file; its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A policy that is near to toy/sft."""
+    policy = AutoModelForCausalLM.from_pretrained("toy/sft")
+    with torch.no_grad():
+        policy.transformer.ln_f.weight.mul_(0.8)
+    policy.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained("toy/sft").save_pretrained(tmp_path / "other")
+    return str(tmp_path / "other")
+
+
+def test_kl_by_hand(other):
+    """Against one text at a time, without padding: k1 and k3 over the response, at the temperature of the sampling."""
+    _, answers = run(other, reference="toy/sft", temperature=0.5, batch_size=4)
+    tokenizer = AutoTokenizer.from_pretrained("toy/sft")
+    models = [AutoModelForCausalLM.from_pretrained(name) for name in (other, "toy/sft")]
+    assert len(set(answers["response_length"])) > 1
+    num_read_alike = 0  # a sampled text may be cut otherwise when it is read again
+    for row in answers.to_dict("records"):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        response = tokenizer(row["response"] + tokenizer.eos_token * int(row["eos_share"]))["input_ids"]
+        ids = torch.tensor([prompt + response])
+        logprobs = []
+        for model in models:
+            logits = model(ids).logits[0, len(prompt) - 1 : -1] / 0.5
+            logprobs.append(logits.log_softmax(1)[torch.arange(len(response)), response])
+        difference = logprobs[0] - logprobs[1]
+        if len(response) == row["response_length"]:
+            num_read_alike += 1
+            assert row["kl"] == pytest.approx(difference.sum().item(), abs=1e-4)
+            assert row["kl_k3"] == pytest.approx((torch.exp(-difference) - 1 + difference).sum().item(), abs=1e-4)
+    assert num_read_alike > 2
+
+
+def test_a_policy_is_not_far_from_itself():
+    summary, _ = run(reference="toy/sft", temperature=0)
+    assert summary.loc["kl", "mean"] == summary.loc["kl_k3", "mean"] == 0
+
+
+def test_mean_and_standard_error_are_over_prompts(tmp_path):
+    """Of the answers to a prompt the mean counts, but for those of which a reward says nothing."""
+    (tmp_path / "r.py").write_text(
+        "def f(prompts, completions, n, **_):\n"
+        "    return [None if x == 1 and i % 2 else float(x * 10 + i) for i, x in enumerate(n)]\n"
+    )
+    data = write(tmp_path / "d.jsonl", *({"prompt": "The film", "n": n} for n in range(3)))
+    reward = f"{tmp_path}/r.py:f"
+    summary, answers = run(dataset=data, reward_fn=(reward,), num_generations=2)
+    assert answers["n"].tolist() == [0, 0, 1, 1, 2, 2]
+    means = torch.tensor([0.5, 12.0, 24.5])
+    assert summary.loc[reward, "mean"] == pytest.approx(means.mean().item())
+    assert summary.loc[reward, "standard error"] == pytest.approx(means.std().item() / 3**0.5)
+
+
+def test_reward_models_read_as_in_training(tmp_path):
+    """The reward model's own stop token is read where the answer has one, even if padding and it are one token."""
+    reward_model = copy_of("reward_model", tmp_path / "rm", "tokenizer_config.json", pad_token="<|end|>")
+    _, answers = run(reward_fn=(reward_model,), temperature=1.0, response_length=12, num_prompts=12)
+    assert set(answers["eos_share"]) == {0, 1}
+    model = AutoModelForSequenceClassification.from_pretrained("toy/reward_model")
+    tokenizer = AutoTokenizer.from_pretrained("toy/reward_model")
+    for row in answers.to_dict("records"):
+        text = row["prompt"] + row["response"] + tokenizer.eos_token * int(row["eos_share"])
+        assert row[reward_model] == pytest.approx(model(**tokenizer(text, return_tensors="pt")).logits.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stored_generation_settings_are_ignored(tmp_path, temperature):
+    """Each of these alone would change the samples of a plain generate()."""
+    hostile = {"do_sample": True, "temperature": 9.0, "top_k": 1, "top_p": 0.1, "repetition_penalty": 9.0}
+    hostile |= {"max_new_tokens": 2, "no_repeat_ngram_size": 1, "min_new_tokens": 16, "eos_token_id": 5, "min_p": 0.9}
+    hostile |= {"suppress_tokens": list(range(2, 900)), "bad_words_ids": [[300]], "typical_p": 0.2}
+    model = copy_of("sft", tmp_path / "sft", "generation_config.json", **hostile)
+    first, second = (run(name, temperature=temperature)[1] for name in ("toy/sft", model))
+    assert first.equals(second) and first["response"].nunique() > 1
+
+
+def test_all_tokens_can_be_drawn(tmp_path):
+    """No top-k (50 is the library's default), no top-p: the first tokens of many responses to one prompt."""
+    data = write(tmp_path / "d.jsonl", {"prompt": "The film"})
+    _, answers = run(dataset=data, response_length=1, temperature=50.0, num_generations=300, batch_size=300)
+    assert answers["response"].nunique() > 200  # of 3072
+
+
+@pytest.mark.parametrize("pad_token", ["<|pad|>", None])
+def test_batch_size_changes_nothing(tmp_path, pad_token):
+    """At temperature 0: left padding is not seen, also where EOS has to stand in for a pad token."""
+    model = copy_of("sft", tmp_path / "sft", "tokenizer_config.json", pad_token=pad_token)
+    one, all_ = (run(model, temperature=0, batch_size=n)[1] for n in (1, 64))
+    assert one.equals(all_) and one["prompt"].str.len().nunique() > 2
+
+
+def test_seeds():
+    first, again, other = (run(temperature=1.0, seed=seed)[1]["response"].tolist() for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_conversations(tmp_path):
+    """They go through the chat template, and a reward function is given conversations."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{% if add_generation_prompt %}.{% endif %}"
+    )
+    chat = copy_of("sft", tmp_path / "chat", "tokenizer_config.json", chat_template=template)
+    turn = {"role": "user", "content": "The film"}
+    (tmp_path / "r.py").write_text(
+        "def f(prompts, completions, completion_ids, **_):\n"
+        "    assert all(prompt.pop()['role'] == 'user' for prompt in prompts)\n"
+        "    return [len(ids) + len(turn['content']) for (turn,), ids in zip(completions, completion_ids)]\n"
+    )
+    data = write(tmp_path / "d.jsonl", {"prompt": [turn]}, {"prompt": [turn]})
+    spec = f"{tmp_path}/r.py:f"
+    _, answers = run(chat, dataset=data, reward_fn=(spec,))
+    assert (answers[spec] == answers["response_length"] + answers["response"].str.len()).all()
+    assert answers["prompt"].tolist() == [[turn]] * 2  # it was given copies
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    assert tokenizer.decode(evaluate.encode_prompt([turn], tokenizer)) == "user: The film."
+
+
+def test_the_command_leaves_its_results(tmp_path, monkeypatch, capsys):
+    words = ["evaluate.py", "toy/sft", "--reference", "toy/sft", "--split", "validation", "--reward-fn", GOLD]
+    words += ["--num-prompts", "4", "--device", "cpu", "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    evaluate.main()
+    results = json.loads((tmp_path / "out/evaluation.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "out/answers.jsonl").read_text().splitlines()]
+    assert results["figures"][GOLD]["mean"] == pytest.approx(sum(line[GOLD] for line in lines) / 4)
+    assert list(results["figures"]) == [GOLD, "kl", "kl_k3", "eos_share", "response_length"]
+    assert results["args"]["temperature"] == 0.7 and "gold_score" in capsys.readouterr().out
+    with pytest.raises(FileExistsError):
+        evaluate.main()
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"prompt_column": "question"}, "question"),
+        ({"response_length": 159}, "160"),
+        ({"model": "toy/reward_model"}, "toy/reward_model"),
+        ({"reward_fn": ("toy/sft",)}, "toy/sft"),
+    ],
+)
+def test_mistakes_that_no_library_names(settings, word):
+    with pytest.raises(SystemExit, match=f"error: .*{word}"):
+        run(**settings)
+
+
+def test_a_talk_in_the_terminal():
+    """chat.py continues each text that it is given, and ends where the input does."""
+    command = [sys.executable, "tools/chat.py", "toy/sft", "--temperature", "0", "--response-length", "16"]
+    done = subprocess.run(command, input="The film\n\nA book by\n", capture_output=True, text=True, timeout=120)
+    tokenizer = AutoTokenizer.from_pretrained("toy/sft")
+    ids = tokenizer("A book by", return_tensors="pt")["input_ids"]
+    policy = AutoModelForCausalLM.from_pretrained("toy/sft")
+    answer = policy.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
+    assert done.returncode == 0 and tokenizer.decode(answer, skip_special_tokens=True).strip() in done.stdout
+    assert done.stdout.count("> ") == 4
