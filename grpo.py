@@ -125,7 +125,9 @@ class Args:
     num_generations: Annotated[int, Field(ge=2)] = 8
     # how tokens add up: dapo, cispo: all alike; grpo: all rows alike; dr_grpo: as dapo, with a constant; bnpo: by parts
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
-    importance_sampling_level: Literal["token", "sequence"] = "token"  # of the ratio. sequence: GSPO, with grpo
+    importance_sampling_level: Literal["token", "sequence"] = (
+        "token"  # of the ratio. sequence: GSPO; set loss_type grpo
+    )
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose deviation divides advantages (none: Dr. GRPO)
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
     epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); for cispo the cap itself, 5
@@ -198,7 +200,7 @@ class Args:
     # --- Run ---
     # the folder of a run: continue it, with its settings; those on the command line win
     resume: Name | None = None
-    total_episodes: Count = 12_800  # responses sampled in the whole run
+    total_episodes: Count = 12_800  # responses sampled in the whole run; these are one pass over the toy prompts
     num_train_epochs: Positive | None = None  # passes over the prompts; if given, total_episodes does not count
     exp_name: Name = "grpo"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
@@ -705,8 +707,7 @@ def mini_batch_gradient(
     """
     sums = defaultdict(float)
     total_loss = torch.zeros((), device=rollout.mask.device)
-    low_shares = []
-    high_shares = []
+    shares = []  # of each row's tokens, those that are clipped below and above: (b, 2)
     num_rows = sum(len(index) for index in mini_batch)
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / (args.num_mini_batches * WORLD_SIZE)
     for index in mini_batch:
@@ -727,8 +728,7 @@ def mini_batch_gradient(
         lower, upper = clip_bounds(args)
         is_low = (ratio < lower) & (r.advantages < 0)  # clipped: it has no gradient, but in cispo
         is_high = (ratio > upper) & (r.advantages > 0)
-        low_shares.append(row_share(is_low, mask))
-        high_shares.append(row_share(is_high, mask))
+        shares.append(torch.stack([row_share(is_low, mask), row_share(is_high, mask)], 1))
         stats = {
             "kl": kl,
             "entropy": entropy,
@@ -743,7 +743,7 @@ def mini_batch_gradient(
             where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)  # what a row has one of counts once
             sums[name] += torch.stack([x.detach()[where].sum(), where.sum()])
     totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
-    low, high = (all_gather(torch.cat(shares)) for shares in (low_shares, high_shares))
+    low, high = all_gather(torch.cat(shares)).unbind(1)  # (rows,)
     return dict(zip(sums, (totals / counts.clamp(min=1)).tolist())) | {
         "loss": all_reduce(total_loss).item() / WORLD_SIZE,
         "clip_ratio/low_min": min(low[low >= 0].tolist(), default=0.0),
