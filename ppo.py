@@ -724,7 +724,7 @@ def policy_forward(
 
 def mini_batch_gradient(
     policy: nn.Module, critic: Critic, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
-) -> dict[str, Tensor]:
+) -> dict[str, float]:
     """Adds up the gradient of a mini-batch; returns sums over its tokens of what is logged.
 
     The gradient is a sum over the tokens of the mini-batch divided by their number. So each micro-batch divides by the
@@ -1251,6 +1251,7 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         total_episodes=episodes,
+        num_train_epochs=None,  # a resumed run may be given another length in either way
     )
 
 

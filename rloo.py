@@ -1164,6 +1164,7 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         total_episodes=episodes,
+        num_train_epochs=None,  # a resumed run may be given another length in either way
     )
 
 
