@@ -8,12 +8,12 @@ import json
 import re
 import shutil
 import sys
-from types import ModuleType
 
 import pytest
 import torch
 import wandb
-from sources import ROOT, lines_of, text_of
+from float64 import float64, in_float64, load_in_float64
+from sources import ROOT, lines_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -138,11 +138,6 @@ def texts(tmp_path_factory, uneven):
     return settings
 
 
-def in_float64(file: str) -> str:
-    """The text of a script that computes in float64."""
-    return text_of(file).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
-
-
 def watched(names: dict, responses: list, images: list) -> None:
     """Has the script write down what it draws, up to the stop token: mask and responses meet in one function.
 
@@ -165,13 +160,11 @@ def watched(names: dict, responses: list, images: list) -> None:
 
 def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, list[dict], list]:
     """Responses, metrics and trained weights of the script; with these what was drawn, if it was images."""
-    module = ModuleType(f"{script}_in_float64")
-    module.__file__ = str(ROOT / f"{script}.py")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclasses look for their types
-    exec(compile(in_float64(f"{script}.py"), module.__file__, "exec"), vars(module))
-    responses, weights = [], []
+    module = load_in_float64(script, monkeypatch)
+    responses = []
+    weights = []
     watched(vars(module), responses, weights)
-    if script == "grpo":
+    if "reward_fn" in settings:
         settings = settings | {"reward_fn": (settings["reward_fn"],)}
     module.Run.finish = lambda run: weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
     module.shift_rewards = lambda model, shift: weights.append(torch.tensor(shift))  # no weight of the short form
@@ -219,12 +212,9 @@ def test_the_short_form_is_the_script(script, world, seed, worlds, texts, tmp_pa
     given = texts(script, world) if script in ON_TEXTS else worlds(script, world)
     settings = SETTINGS[script] | OF_A_SEED.get((script, seed), {}) | given | {"seed": seed}
     monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with float64():
         full = run_full(script, settings, tmp_path, monkeypatch)
         short = run_lecture(script, settings, tmp_path, monkeypatch)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert short[0] == full[0]
     errors = {}
     for update, (a, b) in enumerate(zip(short[1], full[1], strict=True)):

@@ -41,6 +41,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import run
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -67,9 +68,15 @@ def read(case):
     tensors = {name: x.flatten()[rows] if name == "rlhf_reward" else x[rows] for name, x in tensors.items()}
     tensors["prompt_mask"] = tensors["queries"] != i["config"]["pad_token_id"]
     return SimpleNamespace(
-        **tensors, config=i["config"], settings=i["settings"], orders=list(rows.argsort()[orders]), new=new,
-        gradient=gradient, losses=o["losses"], metrics=o["metrics"],
-    )  # fmt: skip
+        **tensors,
+        config=i["config"],
+        settings=i["settings"],
+        orders=list(rows.argsort()[orders]),
+        new=new,
+        gradient=gradient,
+        losses=o["losses"],
+        metrics=o["metrics"],
+    )
 
 
 def load_models(trl):
@@ -98,7 +105,8 @@ def write_world(folder, trl, reference, reward):
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<1>", eos_token="<2>")
     for name, network in (("policy", reference), ("reward", reward)):
-        network.save_pretrained(folder / name), tokenizer.save_pretrained(folder / name)
+        network.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     k = trl.settings.get("rloo_k", 1)
     prompts = [" ".join(f"<{i}>" for i in row[real]) for row, real in zip(trl.queries[::k], trl.prompt_mask[::k])]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": x}) + "\n" for x in prompts))
@@ -126,27 +134,37 @@ def put_score_one_further(monkeypatch):
 
     def longer_value_loss(values, old_values, returns, mask, cliprange_value):
         """What is beyond the mask is added to the last real token; and the mean is to be over the longer mask."""
-        longer, is_last = lengthen(mask), mask & ~F.pad(mask, (0, 1))[:, 1:]
+        longer = lengthen(mask)
+        is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]
         losses, clipped = value_loss(values, old_values, returns, longer, cliprange_value)
         beyond = (losses * (longer & ~mask)).sum(1, keepdim=True)
         return (losses * mask + beyond * is_last) * mask.sum() / longer.sum(), clipped
 
+    def longer_rewards(scores, kl, mask, kl_coef):
+        """The score stands one further, where there is no KL."""
+        return shape_rewards(scores, kl.masked_fill(~mask, 0.0), lengthen(mask), kl_coef)
+
     monkeypatch.setattr(ppo, "value_loss", longer_value_loss)
     monkeypatch.setattr(ppo, "gae", lambda rewards, values, mask, *rest: gae(rewards, values, lengthen(mask), *rest))
-    monkeypatch.setattr(
-        ppo, "shape_rewards",
-        lambda scores, kl, mask, kl_coef: shape_rewards(scores, kl.masked_fill(~mask, 0.0), lengthen(mask), kl_coef),
-    )  # fmt: skip
+    monkeypatch.setattr(ppo, "shape_rewards", longer_rewards)
 
 
 class Watch:
     """Gives train() TRL's weights and chance; notes what it computes, and the loss and the gradient of each step."""
 
     def __init__(self, monkeypatch, script, trl, policy, value):
-        self.script, self.trl, self.start, self.value = script, trl, policy, value
-        self.losses, self.gradients, self.policy, self.rollout = [0.0], [], None, None
-        self.orders, self.uniforms = list(trl.orders), [uniforms_for(policy, trl)]
-        self.backward, self.sample, self.rollout_stats = torch.Tensor.backward, script.sample, script.rollout_stats
+        self.script = script
+        self.start = policy
+        self.value = value
+        self.losses = [0.0]
+        self.gradients = []
+        self.policy = None
+        self.rollout = None
+        self.orders = list(trl.orders)
+        self.uniforms = [uniforms_for(policy, trl)]
+        self.backward = torch.Tensor.backward
+        self.sample = script.sample
+        self.rollout_stats = script.rollout_stats
         monkeypatch.setattr(script, "shuffled", lambda n, *_: list(range(n)))  # the order of the prompts
         monkeypatch.setattr(torch, "randperm", lambda *_, **__: self.orders.pop(0))
         monkeypatch.setattr(torch, "rand", lambda *_, **__: self.uniforms.pop(0))
@@ -199,7 +217,8 @@ class Watch:
 
 def update(monkeypatch, folder, case, switches):
     """One update by train(), of whichever script the case names: what TRL did, and what was noted and left behind."""
-    trl, script = read(case), {"ppo": ppo, "rloo": rloo}[case.split("_")[0]]
+    trl = read(case)
+    script = {"ppo": ppo, "rloo": rloo}[case.split("_")[0]]
     policy, reference, value, reward = load_models(trl)
     if NO_BIAS not in switches:
         value.score.bias = torch.nn.Parameter(torch.zeros(1))
@@ -211,21 +230,21 @@ def update(monkeypatch, folder, case, switches):
     if ONE_FURTHER in switches:
         put_score_one_further(monkeypatch)
     settings = {name: x for name, x in trl.settings.items() if name != "reference"}
-    args = script.Args(
-        **settings, **world, max_grad_norm=1e9 if NO_CLIPPING in switches else 1.0, micro_batch_size=8,
-        total_episodes=len(trl.queries), device="cpu", num_sample_generations=0, output_dir=str(folder / "run"),
-    )  # fmt: skip
+    settings |= world
+    settings["missing_eos_penalty"] = settings["missing_eos_penalty"] or 0.0
+    settings["max_grad_norm"] = 1e9 if NO_CLIPPING in switches else 1.0
+    settings["total_episodes"] = len(trl.queries)
     handle = register_optimizer_step_pre_hook(watch.note_step)
     try:
-        script.train(args)
+        (watch.stats,) = run(script, folder / "run", micro_batch_size=8, **settings)
     finally:
         handle.remove()
     assert not watch.orders and not watch.uniforms  # all of TRL's chance was used
-    (watch.stats,) = (json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines())
     watch.after = {name: p.detach() for name, p in watch.parameters()}
     saved = GPT2LMHeadModel.from_pretrained(folder / "run").state_dict()
     watch.after |= {name: saved[name.removeprefix("policy.")] for name in watch.after if name.startswith("policy.")}
-    watch.losses, watch.mask = watch.losses[:-1], watch.rollout.mask
+    watch.losses.pop()  # since the last step
+    watch.mask = watch.rollout.mask
     return trl, watch
 
 
@@ -241,15 +260,11 @@ def error(ours, theirs, scale=None):
 def near(what, ours, theirs, bound=1e-5, mask=None, scale=None):
     """The error is within the bound, where the mask is true."""
     if mask is not None:
-        ours, theirs = ours[mask], theirs[mask]
+        ours = ours[mask]
+        theirs = theirs[mask]
     assert ours.shape == theirs.shape
     found = error(ours, theirs, scale)
     assert found < bound, f"{what}: {found:.2g} is over {bound:g}"
-
-
-def vector(tensors, part, pick=lambda name, x: x):
-    """All tensors of the policy, or of the value model, as one."""
-    return torch.cat([pick(name, x).flatten() for name, x in sorted(tensors.items()) if name.startswith(part)])
 
 
 def without_key_bias(name, x):
@@ -257,7 +272,7 @@ def without_key_bias(name, x):
     return x if not name.endswith("c_attn.bias") else torch.cat([x[: len(x) // 3], x[2 * len(x) // 3 :]])
 
 
-def compare_steps(trl, ours, parts):
+def compare_steps(trl, ours):
     """Loss and gradient of each step, and the weights they leave."""
     assert len(ours.losses) == len(trl.losses)
     # At a ratio of 1 the loss is a sum that cancels; ours is off by the rounding of a rollout with its cache.
@@ -265,13 +280,7 @@ def compare_steps(trl, ours, parts):
     assert set(trl.new) <= set(ours.after)
     moved = {name: x - ours.before[name] for name, x in trl.new.items()}
     after = {name: ours.after[name] for name in trl.new}
-    for part in parts:
-        if trl.gradient:  # recorded where there is one step
-            assert len(ours.gradients) == 1
-            gradient = {name: ours.gradients[0][name] for name in trl.gradient}
-            near(f"gradient of {part}", vector(gradient, part), vector(trl.gradient, part), 1e-4)
-        new, theirs, scale = (vector(x, part, without_key_bias) for x in (after, trl.new, moved))
-        near(f"weights of {part}", new, theirs, 1e-3, scale=scale)
+    assert not trl.gradient or len(ours.gradients) == 1  # recorded where there is one step
     for name, theirs in trl.gradient.items():
         near(f"gradient of {name}", ours.gradients[0][name], theirs, 1e-4)
     for name in trl.new:
@@ -319,7 +328,7 @@ def test_ppo_update_against_trl(monkeypatch, tmp_path, case):
     near("rewards", ours.rewards, trl.rewards)
     near("returns", r.returns, trl.returns, mask=longer)
     near("advantages", r.advantages, trl.advantages)
-    compare_steps(trl, ours, ["policy", "value"])
+    compare_steps(trl, ours)
     compare_metrics(trl, ours, "lr episode")
     if "full" in case:
         compare_metrics(trl, ours, f"{STEP_METRICS} loss/value_avg val/clipfrac_avg val/ratio val/num_eos_tokens")
@@ -332,7 +341,7 @@ def test_rloo_update_against_trl(monkeypatch, tmp_path, case):
     compare_rollout(trl, ours)
     near("rewards of responses", ours.rewards, trl.rlhf_reward)
     near("advantages", ours.rollout.advantages.squeeze(1), trl.advantages)
-    compare_steps(trl, ours, ["policy"])
+    compare_steps(trl, ours)
     compare_metrics(trl, ours, "lr episode")
     if "full" in case:
         compare_metrics(trl, ours, f"{STEP_METRICS} val/num_eos_tokens")
