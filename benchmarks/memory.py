@@ -246,7 +246,7 @@ def run(script: str, flags: list[str]) -> None:
 def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> float:
     """By how many bytes the first process's peak grew from the imports to the last update.
 
-    What comes after it does not count: a checkpoint is put together in the first process.
+    What comes after it does not count, such as the model, which the first process saves.
     """
     batch = rows * processes
     output = Path(tempfile.mkdtemp(dir=work), "run")

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from sources import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
+TRAINED = ("sft", "reward_model", "ppo", "rloo", "grpo", "dpo")
 STAND_IN = """
 import json, sys
 from pathlib import Path
@@ -28,8 +29,9 @@ if out:
 if words[0] == (work / "fails").read_text():
     (work / "fails").write_text("")
     sys.exit(1)
-if words[0] == "benchmarks/winrate.py":
-    (out / "winrate.json").write_text("{}")
+results = {"tools/compare.py": "compare.json", "tools/evaluate.py": "evaluation.json"}
+if words[0] in results:
+    (out / results[words[0]]).write_text("{}")
 """
 
 
@@ -37,70 +39,92 @@ if words[0] == "benchmarks/winrate.py":
 def pipeline(tmp_path):
     """Runs the pipeline; returns its exit code and the commands that it gave."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    python, command = tmp_path / "python", [sys.executable, "-S", str(tmp_path / "stand_in.py")]
-    python.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')  # a first line with a blank in it fails
+    command = shlex.join([sys.executable, "-S", str(tmp_path / "stand_in.py")])
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')  # a first line with a blank in it fails
     python.chmod(0o755)
 
     def run(fails=""):
         (tmp_path / "fails").write_text(fails)
         (tmp_path / "calls.jsonl").write_text("")
-        environment = os.environ | {"PYTHON": str(python)}
-        done = subprocess.run(
-            ["bash", ROOT / "toy/pipeline.sh", tmp_path / "out"], env=environment, capture_output=True, check=False
-        )
-        return done.returncode, [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+        words = ["bash", ROOT / "toy/pipeline.sh", tmp_path / "out"]
+        done = subprocess.run(words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, check=False)
+        calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+        return done.returncode, calls
 
     return run
 
 
 def test_the_pipeline_gives_commands_that_are_understood(pipeline, monkeypatch):
+    """And none starts from what is not made yet."""
     code, calls = pipeline()
+    assert code == 0
     names = [call[0] for call in calls]
-    assert code == 0 and names[:6] == [f"{x}.py" for x in ("sft", "reward_model", "ppo", "rloo", "grpo", "dpo")]
-    assert names[6:] == ["benchmarks/winrate.py"] * 4 + ["toy/report.py"]
+    assert names[:6] == [f"{name}.py" for name in TRAINED]
+    assert names[6:] == ["tools/compare.py", "tools/evaluate.py"] * 4 + ["toy/report.py"]
     monkeypatch.chdir(ROOT)
-    made = set()
+    made = {None, "toy/reward_model"}
     for call in calls[:6]:
         monkeypatch.setattr(sys, "argv", call)
         args = importlib.import_module(Path(call[0]).stem).read_command_line()
-        started = {getattr(args, "model", None), getattr(args, "reward_model", None)} - {None, "toy/reward_model"}
-        assert started <= made, f"{shlex.join(call)} starts from what is not made yet"
+        assert {getattr(args, "model", None), getattr(args, "reward_model", None)} <= made, shlex.join(call)
         made.add(args.output_dir)
 
 
 def test_the_pipeline_goes_on_where_it_stopped(pipeline, tmp_path):
     code, calls = pipeline(fails="rloo.py")
-    assert code != 0 and calls[-1][0] == "rloo.py"
+    assert code != 0
+    assert calls[-1][0] == "rloo.py"
     code, calls = pipeline()
-    assert code == 0 and [call[0] for call in calls[:3]] == ["rloo.py", "grpo.py", "dpo.py"]
-    assert calls[0][1:3] == ["--resume", str(tmp_path / "out/rloo")] and "--resume" not in calls[1]
+    assert code == 0
+    assert [call[0] for call in calls[:3]] == ["rloo.py", "grpo.py", "dpo.py"]
+    assert calls[0][1:3] == ["--resume", str(tmp_path / "out/rloo")]
+    assert "--resume" not in calls[1]
     code, calls = pipeline()
     assert [call[0] for call in calls] == ["toy/report.py"]
 
 
-def test_the_report_says_what_the_runs_said(tmp_path, monkeypatch, pictures):
-    def write(name, lines):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (tmp_path / f"{name}.done").write_text("12\n")
+def write_runs(folder):
+    """What the pipeline leaves."""
+    lines = {
+        "sft": [{"eval/perplexity": 9.04}],
+        "reward_model": [{"eval/accuracy": 0.731}],
+        "ppo": [{"objective/kl": 3.0 * i, "rewards/gold_score/mean": i} for i in range(4)] + [{"loss": 1.0}],
+        "rloo": [{"objective/kl": 3.0 * i, "rewards/gold_score/mean": i} for i in range(4)],
+        "grpo": [{"kl": 0.5, "completions/mean_length": 40.0, "rewards/gold_score/mean": 2.0}],
+        "dpo": [{"loss": 0.7}],
+    }
+    for name in TRAINED:
+        (folder / name).mkdir()
+        (folder / f"{name}.done").write_text("12\n")
+        (folder / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines[name])))
+    for i, name in enumerate(TRAINED[2:]):
+        pairs = {"pairs": 200, "win_rate": 0.5 + i / 10, "win_rate_low": 0.4, "win_rate_high": 0.9, "score_a": 3.25}
+        pairs |= {"score_b": -0.5, "tokens_a": 31.0, "tokens_b": 25.0, "eos_share_a": 0.75, "eos_share_b": 1.0}
+        figures = {"kl": {"mean": 9.0 + i}, "toy/make.py:gold_score": {"mean": 3.0}}
+        (folder / f"compare-{name}").mkdir()
+        (folder / f"compare-{name}/compare.json").write_text(json.dumps(pairs))
+        (folder / f"evaluate-{name}").mkdir()
+        (folder / f"evaluate-{name}/evaluation.json").write_text(json.dumps({"figures": figures}))
 
-    write("sft", [{"eval/perplexity": 9.04}])
-    write("reward_model", [{"eval/accuracy": 0.731}])
-    for name in ("ppo", "rloo", "dpo"):
-        write(name, [{"objective/kl": 3.0 * i, "objective/gold_scores": i} for i in range(4)] + [{"loss": 1.0}])
-    write("grpo", [{"kl": 0.5, "completions/mean_length": 40.0, "objective/gold_scores": 2.0}])
-    for i, name in enumerate(("ppo", "rloo", "grpo", "dpo")):
-        (tmp_path / f"winrate-{name}").mkdir()
-        figures = {"pairs": 200, "win_rate": 0.5 + i / 10, "win_rate_low": 0.4, "win_rate_high": 0.9, "score_a": 3.25,
-                   "score_b": -0.5, "tokens_a": 31.0, "tokens_b": 25.0, "eos_share_a": 0.75, "eos_share_b": 1.0}  # fmt: skip
-        (tmp_path / f"winrate-{name}/winrate.json").write_text(json.dumps(figures))
+
+def test_the_report_says_what_the_runs_said(tmp_path, monkeypatch, pictures):
+    write_runs(tmp_path)
     monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "toy/report.py"), run_name="__main__")
     report = (tmp_path / "report.md").read_text("utf-8")
-    assert "| sft | -0.50 | 0.0 |  | 25 | 1.00 | 12 |" in report and "perplexity 9.0 " in report and "73%" in report
+    assert "perplexity 9.0 " in report
+    assert "73%" in report
+    assert "| sft | -0.50 | 0.0 |  | 25 | 1.00 | 12 |" in report
     assert "| ppo | 3.25 | 9.0 | 50% (40%–90%) | 31 | 0.75 | 12 |" in report
-    assert "| grpo | 3.25 | 20.0 | 70% (40%–90%) |" in report
-    assert (tmp_path / "frontier.png").stat().st_size and (tmp_path / "winrates.png").stat().st_size
-    (tmp_path / "winrate-dpo/winrate.json").unlink()
-    with pytest.raises(SystemExit, match="^[^\n]*winrate-dpo[^\n]*$"):
+    assert "| dpo | 3.25 | 12.0 | 80% (40%–90%) |" in report
+    assert (tmp_path / "frontier.png").stat().st_size
+    assert (tmp_path / "winrates.png").stat().st_size
+
+
+def test_the_report_says_what_is_missing(tmp_path, monkeypatch):
+    write_runs(tmp_path)
+    (tmp_path / "evaluate-dpo/evaluation.json").unlink()
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="evaluate-dpo"):
         runpy.run_path(str(ROOT / "toy/report.py"), run_name="__main__")

@@ -20,23 +20,28 @@ train() { # train SCRIPT FLAGS...: the run $out/SCRIPT, made, resumed or left as
     echo "$SECONDS" >"$run.done"
 }
 
-judge() { # judge POLICY: how often the gold score prefers its answers to those of the SFT policy
-    local run="$out/winrate-$1"
-    if [ -e "$run/winrate.json" ]; then return; fi
-    echo "== win rate of $1"
-    rm -rf "$run"
-    "$python" benchmarks/winrate.py --model "$out/$1" --other "$out/sft" --reward-fn "$gold" --temperature 0.7 \
-        --num-prompts 200 --output-dir "$run"
+judge() { # judge POLICY: how often the gold score prefers its answers to those of the SFT policy, and their KL to it
+    local pairs="$out/compare-$1" answers="$out/evaluate-$1"
+    if [ ! -e "$pairs/compare.json" ]; then
+        echo "== $1 beside sft"
+        rm -rf "$pairs"
+        "$python" tools/compare.py "$out/$1" "$out/sft" --reward-fn "$gold" --temperature 0.7 --num-prompts 200 \
+            --output-dir "$pairs"
+    fi
+    if [ ! -e "$answers/evaluation.json" ]; then
+        rm -rf "$answers"
+        "$python" tools/evaluate.py "$out/$1" --reference "$out/sft" --reward-fn "$gold" --output-dir "$answers"
+    fi
 }
 
 mkdir -p "$out"
 train sft --num-train-epochs 2
 train reward_model --model "$out/sft" --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5
-models=(--model "$out/sft" --reward-model "$out/reward_model" --gold-reward-fn "$gold" --missing-eos-penalty 1)
-train ppo "${models[@]}"
-train rloo "${models[@]}"
-train grpo "${models[@]}" --dataset toy/data/prompts --reward-fn reward_model --response-length 53 --temperature 0.7 \
+models=(--model "$out/sft" --reward-model "$out/reward_model" --reward-fn reward_model "$gold" --reward-weights 1 0)
+train ppo "${models[@]}" --missing-eos-penalty 1
+train rloo "${models[@]}" --missing-eos-penalty 1
+train grpo "${models[@]}" --missing-eos-penalty 1 --dataset toy/data/prompts --response-length 53 --temperature 0.7 \
     --beta 0.05 --total-episodes 4096
-train dpo --model "$out/sft" --gold-reward-fn "$gold" --eval-steps 50
+train dpo --model "$out/sft"
 for policy in ppo rloo grpo dpo; do judge "$policy"; done
 "$python" toy/report.py "$out"

@@ -19,12 +19,14 @@ def read_lines(run: Path) -> list[dict]:
 
 
 def kl_and_gold(lines: list[dict]) -> list[tuple[float, float]]:
-    """KL per response in nats, and gold score, wherever both were logged; grpo.py logs the KL per token."""
-    return [
-        (line["objective/kl"] if "objective/kl" in line else line["kl"] * line["completions/mean_length"],
-         line["objective/gold_scores"])
-        for line in lines if line.get("objective/gold_scores") is not None
-    ]  # fmt: skip
+    """KL per response in nats, and gold score, of each update; dpo.py logs neither, and grpo.py the KL per token."""
+    points = []
+    for line in lines:
+        if "rewards/gold_score/mean" not in line:
+            continue
+        kl = line["objective/kl"] if "objective/kl" in line else line["kl"] * line["completions/mean_length"]
+        points.append((kl, line["rewards/gold_score/mean"]))
+    return points
 
 
 def smooth(points: list[tuple[float, float]], n: int = 5) -> list[tuple[float, float]]:
@@ -34,12 +36,15 @@ def smooth(points: list[tuple[float, float]], n: int = 5) -> list[tuple[float, f
     return [tuple(statistics.fmean(x) for x in zip(*part)) for part in parts]
 
 
-def draw(out: Path, paths: dict[str, list], judged: dict[str, dict]) -> None:
-    """frontier.png: gold score against KL during training. winrates.png: against the SFT policy, with intervals."""
+def draw(out: Path, paths: dict[str, list], ends: dict[str, tuple], judged: dict[str, dict]) -> None:
+    """frontier.png: gold score against KL, lines during the training, dots of the policies that it left. winrates.png:
+    against the SFT policy, with intervals."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for name, points in paths.items():
-        axes.plot(*zip(*smooth(points)), label=name)
+    for i, name in enumerate(paths):
+        axes.plot(*ends[name], "o", color=f"C{i}", label=name)
+        if paths[name]:
+            axes.plot(*zip(*smooth(paths[name])), color=f"C{i}")
     axes.set_xlabel("KL to the SFT policy, nats per response"), axes.set_ylabel("gold score")
     axes.legend(frameon=False)
     figure.savefig(out / "frontier.png", dpi=110)
@@ -53,37 +58,44 @@ def draw(out: Path, paths: dict[str, list], judged: dict[str, dict]) -> None:
     figure.savefig(out / "winrates.png", dpi=110)
 
 
+def table_row(name: str, judged: dict, side: str, kl: float, rate: str, seconds: dict[str, int]) -> str:
+    """A row of the table, by what compare.py says of a side."""
+    gold, tokens, share = (judged[f"{what}_{side}"] for what in ("score", "tokens", "eos_share"))
+    return f"| {name} | {gold:.2f} | {kl:.1f} | {rate} | {tokens:.0f} | {share:.2f} | {seconds[name]} |"
+
+
 def main() -> None:
     """Reads the pipeline's folder, writes report.md into it, and prints it."""
     out = Path(sys.argv[1] if len(sys.argv) == 2 else "runs/pipeline")
-    missing = [name for name in POLICIES if not (out / f"winrate-{name}/winrate.json").exists()]
-    if missing:
-        sys.exit(f"report.py: {out} has no winrate-{missing[0]}/winrate.json; toy/pipeline.sh {out} makes it")
-    judged = {name: json.loads((out / f"winrate-{name}/winrate.json").read_text()) for name in POLICIES}
+    judged, ends = {}, {}
+    for name in POLICIES:
+        pairs, answers = out / f"compare-{name}/compare.json", out / f"evaluate-{name}/evaluation.json"
+        if not answers.exists():  # the last of the two to be made
+            sys.exit(f"error: there is no {answers}; toy/pipeline.sh {out} makes it")
+        judged[name] = json.loads(pairs.read_text())
+        figures = json.loads(answers.read_text())["figures"]
+        ends[name] = figures["kl"]["mean"], figures["toy/make.py:gold_score"]["mean"]
     paths = {name: kl_and_gold(read_lines(out / name)) for name in POLICIES}
     seconds = {name: int((out / f"{name}.done").read_text()) for name in ("sft", "reward_model", *POLICIES)}
     sft, reward_model = read_lines(out / "sft")[-1], read_lines(out / "reward_model")[-1]
-    draw(out, paths, judged)
-    row = lambda name, gold, kl, rate, tokens, share: (
-        f"| {name} | {gold:.2f} | {kl:.1f} | {rate} | {tokens:.0f} | {share:.2f} | {seconds[name]} |"
-    )
+    draw(out, paths, ends, judged)
     first = judged[POLICIES[0]]
-    rows = [row("sft", first["score_b"], 0, "", first["tokens_b"], first["eos_share_b"])]
+    rows = [table_row("sft", first, "b", 0.0, "", seconds)]
     for name, x in judged.items():
         rate = f"{x['win_rate']:.0%} ({x['win_rate_low']:.0%}–{x['win_rate_high']:.0%})"
-        rows.append(row(name, x["score_a"], smooth(paths[name])[-1][0], rate, x["tokens_a"], x["eos_share_a"]))
+        rows.append(table_row(name, x, "a", ends[name][0], rate, seconds))
     text = f"""# From texts to better policies
 
 Supervised fine-tuning ends at perplexity {sft["eval/perplexity"]:.1f} on unseen texts. The reward model, trained from
-that policy in {seconds["reward_model"]} s, has {reward_model["eval/accuracy"]:.0%} of unseen pairs right. Three algorithms
-start from the two; `dpo.py` reads the pairs themselves. Each policy answers {first["pairs"]} unseen prompts, and the
-gold score, which none of them was trained on, compares its answers with those of the SFT policy.
+that policy in {seconds["reward_model"]} s, has {reward_model["eval/accuracy"]:.0%} of unseen pairs right. Three
+algorithms start from the two; `dpo.py` reads the pairs themselves. Each policy answers {first["pairs"]} unseen prompts,
+and the gold score, which none of them was trained on, compares its answers with those of the SFT policy.
 
 | policy | gold score | KL, nats | win rate (95 %) | tokens | share that end | seconds |
 |---|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-![gold score against KL during training](frontier.png)
+![gold score against KL, during training and in the end](frontier.png)
 
 ![win rates against the SFT policy](winrates.png)
 """

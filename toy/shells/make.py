@@ -84,7 +84,7 @@ def write_base(folder: Path = HERE / "base") -> None:
 
 
 def worked(completions: list[str], **_) -> list[float]:
-    """A number to look at (--gold-reward-fn): 1 if an answer is worked out, be it right or wrong."""
+    """A number to look at, with a weight of 0: 1 if an answer is worked out, be it right or wrong."""
     return [float(len(completion.split()) > 3) for completion in completions]
 
 
