@@ -108,12 +108,13 @@ def resume(script, folder, *words):
 
 @pytest.mark.parametrize("script", MODULES)
 def test_resumed_equals_uninterrupted(script, whole, tmp_path):
-    """Though a checkpoint was being written when the run was killed."""
+    """Though a checkpoint was being written when the run was killed, here by a second process, too."""
     copy = cut(whole(script), tmp_path / "cut", 1)
     (copy / "checkpoints/unfinished").mkdir()
-    (copy / "checkpoints/unfinished/shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half of a")
+    (copy / "checkpoints/unfinished/shard-00002-model-00001-of-00001.safetensors").write_bytes(b"half of a")
     resume(script, copy)
     assert_same_run(copy, whole(script))
+    assert not list(copy.glob("checkpoints/*/shard-00002*"))
 
 
 @pytest.mark.parametrize("script", PPO_FIRST)
@@ -137,15 +138,18 @@ def test_killed_at_any_moment(script, whole, settings_of, tmp_path):
         lambda: False,
     ]
     words = words_of(**settings_of(script), output_dir=folder)
+    codes = []
     for moment in moments:
         process = in_background(script, *words)
         while process.is_alive():
             if moment():
                 process.kill()
             time.sleep(0.002)
+        codes.append(process.exitcode)
         if (folder / "args.json").exists():
             words = ["--resume", folder]
-    assert process.exitcode == 0
+    assert codes[0] == -signal.SIGKILL
+    assert codes[-1] == 0
     assert_same_run(folder, whole(script))
 
 
@@ -236,7 +240,7 @@ def test_a_signal_ends_the_run_after_its_step(script, heeded, whole, settings_of
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         signal_at_step_1(patch, module, number)
-        lines = run(module, folder, **settings_of(script))
+        lines = run(module, folder, **settings_of(script) | dict(save_steps=99))
     assert len(lines) == 1
     assert checkpoints(folder) == [1]
     assert weights_of(folder)

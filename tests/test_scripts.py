@@ -28,8 +28,8 @@ OF_THE_ALGORITHM = """
     show_samples load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs encode_pair
     default_rate"""
 OF_IMAGES = """
-    join sample_batch mini_batches warn_about make_rewards function_reward load_prompts check_first_ratio start
-    Run.tensors save_model write_card"""
+    join add_adapter sample_batch mini_batches warn_about make_rewards function_reward load_prompts check_first_ratio
+    start Run.tensors save_model write_card"""
 
 
 def definitions(script):
@@ -109,7 +109,7 @@ def test_shared_arguments_have_the_same_help():
     own_words = """
         cliprange ratio_threshold max_grad_norm learning_rate lr_scheduler_type batch_size micro_batch_size
         per_device_train_batch_size num_train_epochs model chosen_column rejected_column prompt_column max_length
-        max_prompt_length seed eval_steps save_steps num_sample_generations num_eval_prompts response_length
+        max_prompt_length seed eval_steps save_steps num_sample_generations total_episodes response_length
         temperature lora_r loss_type beta num_ppo_epochs kl_coef reward_fn"""
     texts = defaultdict(set)
     for script in SCRIPTS:
