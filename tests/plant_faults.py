@@ -3,7 +3,7 @@
     python tests/plant_faults.py                          # all of tests/faults/*.toml; exit code 1 if one lived
     python tests/plant_faults.py --script ppo --jobs 2    # those of one script, two at once
     python tests/plant_faults.py --name gamma             # those with the word in their name
-    python tests/plant_faults.py --test test_options      # those that tests of that file are to see
+    python tests/plant_faults.py --test test_settings     # those that tests of that file are to see
     python tests/plant_faults.py --quick                  # what the tests see that are not marked as slow
 
 A file of faults is named after its script (lecture/ppo.toml after lecture/ppo.py) and holds entries such as
