@@ -1,4 +1,4 @@
-"""Additions to PPO and RLOO: score scaling, steps left out, a shared critic, pretraining texts, an average, routers."""
+"""Additions to PPO and RLOO: score scaling, a shared critic, pretraining texts, a moving average, routers."""
 
 from collections import Counter
 from copy import deepcopy
@@ -7,32 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from numbers_of_others import close, golden
-from runs import run
-from sources import ROOT
 from tiny import CONFIGS, PAD, VOCAB, tiny_model, tiny_rollout
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import ppo
 import rloo
 
 SCRIPTS = pytest.mark.parametrize("module", [ppo, rloo], ids=lambda module: module.__name__)
-
-
-@pytest.fixture
-def brief(tiny):
-    """Settings of three updates, each of one pass over the batch; nothing is evaluated."""
-    return tiny["ppo"] | dict(num_ppo_epochs=1, dataset_test_split="none")
-
-
-def weights_of(folder):
-    """The saved weights of a model, by name."""
-    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-
-def distance(a, b):
-    """Euclidean distance of two sets of weights."""
-    return sum((a[name] - b[name]).square().sum() for name in a).sqrt().item()
 
 
 def ready_rollout(policy):
@@ -68,29 +50,6 @@ def test_scaled_scores_against_trl07():
             scores = ppo.scale_scores(step["scores"], list(history), ppo.Args(**settings))
             close(scores, step[name], rtol=1e-5, atol=1e-6)
         history += step["scores"].tolist()
-
-
-# --- Steps left out
-
-
-@SCRIPTS
-def test_a_ratio_beyond_the_threshold_makes_no_step(tmp_path, module, brief):
-    """At a threshold below 1 nothing is ever learned, and each skip is counted."""
-    settings = brief | dict(total_episodes=16, num_ppo_epochs=2, num_mini_batches=2)
-    lines = run(module, tmp_path, ratio_threshold=0.5, **settings)
-    assert [line["val/skipped_steps"] for line in lines] == [4, 4]
-    assert distance(weights_of(tmp_path), weights_of(ROOT / "toy/sft")) == 0
-
-
-@SCRIPTS
-def test_target_kl_ends_the_passes_over_a_batch(tmp_path, module, brief):
-    """With a target that the first step exceeds: the weights are those of one epoch, not of four."""
-    settings = brief | dict(total_episodes=8)
-    (stopped,) = run(module, tmp_path / "stopped", target_kl=1e-6, **settings | dict(num_ppo_epochs=4))
-    run(module, tmp_path / "one", **settings)
-    assert stopped["val/skipped_steps"] == 3
-    assert distance(weights_of(tmp_path / "stopped"), weights_of(tmp_path / "one")) == 0
-    assert distance(weights_of(tmp_path / "stopped"), weights_of(ROOT / "toy/sft")) > 0
 
 
 # --- A critic on the policy's trunk

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 
 import pytest
-import torch
 from runs import run
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -224,13 +223,3 @@ def test_margin_and_whole_texts(tmp_path):
     (b,) = run(reward_model, tmp_path / "b", dataset=wide)
     assert b["loss"] > a["loss"] + 0.5
     assert b["margin"] == pytest.approx(a["margin"])
-
-
-def test_batches_of_similar_length():
-    """Each pass has every row once; within a batch lengths are alike, over a pass they are not sorted."""
-    lengths = torch.randint(1, 100, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    batches = [dpo.length_grouped_batch(lengths, number, 4, seed=1) for number in range(50)]
-    assert sorted(row for rows in batches for row in rows) == list(range(200))
-    assert max(max(lengths[i] for i in rows) - min(lengths[i] for i in rows) for rows in batches) < 10
-    means = [sum(lengths[i] for i in rows) / len(rows) for rows in batches]
-    assert means != sorted(means)
