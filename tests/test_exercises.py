@@ -31,9 +31,10 @@ NAMES = [name.removeprefix("test_") for name in vars(graders) if name.startswith
 
 def response_logprobs(script, logits, tokens, prompt_length, temperature):
     """The script's function asks a model for the logits that it needs."""
-    prompts, responses = tokens[:, :prompt_length], tokens[:, prompt_length:]
-    real = [torch.ones_like(x, dtype=torch.bool) for x in (prompts, responses)]
-    rollout = script.Rollout(prompts, real[0], responses, real[1], None, None)
+    responses = tokens[:, prompt_length:]
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    masks = real[:, :prompt_length], real[:, prompt_length:]
+    rollout = script.Rollout(tokens[:, :prompt_length], masks[0], responses, masks[1], None, None, [])
 
     def model(logits_to_keep, **_):
         return SimpleNamespace(logits=logits[:, logits_to_keep])
@@ -77,87 +78,57 @@ def test_every_function_has_an_exercise_and_the_scripts_parameters():
             emptied[name](*theirs)
 
 
-PLANTED = [
-    ("masked_mean", "x[mask].mean()", "x[mask].sum() / mask.numel()", "Padding is counted"),
-    ("masked_mean", "x[mask].mean()", "x.sum() / mask.sum()", "What stands on padding"),
-    ("masked_mean", "x[mask].mean()", "x.mean()", "Padding is added and counted"),
-    ("masked_mean", "x[mask].mean()", "(x * mask).sum() / mask.sum()", "NaN * 0 is NaN"),
-    ("response_mask", "cumsum(1) - is_stop", "cumsum(1)", "The stop token is not in the mask"),
-    ("response_mask", "is_stop.cumsum(1) - is_stop", "is_stop", "Only the stop tokens are left out"),
-    ("response_mask", "stops_before == 0", "stops_before > 0", "mask is turned round"),
-    ("response_mask", ", is_stop.any(1)", ", ~is_stop.any(1)", "`ended` is turned round"),
-    ("response_mask", ", is_stop.any(1)", ", is_stop.sum(1)", "should be boolean"),
-    ("token_logprobs", ".log_softmax(-1)", "", "logits"),
-    ("token_logprobs", ".log_softmax(-1)", ".softmax(-1)", "probabilities"),
-    ("token_logprobs", ".log_softmax(-1)", ".log_softmax(1)", "over the positions"),
-    ("token_logprobs", ".log_softmax(-1)", ".softmax(-1).log()", "not finite"),
-    ("token_logprobs", ".squeeze(-1)", "", "shape (1, 2, 1) and should have (1, 2)"),
-    ("token_logprobs", "return ", "", "Is the `return` missing?"),
-    ("response_logprobs", "torch.arange(P - 1, P + T - 1", "torch.arange(P, P + T", "shifted by one"),
-    ("response_logprobs", "div_(temperature)", "div_(1)", "temperature is forgotten"),
-    ("response_logprobs", "div_(temperature)", "mul_(temperature)", "multiplied by the temperature"),
-    ("value_loss", "0.5 * torch.max(unclipped, clipped)", "unclipped[0, :2]", "Its results cannot be used"),
-    ("preference_loss", "chosen - rejected - margin", "rejected - chosen - margin", "exchanged"),
-    ("preference_loss", "- margin)", "+ margin)", "margin has the wrong sign"),
-    ("preference_loss", "F.logsigmoid(chosen - rejected - margin)", "(chosen - rejected - margin).sigmoid().log()",
-     "not finite"),
-    ("preference_loss", "(chosen + rejected) ** 2", "(chosen - rejected) ** 2", "It wants their sum"),
-    ("dpo_loss", "chosen_ratio - rejected_ratio", "rejected_ratio - chosen_ratio", "exchanged"),
-    ("dpo_loss", "* F.logsigmoid(beta * delta)", "* F.logsigmoid(delta)", "beta is missing from the loss"),
-    ("dpo_loss", "chosen_ratio - rejected_ratio", "chosen - rejected", "reference is missing"),
-    ("dpo_loss", "beta * chosen_ratio.detach()", "beta * chosen_ratio", "`detach` is missing"),
-    ("kl_estimate", "logprobs - ref_logprobs", "ref_logprobs - logprobs", "k1 has the wrong sign"),
-    ("kl_estimate", "0.5 * k1**2", "k1**2", "k2 lacks its factor"),
-    ("kl_estimate", "torch.expm1(-k1) + k1", "torch.expm1(k1) - k1", "k3 has the sign of its logarithm turned"),
-    ("kl_estimate", "torch.expm1(-k1) + k1", "torch.exp(-k1) + k1", "k3 lacks its -1"),
-    ("shape_rewards", "mask & ~F.pad(mask, (0, 1))[:, 1:]", "torch.arange(len(mask[0])) == len(mask[0]) - 1",
-     "last position"),
-    ("kl_estimate", "torch.expm1(-k1)", "torch.expm1(-k1.clamp(-4.5, 4.5))", "Averaged over a vocabulary"),
-    ("shape_rewards", "mask & ~F.pad(mask, (0, 1))[:, 1:]", "mask", "on every real token"),
-    ("shape_rewards", "-kl_coef * kl", "kl_coef * kl", "The KL has the wrong sign"),
-    ("shape_rewards", "kl.masked_fill(~mask, 0.0)", "kl", "What stands on padding"),
-    ("shape_rewards", " + scores[:, None] * is_last", "", "The score is missing"),
-    ("leave_one_out", "groups.sum(1, keepdim=True) - groups) / (k - 1)", "groups.mean(1, keepdim=True))",
-     "includes the reward itself"),
-    ("leave_one_out", "(k - 1)\n", "k\n", "divided by k"),
-    ("leave_one_out", "groups - others", "others", "This is the mean of the others"),
-    ("group_advantages", "groups.std(1, keepdim=True)", "groups.std(1, keepdim=True, correction=0)", "biased"),
-    ("group_advantages", "groups.std(1, keepdim=True)", "scores.std()", "deviation of the whole batch"),
-    ("group_advantages", "keepdim=True) + 1e-4", "keepdim=True)", "0 / 0"),
-    ("masked_whiten", "masked_var(x, mask)", "x[mask].var(correction=0)", "biased"),
-    ("masked_whiten", "torch.rsqrt(", "torch.reciprocal(", "divided by the variance"),
-    ("masked_whiten", ".masked_fill(~mask, 0.0)", "", "Padding is not 0"),
-    ("masked_whiten", "whitened + mean", "whitened", "makes no difference"),
-    ("gae", "values.masked_fill(~mask, 0.0)", "values", "What stands on padding"),
-    ("gae", "rewards.masked_fill(~mask, 0.0)\n    values = values.masked_fill(~mask, 0.0)", "rewards",
-     "What stands on padding"),
-    ("gae", "gamma * next_value", "next_value", "gamma is missing before V"),
-    ("gae", "gamma * lam * next_advantage", "lam * next_advantage", "gamma is missing before A"),
-    ("gae", "gamma * lam * next_advantage", "gamma * next_advantage", "lam is missing"),
-    ("gae", "+ gamma * next_value", "", "delta lacks the value of the next token"),
-    ("gae", "reversed(range(rewards.shape[1]))", "range(rewards.shape[1])", "The loop runs forwards"),
-    ("gae", "gamma * lam * next_advantage", "gamma * min(lam, 0.97) * next_advantage", "With lam = 1"),
-    ("gae", "advantages + values", "advantages", "The returns are the advantages"),
-    ("gae", "rewards[:, t]", "rewards[t]", "It stopped with"),
-    ("policy_loss", "torch.max(unclipped", "torch.min(unclipped", "The minimum is taken"),
-    ("policy_loss", "torch.max(unclipped, clipped)", "unclipped", "The clip is forgotten"),
-    ("policy_loss", "-advantages * ratio\n    clipped = -", "advantages * ratio\n    clipped = ",
-     "The sign of A is turned"),
-    ("policy_loss", "logprobs - old_logprobs", "old_logprobs - logprobs", "The ratio is turned"),
-    ("policy_loss", "log_ratio.exp()", "log_ratio", "This is the log-ratio"),
-    ("policy_loss", "log_ratio.exp()", "log_ratio.exp().detach()", "No gradient flows"),
-    ("policy_loss", "clipped > unclipped", "(ratio - 1).abs() > cliprange", "where the ratio is out of range"),
-    ("policy_loss", "logprobs - old_logprobs", "logprobs.sub_(old_logprobs)", "It changes its argument number 1"),
-    ("value_loss", "0.5 * torch.max", "torch.max", "The factor 1/2"),
-    ("value_loss", "torch.max", "torch.min", "The smaller of the two"),
-    ("value_loss", "torch.max(unclipped, clipped)", "unclipped", "The clip is forgotten"),
-    ("value_loss", "clamp(old_values - cliprange_value, old_values + ", "clamp(returns - cliprange_value, returns + ",
-     "or is around the returns"),
-]  # fmt: skip
+# exercise | a part of its solution | what a student writes instead | what the grader says
+PLANTED = r"""
+masked_mean | x[mask].mean() | x[mask].sum() / mask.numel() | Padding is counted
+masked_mean | x[mask].mean() | x.sum() / mask.sum() | What stands on padding
+masked_mean | x[mask].mean() | (x * mask).sum() / mask.sum() | NaN * 0 is NaN
+response_mask | cumsum(1) - is_stop | cumsum(1) | The stop token is not in the mask
+response_mask | , is_stop.any(1) | , is_stop.sum(1) | should be boolean
+token_logprobs | .log_softmax(-1) |  | logits
+token_logprobs | .log_softmax(-1) | .softmax(-1) | probabilities
+token_logprobs | .log_softmax(-1) | .softmax(-1).log() | not finite
+token_logprobs | .squeeze(-1) |  | shape (1, 2, 1) and should have (1, 2)
+token_logprobs | return  |  | Is the `return` missing?
+response_logprobs | torch.arange(P - 1, P + T - 1 | torch.arange(P, P + T | shifted by one
+response_logprobs | div_(temperature) | div_(1) | temperature is forgotten
+value_loss | 0.5 * torch.max(unclipped, clipped) | unclipped[0, :2] | Its results cannot be used
+preference_loss | chosen - rejected - margin | rejected - chosen - margin | exchanged
+preference_loss | F.logsigmoid(chosen - rejected - margin) | (chosen - rejected - margin).sigmoid().log() | not finite
+preference_loss | (chosen + rejected) ** 2 | (chosen - rejected) ** 2 | It wants their sum
+dpo_loss | chosen_ratio - rejected_ratio | rejected_ratio - chosen_ratio | exchanged
+dpo_loss | chosen_ratio - rejected_ratio | chosen - rejected | reference is missing
+dpo_loss | beta * chosen_ratio.detach() | beta * chosen_ratio | `detach` is missing
+kl_estimate | logprobs - ref_logprobs | ref_logprobs - logprobs | k1 has the wrong sign
+kl_estimate | torch.expm1(-k1) + k1 | torch.expm1(k1) - k1 | k3 has the sign of its logarithm turned
+shape_rewards | mask & ~F.pad(mask, (0, 1))[:, 1:] | torch.arange(len(mask[0])) == len(mask[0]) - 1 | last position
+kl_estimate | torch.expm1(-k1) | torch.expm1(-k1.clamp(-4.5, 4.5)) | Averaged over a vocabulary
+shape_rewards | kl.masked_fill(~mask, 0.0) | kl | What stands on padding
+leave_one_out | groups.sum(1, keepdim=True) - groups) / (k - 1) | groups.mean(1, keepdim=True)) | includes the reward
+group_advantages | groups.std(1, keepdim=True) | groups.std(1, keepdim=True, correction=0) | biased
+group_advantages | keepdim=True) + 1e-4 | keepdim=True) | 0 / 0
+masked_whiten | masked_var(x, mask) | x[mask].var(correction=0) | biased
+masked_whiten | .masked_fill(~mask, 0.0) |  | Padding is not 0
+masked_whiten | whitened + mean | whitened | makes no difference
+gae | values.masked_fill(~mask, 0.0) | values | What stands on padding
+gae | rewards.masked_fill(~mask, 0.0)\n    values = values.masked_fill(~mask, 0.0) | rewards | What stands on padding
+gae | gamma * next_value | next_value | gamma is missing before V
+gae | reversed(range(rewards.shape[1])) | range(rewards.shape[1]) | The loop runs forwards
+gae | gamma * lam * next_advantage | gamma * min(lam, 0.97) * next_advantage | With lam = 1
+gae | rewards[:, t] | rewards[t] | It stopped with
+policy_loss | torch.max(unclipped | torch.min(unclipped | The minimum is taken
+policy_loss | torch.max(unclipped, clipped) | unclipped | The clip is forgotten
+policy_loss | logprobs - old_logprobs | old_logprobs - logprobs | The ratio is turned
+policy_loss | log_ratio.exp() | log_ratio.exp().detach() | No gradient flows
+policy_loss | clipped > unclipped | (ratio - 1).abs() > cliprange | where the ratio is out of range
+policy_loss | logprobs - old_logprobs | logprobs.sub_(old_logprobs) | It changes its argument number 1
+value_loss | torch.max(unclipped, clipped) | unclipped | The clip is forgotten
+"""
 
 
-@pytest.mark.parametrize("name, old, new, words", PLANTED)
-def test_a_planted_mistake_is_named(name, old, new, words):
+@pytest.mark.parametrize("mistake", PLANTED.strip().splitlines())
+def test_a_planted_mistake_is_named(mistake):
+    name, old, new, words = mistake.replace("\\n", "\n").split(" | ")
     with pytest.raises(pytest.fail.Exception) as failure:
         grade(name, solution(name, (old, new)))
     assert words in str(failure.value)
@@ -169,13 +140,19 @@ def test_no_mistake_hides_another(name, monkeypatch):
     calls = []
     monkeypatch.setattr(graders, "grade", lambda *arguments: calls.append(arguments) or solution(name))
     grade(name, None)
-    _, _, outputs, cases, mistakes, read = (*calls[0], partial(grading.read_outputs, calls[0][2]))[:6]
+    _, _, outputs, cases, mistakes, *rest = calls[0]
+    read = rest[0] if rest else partial(grading.read_outputs, outputs)
     for sentence, mistaken in mistakes.items():
-        results = [read(mistaken, *inputs) for _, inputs, _ in cases]
-        wrong = [x for (_, _, right), own in zip(cases, results) for x in right if x in own and own[x].numel()
-                 and not grading.equal(own[x], right[x])]  # fmt: skip
-        seen = {x: [(inputs, own[x]) for (_, inputs, _), own in zip(cases, results)] for x in wrong}
-        assert sentence in [grading.diagnose(mistakes, read, x, seen[x]) for x in wrong], sentence
+        seen = {}
+        wrong = set()
+        for _, inputs, right in cases:
+            own = read(mistaken, *inputs)
+            for output in own:
+                seen.setdefault(output, []).append((inputs, own[output]))
+                is_there = output in right and own[output].numel()
+                if is_there and not grading.equal(own[output], right[output]):
+                    wrong.add(output)
+        assert sentence in [grading.diagnose(mistakes, read, output, seen[output]) for output in wrong]
 
 
 @pytest.fixture
@@ -227,11 +204,13 @@ def test_a_file_that_is_no_python(run, tmp_path):
     assert code == 2 and "broken.py cannot be read: SyntaxError" in text and "Traceback" not in text, text
 
 
-@pytest.mark.parametrize(
-    "body, words",
-    [("import os; os._exit(0)", "ended Python with exit code 0"),
-     ("\n    while True:\n        pass", "took more than 1 seconds (line ")],
-)  # fmt: skip
+NO_END = [
+    ("import os; os._exit(0)", "ended Python with exit code 0"),
+    ("\n    while True:\n        pass", "took more than 1 seconds (line "),
+]
+
+
+@pytest.mark.parametrize("body, words", NO_END)
 def test_a_function_that_ends_python_or_never_ends_is_named(tmp_path, body, words):
     command = [sys.executable, "-m", "pytest", ROOT / "exercises", "-p", "no:cacheprovider", "--seconds=1", "-k", "gae"]
     done = subprocess.run([*command, solved(tmp_path / "a.py", gae=body)], capture_output=True, text=True, timeout=120)

@@ -29,9 +29,17 @@ SETTINGS = {  # away from the defaults
     "reward_model": TEXTS | dict(lr_scheduler_type="linear", center_rewards_coefficient=0.1, max_length=30),
     "dpo": TEXTS | dict(lr_scheduler_type="cosine", beta=0.5),
     "ddpo": dict(
-        num_epochs=3, sample_num_steps=4, sample_eta=0.8, sample_batch_size=6, sample_num_batches_per_epoch=2,
-        train_batch_size=3, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, train_clip_range=0.01,
-        train_adv_clip_max=1.2, train_learning_rate=3e-4,
+        num_epochs=3,
+        sample_num_steps=4,
+        sample_eta=0.8,
+        sample_batch_size=6,
+        sample_num_batches_per_epoch=2,
+        train_batch_size=3,
+        train_gradient_accumulation_steps=2,
+        train_num_inner_epochs=2,
+        train_clip_range=0.01,
+        train_adv_clip_max=1.2,
+        train_learning_rate=3e-4,
     ),
 }
 WORLDS = {"ddpo": ("shapes", "stable")}  # those of the others are toy and llama
@@ -51,9 +59,15 @@ FULL = {  # what a short form does not have
     "ddpo": {},
 }
 STABLE = {  # Stable Diffusion 1.5's schedule
-    "_class_name": "PNDMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
-    "clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
-}  # fmt: skip
+    "_class_name": "PNDMScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "clip_sample": False,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+}
 INK = """
 def ink(images, prompts, metadata):  # of one column, for each prompt another
     columns = [len(prompt) % 8 for prompt in prompts]

@@ -51,6 +51,7 @@ BOTH = dict(
 EXTRAS = dict(adaptive_kl=True, kl_target=1.5, kl_horizon=40, ema_decay=0.9, ptx_coef=0.3)
 RUNS = {  # each with about half of what can be asked for
     "ppo": dict(
+        kl_target=3.6,  # near the KL of this run: else the controller moves by its bounds alone
         gamma=0.9,
         lam=0.8,
         whiten_rewards=True,
@@ -73,7 +74,7 @@ RUNS = {  # each with about half of what can be asked for
         lr_scheduler_type="cosine",
         weight_decay=0.1,
     ),
-    "rloo": dict(rloo_k=2, cliprange=0.15),
+    "rloo": dict(kl_target=9.0, rloo_k=2, cliprange=0.15),
     "rloo_tokens": dict(
         rloo_k=4,
         token_level_kl=True,
@@ -459,7 +460,7 @@ class Noted:
         monkeypatch.setattr(module, "sample_batch", noted_batch)
         monkeypatch.setattr(torch, "randperm", noted_order)
         monkeypatch.setattr(torch, "randint", noted_texts)
-        monkeypatch.setattr(module.Run, "finish", lambda run: setattr(self, "models", run.models))
+        monkeypatch.setattr(module.Run, "finish", lambda run: setattr(self, "run", run))
         self.args = module.Args(output_dir=str(folder), device="cpu", num_sample_generations=0, **settings)
         module.train(self.args)
         self.lines = lines_of(folder)
@@ -492,9 +493,10 @@ def test_every_number_by_hand(name, world, tmp_path, monkeypatch):
             assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert len(noted.lines) == 3 and not noted.rollouts and not noted.orders and not noted.drawn
         assert 0.1 < line["val/eos_share"] < 0.9 and abs(line["objective/kl"]) > 0.1
-        pairs = [(noted.models["model"], plain.policy)]
+        assert noted.run.memory["kl_coef"] == pytest.approx(plain.kl_coef)
+        pairs = [(noted.run.models["model"], plain.policy)]
         if noted.args.ema_decay:
-            pairs.append((noted.models["ema"], plain.ema))
+            pairs.append((noted.run.models["ema"], plain.ema))
         for ours, by_hand in pairs:
             for (name, p), q in zip(ours.named_parameters(), by_hand.parameters(), strict=True):
                 torch.testing.assert_close(p, q, rtol=0, atol=1e-6, msg=name)

@@ -16,30 +16,68 @@ def one(function, completion, **columns):
     return reward
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so 6 * 12 = 72\n#### 72", 72), ("#### 72.", 72), ("#### $1,234.50 \nthanks", "1234.5"), ("####-3", -3),
-        (r"hence \boxed{72}", "72"), (r"\boxed{\frac{3}{4}}", "3/4"), (r"\boxed{0.75}", r"\boxed{\dfrac{3}{4}}"),
-        ("#### 5\n#### 7", 7), (r"\boxed{5}, no: \boxed{7}", 7), (r"#### 5 is wrong, \boxed{7}", 7),
-        ("#### 18", "Natalia sold 48/2 = <<48/2=24>>24\n#### 18"), ("#### 50%", 50), ("#### .5", 0.5), ("#### 7/2", 3.5),
-        ("#### 1,234,567", 1234567), (r"\boxed{1{,}000}", "#### 1{,}000"), (r"\boxed{10,\!000}", 10000),
-        ("#### −3", -3), ("#### 1" + "0" * 16, 1e16), ("#### 0.00001", 1e-05), ("#### 1e+16", 10**16), ("#### -$7", -7),
-        ("#### $-7$", -7),
-    ],
-)  # fmt: skip
-def test_right_numbers(text, answer):
+RIGHT = r"""
+so 6 * 12 = 72 #### 72 | 72
+#### 72. | 72
+#### $1,234.50 thanks | 1234.5
+####-3 | -3
+hence \boxed{72} | 72
+\boxed{\frac{3}{4}} | 3/4
+\boxed{0.75} | \boxed{\dfrac{3}{4}}
+#### 5 #### 7 | 7
+\boxed{5}, no: \boxed{7} | 7
+#### 5 is wrong, \boxed{7} | 7
+#### 18 | Natalia sold 48/2 = <<48/2=24>>24 #### 18
+#### 50% | 50
+#### .5 | 0.5
+#### 7/2 | 3.5
+#### 1,234,567 | 1234567
+\boxed{1{,}000} | #### 1{,}000
+\boxed{10,\!000} | 10000
+#### −3 | -3
+#### 10000000000000000 | 1e+16
+#### 0.00001 | 1e-05
+#### -$7 | -7
+#### $-7$ | -7
+"""
+
+
+@pytest.mark.parametrize("line", RIGHT.strip().splitlines())
+def test_right_numbers(line):
+    text, answer = (part.replace(" ####", "\n####").replace(" thanks", "\nthanks") for part in line.split(" | "))
     assert one(verifiers.right_number, text, answer=answer) == 1
     assert one(verifiers.right_number, [{"role": "assistant", "content": text}], answer=answer) == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["72", "", "####", "#### ", "#### 7 2 1", "#### 71", "#### 1e999999999", "#### 9**9**9**9", r"\boxed{72", r"\boxed{}",
-     "#### 72 apples and 3 pears", "#### inf", "#### nan", "#### 1/0", "#### 72/00", "#### __import__('os')", "#### ７２",
-     "#### 72,5", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### 1,2,3", "#### \x00", "#### 7 2",
-     "#### 7$2", "#### 7%2", "#### %72", "#### 0,072", r"\boxed{7\frac{2}{1}}", "#### 7 2/1", "#### " + "0" * 198 + "725"],
-)  # fmt: skip
+WRONG = r"""
+72
+####
+#### 7 2 1
+#### 71
+#### 1e999999999
+#### 9**9**9**9
+\boxed{72
+\boxed{}
+#### 72 apples and 3 pears
+#### inf
+#### nan
+#### 1/0
+#### 72/00
+#### __import__('os')
+#### ７２
+#### 72,5
+#### 1,2,3
+#### 7$2
+#### 7%2
+#### %72
+#### 0,072
+\boxed{7\frac{2}{1}}
+#### 7 2/1
+"""
+LONG = ["", "#### \x00", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### " + "0" * 198 + "725"]
+
+
+@pytest.mark.parametrize("text", WRONG.strip().splitlines() + LONG)
 def test_wrong_numbers(text):
     """None of them raises, or takes any time."""
     assert one(verifiers.right_number, text, answer=72) == 0.0
@@ -76,38 +114,69 @@ def test_numbers_survive_being_written(x):
         ("<answer></answer>", 9, [1, 2, 3], 0),
         ("<answer>(1 + 2) * 3", 9, [1, 2, 3], 0),
     ],
-)  # fmt: skip
+)
 def test_countdown(text, target, nums, reward):
     assert one(verifiers.countdown, text, target=target, nums=nums) == reward
 
 
-@pytest.mark.parametrize(
-    "expression",
-    ["9**9**9", "9**9**9**9", "1/0", "1 // 0", "__import__('os').system('true')", "().__class__", "exit()", "(" * 190,
-     "(" * 10**5, "-" * 190 + "1", "1" * 190 + "*1", "True + 2", "1_000", "0x10", "1e9", "1 if 1 else 2", "[1][0]", "1 2",
-     "7(3)", "", " ", "\x00", "1+\n2", "007 + 1", "１ + ２", "lambda: 1", "1 and 2", "1 < 2", "1j", "f'{1}'"],
-)  # fmt: skip
+NO_ARITHMETIC = """
+9**9**9
+9**9**9**9
+1/0
+1 // 0
+__import__('os').system('true')
+().__class__
+exit()
+True + 2
+1_000
+0x10
+1e9
+1 if 1 else 2
+[1][0]
+1 2
+7(3)
+007 + 1
+１ + ２
+lambda: 1
+1 and 2
+1 < 2
+1j
+f'{1}'
+"""
+ODD = ["(" * 190, "(" * 10**5, "-" * 190 + "1", "1" * 190 + "*1", "", " ", "\x00", "1+\n2"]
+
+
+@pytest.mark.parametrize("expression", NO_ARITHMETIC.strip().splitlines() + ODD)
 def test_nothing_but_arithmetic_is_worked_out(expression):
     """What hangs, ends or fools an `eval` earns 0 at once."""
     assert one(verifiers.countdown, f"<answer>{expression}</answer>", target=3, nums=[1, 2]) == 0
 
 
+TAGS = """
+? | <think>a b</think> <answer>3</answer> | 1
+? | <think></think><answer></answer> | 1
+Assistant: <think> | a</think><answer>3</answer> | 1
+? | a</think><answer>3</answer> | 0
+<think> | <think>a</think><answer>3</answer> | 0
+? | <answer>3</answer><think>a</think> | 0
+? | <think>a</think><answer>3</answer> and more | 0
+? | <think>a</think><answer>3 | 0
+? | <think>a</think><think>b</think><answer>3</answer> | 0
+? | nothing | 0
+? | <THINK>a</THINK><answer>3</answer> | 0
+"""
+
+
+@pytest.mark.parametrize("line", TAGS.strip().splitlines())
+def test_tags(line):
+    prompt, text, reward = line.split(" | ")
+    for space in (" ", "\n"):
+        assert verifiers.tagged(prompts=[prompt], completions=[text.replace(" ", space)]) == [int(reward)]
+
+
 @pytest.mark.parametrize(
-    ("prompt", "text", "reward"),
-    [
-        ("?", "<think>a\nb</think>\n<answer>3</answer>", 1), ("?", " <think></think><answer></answer>\n", 1),
-        ("Assistant: <think>", "a</think><answer>3</answer>", 1), ("?", "a</think><answer>3</answer>", 0),
-        ("<think>", "<think>a</think><answer>3</answer>", 0), ("?", "<answer>3</answer><think>a</think>", 0),
-        ("?", "<think>a</think><answer>3</answer> and more", 0), ("?", "<think>a</think><answer>3", 0),
-        ("?", "<think>a</think><think>b</think><answer>3</answer>", 0), ("?", "", 0),
-        ("?", "<think>" * 10**5, 0), ("?", "<THINK>a</THINK><answer>3</answer>", 0),
-    ],
-)  # fmt: skip
-def test_tags(prompt, text, reward):
-    assert verifiers.tagged(prompts=[prompt], completions=[text]) == [reward]
-
-
-@pytest.mark.parametrize("piece", ["</think><answer>", "<think>", "<answer>", "<answer></answer>", "\\boxed{", "#", " "])
+    "piece", ["</think><answer>", "<think>", "<answer>", "<answer></answer>", "\\boxed{", "#", " "]
+)
 def test_a_text_takes_time_in_proportion_to_its_length(piece):
     start = time.process_time()
     for text in (piece * 20_000, f"<think>a</think>{piece * 20_000}<answer>"):
@@ -131,20 +200,30 @@ def test_overlong_penalty():
     assert penalty(completion_ids=[[0] * n for n in lengths]) == [0, 0, -0.25, -0.5, -0.75, -1, -1, -1]
 
 
-@pytest.mark.parametrize(
-    ("text", "parses", "defines"),
-    [
-        ("Here:\n```python\ndef f(x):\n    return x\n```\nDone.", 1, 1), ("```py\ndef f(): pass\n```", 1, 1),
-        ("```python\ndef f(: pass\n```\n```python\ndef f(): pass\n```", 1, 1),  # the last one
-        ("```python\nprint('f')\n```", 1, 0), ("```python\ndef g():\n    def f(): pass\n```", 1, 0),
-        ("```python\nimport os; os.abort()\n```", 1, 0),  # it is not run
-        ("```python\n'\\d'\n```", 1, 0), ("def f(): pass", 0, 0), ("```python\ndef f(): pass", 0, 0), ("", 0, 0),
-        ("```python\n```", 0, 0), ("```python\n# def f()\n```", 0, 0), ("```\ndef f(): pass\n```", 0, 0),
-        ("```python\ndef f()\n    pass\n```", 0, 0), ("```python\n\x00\n```", 0, 0), ("```python\n'\ud800'\n```", 0, 0),
-        ("```python\n" + "9" * 5000 + "\n```", 0, 0), ("```python\n" + "x = 1\n" * 10**5 + "```", 0, 0),
-        *((f"```python\n{piece * 9000}1\n```", 0, 0) for piece in ("(", "-", "[", "{1:", "f'{")),
-    ],
-)  # fmt: skip
+PROGRAMS = [
+    ("Here:\n```python\ndef f(x):\n    return x\n```\nDone.", 1, 1),
+    ("```py\ndef f(): pass\n```", 1, 1),
+    ("```python\ndef f(: pass\n```\n```python\ndef f(): pass\n```", 1, 1),  # the last one
+    ("```python\nprint('f')\n```", 1, 0),
+    ("```python\ndef g():\n    def f(): pass\n```", 1, 0),
+    ("```python\nimport os; os.abort()\n```", 1, 0),  # it is not run
+    ("```python\n'\\d'\n```", 1, 0),
+    ("def f(): pass", 0, 0),
+    ("```python\ndef f(): pass", 0, 0),
+    ("", 0, 0),
+    ("```python\n```", 0, 0),
+    ("```python\n# def f()\n```", 0, 0),
+    ("```\ndef f(): pass\n```", 0, 0),
+    ("```python\ndef f()\n    pass\n```", 0, 0),
+    ("```python\n\x00\n```", 0, 0),
+    ("```python\n'\ud800'\n```", 0, 0),
+    ("```python\n" + "9" * 5000 + "\n```", 0, 0),
+    ("```python\n" + "x = 1\n" * 10**5 + "```", 0, 0),
+    *((f"```python\n{piece * 9000}1\n```", 0, 0) for piece in ("(", "-", "[", "{1:", "f'{")),
+]
+
+
+@pytest.mark.parametrize("text, parses, defines", PROGRAMS)
 def test_programs(text, parses, defines, recwarn):
     """Nothing is run, and nothing raises, warns or takes any time."""
     assert one(python_code.parses, text) == parses and one(python_code.defines, text, entry_point="f") == defines
