@@ -1,0 +1,121 @@
+"""The world of shapes, for the tests of ddpo.py: chains and images to begin with, and what a run went through."""
+
+import importlib.util
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from sources import ROOT
+from torch import Tensor
+
+import ddpo
+
+TOY = ROOT / "toy/shapes/sd"
+UNET = "unet/diffusion_pytorch_model.safetensors"
+PROMPTS = ["a vertical bar", "a horizontal bar", "a square", "a cross"]
+
+
+def make() -> ModuleType:
+    """toy/shapes/make.py as a module."""
+    spec = importlib.util.spec_from_file_location("shapes_make", ROOT / "toy/shapes/make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def close(a, b, **tolerance) -> None:
+    """assert_close, of any numbers in any precision."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+    torch.testing.assert_close(a, b, **{"rtol": 1e-5, "atol": 1e-6} | tolerance)
+
+
+def random(*shape: int, seed: int = 0, **options) -> Tensor:
+    """Normal numbers, the same in each test."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **options)
+
+
+def flat(parameters) -> Tensor:
+    """All of them as one vector."""
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def trained(chain: ddpo.Chain) -> list[Tensor]:
+    """What is trained of a chain."""
+    return [p for p in chain.policy.parameters() if p.requires_grad]
+
+
+def rows(prompts: list[str]) -> list[dict]:
+    """Rows of a dataset that has prompts alone."""
+    return [{"prompt": prompt} for prompt in prompts]
+
+
+def prompts_of(rollout: ddpo.Rollout) -> list[str]:
+    """The prompt of each image."""
+    return [row["prompt"] for row in rollout.examples]
+
+
+def toy_chain(model=TOY, moved: float = 0.0, **settings) -> tuple[ddpo.Chain, ddpo.Args]:
+    """A chain, whose policy may have been moved from the first model, and its settings."""
+    few = dict(sample_num_steps=4, train_gradient_accumulation_steps=1)
+    args = ddpo.Args(model=str(model), device="cpu", **few | settings)
+    torch.manual_seed(1)
+    chain = ddpo.load_chain(args)
+    with torch.no_grad():
+        for p in trained(chain):
+            p += moved * torch.randn_like(p)
+    return chain, args
+
+
+def toy_rollout(chain: ddpo.Chain, args: ddpo.Args, images: int = 8) -> ddpo.Rollout:
+    """Images with made-up advantages."""
+    torch.manual_seed(2)
+    examples = rows([PROMPTS[i % 4] for i in range(images)])
+    rollout = ddpo.sample_images(chain, examples, chain.draw_noise(images), args)
+    rollout.scores = torch.linspace(-1, 1, images)
+    rollout.advantages = torch.linspace(-1.5, 1, images).sin()
+    return rollout
+
+
+def updated(chain: ddpo.Chain, rollout: ddpo.Rollout, args: ddpo.Args) -> tuple[dict, Tensor]:
+    """What optimize returns, and the weights after it: plain steps, which follow the gradient's size."""
+    optimizer = torch.optim.SGD(trained(chain), 1e-2)
+    torch.manual_seed(3)
+    stats = ddpo.optimize(chain, optimizer, rollout, args)
+    return stats, flat(chain.policy.parameters())
+
+
+def keep_gradients(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """From here on .norms and .gradients are those of all optimiser steps."""
+    kept = SimpleNamespace(norms=[], gradients=[])
+    clip = ddpo.clip_gradient
+
+    def clip_and_keep(parameters, max_norm):
+        kept.gradients.append(flat(p.grad for p in parameters))
+        kept.norms.append(clip(parameters, max_norm))
+        return kept.norms[-1]
+
+    monkeypatch.setattr(ddpo, "clip_gradient", clip_and_keep)
+    return kept
+
+
+def keep_rollouts(monkeypatch: pytest.MonkeyPatch) -> list[ddpo.Rollout]:
+    """From here on the rollouts of all epochs, as they come to the update, with the images that they had before."""
+    kept = []
+    images = []
+    sample = ddpo.sample_batch
+    update = ddpo.optimize
+
+    def sample_and_keep(*given):
+        parts = sample(*given)
+        images[:] = [part.images for part in parts]
+        return parts
+
+    def update_and_keep(chain, optimizer, rollout, args):
+        assert rollout.images is None  # once they are judged nothing needs them, and they are large
+        kept.append(replace(rollout, images=torch.cat(images)))
+        return update(chain, optimizer, rollout, args)
+
+    monkeypatch.setattr(ddpo, "sample_batch", sample_and_keep)
+    monkeypatch.setattr(ddpo, "optimize", update_and_keep)
+    return kept

@@ -1,0 +1,283 @@
+"""DDPO against the numbers of TRL 0.23: a denoising step, the loss, statistics per prompt, and whole epochs."""
+
+import json
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from runs import run
+from safetensors.torch import load_file
+from shapes import UNET, close, flat, keep_gradients, keep_rollouts, make, prompts_of, rows
+from sources import ROOT
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+import ddpo
+
+TRL = json.loads((ROOT / "tests/golden/trl023_ddpo.json").read_text())
+ARRAYS = load_file(ROOT / "tests/golden/trl023_ddpo.safetensors")
+
+
+def arrays_of(case):
+    """The arrays of a recorded case, by name."""
+    start = f"{case}/"
+    return {name.removeprefix(start): x for name, x in ARRAYS.items() if name.startswith(start)}
+
+
+# --- One denoising step -----------------------------------------------------------------------------------------------
+
+
+def scheduler_of(number):
+    """The schedule of a recorded step, in float64, and its eta."""
+    case = dict(TRL["steps"][number])
+    eta = case.pop("eta")
+    num_steps = case.pop("num_inference_steps")
+    start, end = TRL["betas"][case["beta_schedule"]]
+    scheduler = DDIMScheduler(beta_start=start, beta_end=end, set_alpha_to_one=False, **case)
+    scheduler.alphas_cumprod = ARRAYS[f"alphas_cumprod/{case['beta_schedule']}"].double()
+    scheduler.final_alpha_cumprod = scheduler.alphas_cumprod[0]
+    scheduler.set_timesteps(num_steps)
+    return scheduler, eta
+
+
+@pytest.mark.parametrize("number", range(len(TRL["steps"])))
+def test_a_step_is_trls(number):
+    """Mean, deviation, draw, log-probability and its gradient, of three images at three times."""
+    scheduler, eta = scheduler_of(number)
+    theirs = {name: x[number] if len(x) == len(TRL["steps"]) else x for name, x in arrays_of("step").items()}
+    prediction = theirs["prediction"].clone().requires_grad_()
+    mean, std = ddpo.ddim_step(scheduler, prediction, theirs["timesteps"], theirs["x"], eta)
+    drawn = mean + std * theirs["noise"]
+    logprobs = ddpo.gaussian_logprobs(theirs["given"], mean, std)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), prediction, retain_graph=True)
+    ours = {
+        "mean": mean,
+        "std": std.flatten(),
+        "drawn": drawn,
+        "drawn_logprob": ddpo.gaussian_logprobs(drawn, mean, std),
+        "given_logprob": logprobs,
+        "gradient": gradient,
+    }
+    for name, x in ours.items():
+        close(x.detach(), theirs[name], rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+# --- Loss and statistics ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", TRL["loss"]["cases"])
+def test_the_loss_is_trls(case):
+    names = ("old_logprobs", "changes", "advantages")
+    old, changes, advantages = (torch.tensor(TRL["loss"][name], dtype=torch.float64) for name in names)
+    new = (old + changes).requires_grad_()
+    advantages = advantages.clamp(-case["adv_clip_max"], case["adv_clip_max"])
+    mask = torch.ones(10, dtype=torch.bool)
+    losses, ratio, _ = ddpo.policy_loss(new, old, advantages, mask, case["clip_range"])
+    loss = losses.mean()
+    (gradient,) = torch.autograd.grad(loss, new)
+    is_clipped = (ratio - 1).abs() > case["clip_range"]
+    close(loss.detach(), case["loss"])
+    close(gradient, case["gradient"])
+    close(0.5 * (changes**2).mean(), case["approx_kl"])
+    close(is_clipped.double().mean(), case["clipfrac"])
+
+
+def test_statistics_per_prompt_are_trls():
+    """Over three epochs, in which a buffer overflows, fills, and stays too short."""
+    theirs = TRL["tracker"]
+    args = ddpo.Args(
+        per_prompt_stat_tracking_buffer_size=theirs["buffer_size"],
+        per_prompt_stat_tracking_min_count=theirs["min_count"],
+    )
+    history = {}
+    for epoch, expected in zip(theirs["epochs"], theirs["advantages"], strict=True):
+        prompts, rewards = zip(*epoch)
+        scores = torch.tensor(rewards, dtype=torch.float64)
+        close(ddpo.prompt_advantages(scores, list(prompts), history, args), expected)
+    assert json.loads(json.dumps(history)) == history  # for a checkpoint
+
+
+# --- Whole epochs -----------------------------------------------------------------------------------------------------
+
+
+def cases(*quick):
+    """All recorded epochs, of which some are quick."""
+    marks = {case: [] if case in quick else pytest.mark.slow for case in TRL["cases"]}
+    return pytest.mark.parametrize("case", [pytest.param(case, marks=mark) for case, mark in marks.items()])
+
+
+def golden_args(case, **others):
+    """TRL's settings under our names; the defaults that differ are TRL's."""
+    names = {field.name for field in fields(ddpo.Args)}
+    given = {name: value for name, value in TRL["cases"][case]["settings"].items() if name in names}
+    defaults = {"train_gradient_accumulation_steps": 1, "num_epochs": 1, "device": "cpu"}
+    return defaults | given | others
+
+
+def golden_unet():
+    """The UNet as it was at the start."""
+    unet = UNet2DConditionModel(**TRL["models"]["unet"])
+    unet.load_state_dict(arrays_of("unet"))
+    assert [name for name, _ in unet.named_parameters()] == TRL["parameters"]
+    return unet.eval()
+
+
+def orders_of(figures):
+    """What torch.randperm is to give: an order of the images, then one of the steps for each image.
+
+    TRL's row i holds the steps of the image that comes i-th, ours those of image i.
+    """
+    for order, steps in zip(figures["order"], figures["steps"]):
+        yield order
+        yield from steps[order.argsort()]
+
+
+def compare(case, stats, norms, weights, tolerance):
+    """Metrics of an epoch, norm of each gradient, and weights at the end."""
+    figures = arrays_of(case)
+    logged = TRL["cases"][case]["logged"][1:]
+    assert len(norms) == len(logged)
+    for name in ("loss", "approx_kl", "clipfrac"):
+        mean = sum(line[name] for line in logged) / len(logged)
+        close(stats[name], mean, rtol=tolerance, atol=tolerance)
+    close(torch.stack(norms), figures["grad_norms"], rtol=10 * tolerance)
+    close(stats["grad_norm"], figures["grad_norms"].mean(), rtol=10 * tolerance)
+    away = (weights - figures["weights"]).abs()
+    assert (away > tolerance).sum() <= 10  # where a gradient is near 0, Adam's first steps go by its rounding
+    assert away.max() < 1e-3
+    assert away.mean() < tolerance / 10
+
+
+@cases("accumulate", "fraction")
+def test_an_update_is_trls(case, monkeypatch):
+    """Given what TRL has sampled: each log-probability, gradients, metrics, and weights."""
+    figures = arrays_of(case)
+    args = ddpo.Args(**golden_args(case))
+    unet = golden_unet()
+    scheduler = DDIMScheduler(**TRL["models"]["scheduler"])
+    scheduler.set_timesteps(args.sample_num_steps)
+    assert torch.equal(scheduler.timesteps, figures["timesteps"])
+    pipe = SimpleNamespace(scheduler=scheduler)
+    chain = ddpo.Chain(pipe, unet, None, figures["timesteps"], figures["negative_prompt_embeds"])
+    rollout = ddpo.Rollout(
+        examples=rows(TRL["prompts"]),
+        context=figures["prompt_embeds"],
+        latents=figures["latents"],
+        old_logprobs=figures["old_logprobs"],
+        kl=None,
+        ref_means=None,
+        images=None,
+        scores=figures["rewards"],
+        advantages=figures["advantages"].clamp(-args.train_adv_clip_max, args.train_adv_clip_max),
+    )
+    logprobs = []
+    compute = ddpo.gaussian_logprobs
+
+    def compute_and_keep(*given):
+        logprobs.append(compute(*given))
+        return logprobs[-1]
+
+    kept = keep_gradients(monkeypatch)
+    orders = orders_of(figures)
+    monkeypatch.setattr(ddpo, "gaussian_logprobs", compute_and_keep)
+    monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
+    stats = ddpo.optimize(chain, ddpo.make_optimizer(args, unet), rollout, args)
+    assert not list(orders)
+    close(torch.stack(logprobs).detach(), figures["new_logprobs"], atol=1e-4)
+    if "gradients" in figures:
+        close(torch.stack(kept.gradients), figures["gradients"], rtol=1e-4, atol=1e-5)
+    compare(case, stats, kept.norms, flat(unet.parameters()), 1e-5)
+
+
+REWARD = """
+import torch
+
+
+def reward(images, prompts, metadata):
+    sides = images[..., :4].mean((1, 2, 3)) - images[..., 4:].mean((1, 2, 3))
+    return 10 * sides + torch.tensor([0.2 * (row["index"] % 3) for row in metadata]), {}
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """TRL's models as a pipeline in a folder, its prompts, and its reward, as settings."""
+    folder = tmp_path_factory.mktemp("golden")
+    models = TRL["models"]
+    text_encoder = CLIPTextModel(CLIPTextConfig(**models["text_encoder"]))
+    weights = {name.split("text_model.")[1]: x for name, x in arrays_of("text_encoder").items()}
+    names = text_encoder.state_dict().keys()
+    text_encoder.load_state_dict({name: weights[name.removeprefix("text_model.")] for name in names})
+    vocab = {token: i for i, token in enumerate(models["tokens"])}
+    pipe = StableDiffusionPipeline(
+        unet=golden_unet(),
+        text_encoder=text_encoder,
+        tokenizer=CLIPTokenizer(vocab, [], model_max_length=8),
+        scheduler=DDIMScheduler(**models["scheduler"]),
+        vae=make().identity_vae(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.save_pretrained(folder / "sd")
+    data = [json.dumps({"prompt": prompt, "index": i}) for i, prompt in enumerate(TRL["prompts"])]
+    (folder / "prompts.jsonl").write_text("\n".join(data))
+    (folder / "reward.py").write_text(REWARD)
+    return {
+        "model": str(folder / "sd"),
+        "dataset": str(folder / "prompts.jsonl"),
+        "reward_fn": (f"{folder}/reward.py:reward",),
+    }
+
+
+def noise_of(figures, chain, args):
+    """What torch.randn is to give: x_N, and what leads from each of TRL's latents to the next one, in batches."""
+    for latents, context in zip(figures["latents"].split(4), figures["prompt_embeds"].split(4)):
+        draws = [latents[:, 0]]
+        for i, t in enumerate(chain.timesteps):
+            with torch.no_grad():
+                mean, std = chain.step(latents[:, i], t.expand(4), context, args)
+            draws.append((latents[:, i + 1] - mean) / std)
+        yield torch.stack(draws, 1)
+
+
+@cases("accumulate", "per_prompt")
+def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
+    """`train` itself, on TRL's models: what it samples from TRL's noise, scores, advantages, metrics, and weights."""
+    figures = arrays_of(case)
+    settings = golden_args(case, **world)
+    args = ddpo.Args(**settings)
+    chain = ddpo.load_chain(args)
+    close(chain.negative, figures["negative_prompt_embeds"])
+    close(chain.timesteps, figures["timesteps"])
+    noise = iter(list(noise_of(figures, chain, args)))
+    orders = orders_of(figures)
+    randn = torch.randn
+
+    def draw(*shape, generator=None):
+        return randn(*shape, generator=generator) if generator else next(noise)  # a generator draws for the pictures
+
+    kept = keep_gradients(monkeypatch)
+    rollouts = keep_rollouts(monkeypatch)
+    monkeypatch.setattr(ddpo, "shuffled", lambda n, *_: list(range(n)))
+    monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
+    monkeypatch.setattr(torch, "randn", draw)
+    (stats,) = run(ddpo, tmp_path, **settings)
+    assert not list(noise)
+    assert not list(orders)
+
+    (rollout,) = rollouts
+    assert prompts_of(rollout) == TRL["prompts"]
+    assert [row["index"] for row in rollout.examples] == list(range(8))
+    close(rollout.context, figures["prompt_embeds"], atol=1e-5)
+    close(rollout.latents, figures["latents"], atol=1e-4)
+    close(rollout.old_logprobs, figures["old_logprobs"], atol=1e-4)
+    close(rollout.images, figures["images"].expand(-1, 3, -1, -1), atol=1e-4)
+    close(rollout.scores, figures["rewards"], atol=1e-4)
+    advantages = figures["advantages"].clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
+    close(rollout.advantages, advantages, atol=1e-3)
+    for name in ("reward_mean", "reward_std"):
+        close(stats[name], TRL["cases"][case]["logged"][0][name], atol=1e-4)
+    weights = load_file(tmp_path / UNET)
+    compare(case, stats, kept.norms, flat(weights[name] for name in TRL["parameters"]), 2e-5)
