@@ -185,7 +185,7 @@ def train(args: Args) -> None:
 
     prompts = load_prompts(args)
     batch_size, num_steps = choose_sizes(args, chain)
-    rewards = make_rewards(args)
+    rewards = make_reward_fns(args)
 
     optimizer = make_optimizer(args, chain.policy)
     schedule = get_scheduler("constant", optimizer)
@@ -539,7 +539,7 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def warn_about(rollout: Rollout) -> None:
-    """What a library leaves to its users to notice; Python shows a warning once."""
+    """Warns, once each, if no response stops, or if all scores are equal."""
     if not rollout.advantages.any():
         warnings.warn(
             "all rewards of an epoch, or of each of its prompts, are equal, so there is nothing to learn from: look at "
@@ -634,7 +634,7 @@ def decode_latents(pipe: "diffusers.StableDiffusionPipeline", latents: Tensor, a
     return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
 
 
-def make_rewards(args: Args) -> dict[str, Callable[[Rollout], Tensor]]:
+def make_reward_fns(args: Args) -> dict[str, Callable[[Rollout], Tensor]]:
     """What --reward-fn names, by name: functions from a part of an epoch to rewards (b,), NaN where one said None."""
     rewards = {}
     for spec in args.reward_fn:
@@ -779,7 +779,7 @@ def batch(rows: list, number: int, size: int, seed: int) -> list:
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
     """The numbers below n in a random order, which follows from the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: other seeds than those of steps
     return torch.randperm(n, generator=generator).tolist()
 
 
@@ -790,7 +790,7 @@ def make_seed(*numbers: int) -> int:
 
 
 def autocast(args: Args) -> torch.autocast:
-    """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    """bfloat16 if --bf16 asks for it; trained weights, losses and everything after the logits stay float32."""
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
 
 
@@ -809,12 +809,13 @@ def start(args: Args) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     torch.backends.cudnn.allow_tf32 = False  # on by default in convolutions; it would move ratios out of the clip range
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+        backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()))
     set_seed(args.seed)
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of x over all processes."""
+    """The sum of x over all processes, in place."""
     if WORLD_SIZE > 1:
         dist.all_reduce(x)
     return x
@@ -848,9 +849,10 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 class Run:
     """What a run shows and leaves: progress bar, metrics.jsonl, W&B, checkpoints; in the end pipeline and curves.
 
-    A number is logged by putting it into the stats, under any name. A checkpoint is a folder: each process writes its
-    shards of weights and moments into it, as safetensors; process 0 then adds state.json, and gives it its name. On a
-    CPU a resumed run is, bit for bit, the one that was never interrupted.
+    A step of a run is an update. A number is logged by putting it into the stats, under any name (one that ends in
+    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
+    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
+    that was never interrupted.
     """
 
     def __init__(
@@ -872,7 +874,7 @@ class Run:
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.broken = 0  # steps in a row without a finite gradient
+        self.broken = 0  # updates in a row with a gradient that was not finite
         self.is_told_to_stop = False
         now = time.strftime("%Y%m%d-%H%M%S")
         name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
@@ -883,6 +885,8 @@ class Run:
             self.open_folder()
         if args.resume:
             self.restore()
+        if not RANK:
+            (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()
@@ -895,7 +899,6 @@ class Run:
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
-        (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
 
     def start_wandb(self) -> None:
@@ -916,7 +919,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left; each begins with its own seed and ends with a checkpoint, if due.
 
-        After Ctrl-C or SIGTERM, unless they are ignored, as by nohup, the step that was begun is the last one.
+        After Ctrl-C or SIGTERM, unless they are ignored (as Ctrl-C is in a script's background jobs), the step that was
+        begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
         """
         signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
         handlers = {number: signal.signal(number, self.heed) for number in signals}
@@ -928,8 +932,8 @@ class Run:
                 yield self.step
                 require(
                     self.broken < 5,
-                    "the gradient was NaN or infinite five times in a row, and no such step was made: most often the "
-                    "learning rate is too high",
+                    "the gradient was NaN or infinite in five updates in a row, and no such step was made: "
+                    "the learning rate may be too high",
                 )
                 must_stop = bool(all_reduce(torch.tensor(int(self.is_told_to_stop))))  # one process is told, all stop
                 if must_stop or self.is_due(self.args.save_steps):
@@ -1099,7 +1103,7 @@ def read_command_line() -> Args:
 
 
 def main() -> None:
-    """Trains with the settings of the command line; under torchrun, process 0 alone prints."""
+    """Trains with the settings of the command line; under torchrun, process 0 alone prints what is no error."""
     if RANK:
         sys.stdout = open(os.devnull, "w")
     train(read_command_line())

@@ -83,7 +83,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable import checkpoint as recompute_activations
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -126,8 +126,10 @@ class Args:
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
-    warmup_ratio: Share = 0.1  # share of the run in which the learning rate rises to its value
+    lr_scheduler_type: Name = (
+        "linear"  # a name of transformers.get_scheduler that needs no more arguments (TRL: linear to 0)
+    )
+    warmup_ratio: Share = 0.1  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
@@ -142,7 +144,7 @@ class Args:
     # --- Model: a folder, or a name on the hub ---
     # the policy to start from, which is also the reference
     model: Name = "toy/sft"
-    lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
+    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
     lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
@@ -510,7 +512,7 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
     if reference is not policy:
         yield
         return
-    reshard(policy)  # the switch changes requires_grad, which must be that of the shards
+    reshard(policy)  # so that the switch sets requires_grad of the shards, not of gathered weights
     policy.disable_adapters()
     try:
         yield
@@ -720,7 +722,8 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
+    Refuses one that lacks weights, which the library would draw at random, or has unknown ones; those of a new head may
+    be missing.
     """
     path = locate(name)
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
@@ -745,7 +748,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     """Lets each layer forget its activations and compute them again in the backward pass."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            checkpoint(module)
+            recompute_activations(module)
 
 
 def use_bfloat16(model: nn.Module) -> None:
@@ -801,7 +804,7 @@ def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
     """The numbers below n in a random order, which follows from the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: other seeds than those of steps
     return torch.randperm(n, generator=generator).tolist()
 
 
@@ -818,7 +821,7 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def autocast(args: Args) -> torch.autocast:
-    """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    """bfloat16 if --bf16 asks for it; trained weights, losses and everything after the logits stay float32."""
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
 
 
@@ -848,8 +851,8 @@ def start(args: Args) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Else glibc returns large tensors to the system and gets them back page by page: up to half of the time, where the
-    vocabulary is large. The numbers are those of glibc's malloc.h."""
+    """Tells glibc to. Else it returns large tensors to the system and gets them back page by page: up to half of the
+    time, where the vocabulary is large. The numbers are those of glibc's malloc.h."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -857,7 +860,7 @@ def keep_freed_memory() -> None:
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of x over all processes."""
+    """The sum of x over all processes, in place."""
     if WORLD_SIZE > 1:
         dist.all_reduce(x)
     return x
@@ -890,16 +893,16 @@ def shard(model: nn.Module | None, args: Args) -> None:
     model.to("meta")  # process 0, too, which alone holds the weights
     tie(model)
     if is_trained or args.zero_stage == 3:
-        split(model, args)
+        shard_layers(model, args)
     else:
         model.to_empty(device=args.device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
     set_model_state_dict(model, {} if RANK else weights, options=options)
-    for name, buffer in buffers.items():  # those that no state dict holds, such as rotary frequencies
-        owner, _, name = name.rpartition(".")
+    for name, buffer in buffers.items():  # a state dict lacks some of them, such as rotary frequencies
+        owner, _, last = name.rpartition(".")
         received = torch.empty_like(buffer, device=args.device) if RANK else buffer.to(args.device)
         dist.broadcast(received, 0)
-        model.get_submodule(owner)._buffers[name] = received
+        model.get_submodule(owner)._buffers[last] = received
     tie(model)
 
 
@@ -917,7 +920,7 @@ def tie(model: nn.Module) -> None:
             module.tie_weights()
 
 
-def split(model: nn.Module, args: Args) -> None:
+def shard_layers(model: nn.Module, args: Args) -> None:
     """Shards a model by torch's FSDP2, a layer at a time."""
     device_type = torch.device(args.device).type
     size = args.shard_size or WORLD_SIZE
@@ -925,7 +928,7 @@ def split(model: nn.Module, args: Args) -> None:
     options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
     if args.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]  # its blocks
     roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
     for module in layers + roots:
         fully_shard(module, **options)
@@ -951,9 +954,10 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 class Run:
     """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
 
-    A number is logged by putting it into the stats, under any name. A checkpoint is a folder: each process writes its
-    shards of weights and moments into it, as safetensors; process 0 then adds state.json, and gives it its name. On a
-    CPU a resumed run is, bit for bit, the one that was never interrupted.
+    A step of a run is an update. A number is logged by putting it into the stats, under any name (one that ends in
+    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
+    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
+    that was never interrupted.
     """
 
     def __init__(
@@ -975,7 +979,7 @@ class Run:
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.broken = 0  # steps in a row without a finite gradient
+        self.broken = 0  # updates in a row with a gradient that was not finite
         self.is_told_to_stop = False
         now = time.strftime("%Y%m%d-%H%M%S")
         name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
@@ -986,6 +990,8 @@ class Run:
             self.open_folder()
         if args.resume:
             self.restore()
+        if not RANK:
+            (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()
@@ -998,7 +1004,6 @@ class Run:
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
-        (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
 
     def start_wandb(self) -> None:
@@ -1019,7 +1024,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left; each begins with its own seed and ends with a checkpoint, if due.
 
-        After Ctrl-C or SIGTERM, unless they are ignored, as by nohup, the step that was begun is the last one.
+        After Ctrl-C or SIGTERM, unless they are ignored (as Ctrl-C is in a script's background jobs), the step that was
+        begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
         """
         signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
         handlers = {number: signal.signal(number, self.heed) for number in signals}
@@ -1031,8 +1037,8 @@ class Run:
                 yield self.step
                 require(
                     self.broken < 5,
-                    "the gradient was NaN or infinite five times in a row, and no such step was made: most often the "
-                    "learning rate is too high",
+                    "the gradient was NaN or infinite in five updates in a row, and no such step was made: "
+                    "the learning rate may be too high",
                 )
                 must_stop = bool(all_reduce(torch.tensor(int(self.is_told_to_stop))))  # one process is told, all stop
                 if must_stop or self.is_due(self.args.save_steps):
@@ -1226,7 +1232,7 @@ def read_command_line() -> Args:
 
 
 def main() -> None:
-    """Trains with the settings of the command line; under torchrun, process 0 alone prints."""
+    """Trains with the settings of the command line; under torchrun, process 0 alone prints what is no error."""
     if RANK:
         sys.stdout = open(os.devnull, "w")
     train(read_command_line())

@@ -22,6 +22,7 @@ For each batch of prompts:
   4. advantage  delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t;  whiten A
   5. loss       ratio_t = pi(y_t) / pi_old(y_t);  policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
                 value: mean_t 1/2 max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, +-eps_v) - R_t)^2)
+                minimised: policy + vf_coef * value
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
   7. adapt      kl_coef, if asked, so that the KL approaches a target
 
@@ -90,7 +91,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable import checkpoint as recompute_activations
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -142,7 +143,7 @@ class Args:
     target_kl: Positive | None = None  # stop updating on a batch once approxkl exceeds 1.5 times this (TRL 0.7)
 
     # --- KL to the reference ---
-    # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: little moves
+    # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: the policy hardly moves
     kl_coef: NonNegative = 0.05
     # per token, with d = log(pi/ref): k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
     kl_estimator: Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"] = "k1"
@@ -162,17 +163,21 @@ class Args:
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
     learning_rate: Positive | None = None
-    critic_learning_rate: Positive | None = None  # the critic's; by default the policy's
+    critic_learning_rate: Positive | None = (
+        None  # the critic's, all of which learns; by default the policy's (mind LoRA)
+    )
     critic_warmup_updates: Natural = 0  # first updates, in which only the critic learns
-    lr_scheduler_type: Name = "linear"  # any name that transformers.get_scheduler knows (TRL: linear to 0)
-    warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises to its value
+    lr_scheduler_type: Name = (
+        "linear"  # a name of transformers.get_scheduler that needs no more arguments (TRL: linear to 0)
+    )
+    warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
     adam_epsilon: Positive = 1e-8  # AdamW's (torch and TRL; the N+ details take 1e-5)
     max_grad_norm: Positive = 1.0  # the gradients of policy and critic are each clipped to this norm
 
     # --- Batch sizes ---
-    # responses per update, on all GPUs together; by default 64 (on a CPU over 30M: 8)
+    # responses per update, on all GPUs together; by default 64 (on a CPU, for a policy over 30M: 8)
     batch_size: Count | None = None
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
     # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
@@ -186,7 +191,7 @@ class Args:
     reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; of several, the sum
     reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL). 0: logged alone
     critic: Literal["separate", "shared"] = "separate"  # its own network, or a head on the policy's trunk (TRL 0.7)
-    lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the reference is the policy without them
+    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
     lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
@@ -247,7 +252,7 @@ def train(args: Args) -> None:
     start(args)
 
     policy = load_policy(args)
-    reward_model = load_reward_model(args, policy)
+    reward_model = load_reward_model(args)
     critic = make_critic(args, policy, reward_model)
     reference = make_reference(args, policy)
     ema = deepcopy(policy) if args.ema_decay else None
@@ -256,28 +261,28 @@ def train(args: Args) -> None:
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     texts = load_pretrain_texts(args, policy)
-    args = choose_sizes(args, policy, len(prompts))
-    rewards = make_rewards(args, policy, reward_model)
+    args = choose_sizes(args, policy, len(prompts))  # from here on no size is None
+    reward_fns = make_reward_fns(args, policy, reward_model)
     num_updates = args.total_episodes // args.batch_size
 
     optimizer = make_optimizer(args, policy, critic)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    follow(ema, policy, optimizer, args)
+    follow(ema, policy, optimizer, args)  # by a hook of the optimiser
     memory = {"kl_coef": args.kl_coef, "scores": []}  # what lasts from update to update besides weights
     run = Run(args, num_updates, optimizer, schedule, memory, model=policy, critic=critic, ema=ema)
     for update in run.steps():
         if update <= args.critic_warmup_updates:
-            optimizer.param_groups[0]["lr"] = 0.0  # the policy's
+            optimizer.param_groups[0]["lr"] = 0.0  # the policy's weights stay; its moments already fill
         examples = batch(prompts, update - 1, args.batch_size, args.seed)
         with run.clock("rollout"):
             rollout = sample_batch(policy, examples, args)  # 1
         with run.clock("score"):
             score_reference(rollout, policy, reference, args)  # 2
             rollout.values = rollout.map(lambda r: critic_values(policy, critic, r), args)
-            score_responses(rollout, rewards, args)
-        rollout.kl_coef = memory["kl_coef"]
-        scores = scale_scores(rollout.scores, memory["scores"], args)  # 3
-        rollout.rewards = shape_rewards(scores, rollout.kl, rollout.mask, rollout.kl_coef)
+            score_responses(rollout, reward_fns, args)
+        rollout.kl_coef = memory["kl_coef"] if args.adaptive_kl else args.kl_coef
+        scaled_scores = scale_scores(rollout.scores, memory["scores"], args)
+        rollout.rewards = shape_rewards(scaled_scores, rollout.kl, rollout.mask, rollout.kl_coef)  # 3
         if args.whiten_rewards:
             rollout.rewards = masked_whiten(rollout.rewards, rollout.mask, shift_mean=False)
         advantages, rollout.returns = gae(rollout.rewards, rollout.values, rollout.mask, args.gamma, args.lam)  # 4
@@ -288,7 +293,7 @@ def train(args: Args) -> None:
         stats["val/explained_variance"] = explained_variance(rollout)
         stats["lr"] = optimizer.param_groups[0]["lr"]
         if eval_prompts and run.is_due(args.eval_steps):
-            stats |= evaluate(policy, reference, rewards, eval_prompts, args)
+            stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
         report(run, stats, rollout, policy, args)
         if args.adaptive_kl:
             memory["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)  # 7
@@ -311,7 +316,7 @@ class Rollout:
     old_logprobs: Tensor  # (B, T), under the policy that drew the responses
     examples: list[dict]  # B rows of the dataset, those of the prompts
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; its step fills it in, as what follows
+    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; None, as all below, until its step
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T), by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
@@ -359,7 +364,8 @@ class Rollout:
     def map(self, function: Callable[["Rollout"], Tensor], args: Args) -> Tensor:
         """What a function gives for b episodes at a time, (b, T) or (b,), put together for all B.
 
-        Micro-batches are of similar length, so that little is computed on padding; each process takes its share.
+        Without gradient, under autocast. Micro-batches are of similar length, so that little is computed on padding;
+        each process takes its share.
         """
         B, T = self.mask.shape
         order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
@@ -498,7 +504,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and the entropy in nats, without gradient."""
+    """token_logprobs, and the entropy (B, T) in nats, which carries no gradient."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
@@ -578,11 +584,11 @@ def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
     return critic(r, output.hidden_states[-1])
 
 
-def score_responses(rollout: Rollout, rewards: dict[str, Callable], args: Args) -> None:
-    """The rewards' part of step 2, in training and evaluation alike: fills in rewards_by_name and scores (B,)."""
-    rollout.rewards_by_name = {name: function(rollout) for name, function in rewards.items()}
-    said = torch.stack([~x.isnan() for x in rollout.rewards_by_name.values()])  # (K, B)
-    require(said.any(0).all(), "a response has no reward at all: each of --reward-fn gave None")
+def score_responses(rollout: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args) -> None:
+    """The part of step 2 that evaluation shares: fills in rewards_by_name and scores (B,)."""
+    rollout.rewards_by_name = {name: function(rollout) for name, function in reward_fns.items()}
+    is_given = torch.stack([~x.isnan() for x in rollout.rewards_by_name.values()])  # (K, B)
+    require(is_given.any(0).all(), "a response has no reward at all: each of --reward-fn gave None or NaN")
     scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
     rollout.scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
@@ -776,7 +782,8 @@ def optimize(
     texts: list[list[int]],
     args: Args,
 ) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all tokens seen."""
+    """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch, unless its ratio is huge or its
+    gradient not finite. Returns means over all tokens seen."""
     sums = Counter()
     per_step = Counter()  # what is logged of each step, summed
     steps = 0
@@ -810,7 +817,8 @@ def optimize(
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
-    """The metrics that describe a batch before the update, by the formulas of step 3 (change them together)."""
+    """The metrics that describe a batch before the update, by the formulas of step 3 (change them together), with the
+    scores before scaling and clipping. The names are TRL's: val/ is value."""
     per_row = lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()  # noqa: E731
     kl = per_row(rollout.kl)
     score = rollout.scores.mean().item()
@@ -818,7 +826,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
         "objective/kl": kl,
         "objective/kl_k3": per_row(kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3")),
         "objective/kl_coef": rollout.kl_coef,
-        "objective/entropy": per_row(-rollout.old_logprobs),
+        "objective/entropy": per_row(-rollout.old_logprobs),  # an estimate from the drawn tokens
         "objective/non_score_reward": -rollout.kl_coef * kl,
         "objective/rlhf_reward": score - rollout.kl_coef * kl,
         "objective/scores": score,
@@ -850,7 +858,7 @@ def explained_variance(rollout: Rollout) -> float:
 def evaluate(
     policy: nn.Module,
     reference: nn.Module,
-    rewards: dict[str, Callable[[Rollout], Tensor]],
+    reward_fns: dict[str, Callable[[Rollout], Tensor]],
     prompts: list[dict],
     args: Args,
 ) -> dict[str, float]:
@@ -858,12 +866,12 @@ def evaluate(
 
     Their KL is taken at the training temperature; on distributions sharpened to one token it would say little.
     """
-    answers = replace(args, temperature=args.eval_temperature, response_length_min=None)
+    eval_args = replace(args, temperature=args.eval_temperature, response_length_min=None)
     extra = -len(prompts) % WORLD_SIZE  # so that all processes have equally many
-    rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], answers)
+    rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], eval_args)
     rollout.old_logprobs = compute_logprobs(policy, rollout, args)
     score_reference(rollout, policy, reference, args)
-    score_responses(rollout, rewards, args)
+    score_responses(rollout, reward_fns, args)
     stats = rollout_stats(rollout.select(torch.arange(len(prompts), device=rollout.mask.device)))
     names = ("objective/scores", "objective/kl", "val/eos_share", "val/response_length")
     return {f"eval/{name.split('/')[1]}": stats[name] for name in names}
@@ -895,7 +903,7 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
-    """What a library leaves to its users to notice; Python shows a warning once."""
+    """Warns, once each, if no response stops, or if all scores are equal."""
     if policy.stop_token_id is not None and not rollout.ended.any():
         warnings.warn(
             "no response ends with the stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
@@ -993,18 +1001,19 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
         ids = [int(text)]
     else:
         ids = tokenizer.encode(text, add_special_tokens=False)
-    is_token = len(ids) == 1 and ids[0] in range(len(tokenizer)) and ids[0] != tokenizer.unk_token_id
+    is_unknown = ids == [tokenizer.unk_token_id] and ids != [tokenizer.eos_token_id]  # in GPT-2 they are one token
+    is_token = len(ids) == 1 and ids[0] in range(len(tokenizer)) and not is_unknown
     require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
     return ids[0]
 
 
-def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
+def load_reward_model(args: Args) -> nn.Module | None:
     """The reward model, frozen; None if functions alone give the reward."""
     if "reward_model" not in args.reward_fn:
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
-    labels = model.config.num_labels
-    require(labels == 1, f"{args.reward_model} has {labels} labels: --reward-fn rewards/classifier.py:score takes one")
+    is_fit = model.config.num_labels == 1 and hasattr(model, "score")
+    require(is_fit, f"{args.reward_model} has several labels, or is no causal model: see rewards/classifier.py")
     return model.requires_grad_(False)
 
 
@@ -1056,7 +1065,7 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
     if reference is not policy:
         yield
         return
-    reshard(policy)  # the switch changes requires_grad, which must be that of the shards
+    reshard(policy)  # so that the switch sets requires_grad of the shards, not of gathered weights
     policy.disable_adapters()
     try:
         yield
@@ -1073,23 +1082,24 @@ def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
     return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
-def make_rewards(
+def make_reward_fns(
     args: Args, policy: nn.Module, reward_model: nn.Module | None
 ) -> dict[str, Callable[[Rollout], Tensor]]:
     """What --reward-fn names, by name: functions from a rollout to rewards (B,), NaN where one said None."""
-    rewards = {}
+    reward_fns = {}
     for spec in args.reward_fn:
         name = spec.rpartition(":")[2]
-        require(name not in rewards, f"--reward-fn: two of them are called {name!r}; rename one")
+        require(name not in reward_fns, f"--reward-fn: two of them are called {name!r}; rename one")
         if spec == "reward_model":
-            rewards[name] = model_reward(reward_model, policy, args)
+            reward_fns[name] = model_reward(reward_model, policy, args)
         else:
-            rewards[name] = function_reward(spec, policy, args)
-    return rewards
+            reward_fns[name] = function_reward(spec, policy, args)
+    return reward_fns
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """The reward model's output. If it does not read the policy's tokens, the text is decoded and encoded again."""
+    """The reward model's output. If it does not read the policy's tokens, the text is decoded, without special tokens,
+    and encoded again; of a text that is too long the end is read."""
     is_ours = same_tokens(policy, model)
     end = [] if model.tokenizer.eos_token_id is None else [model.tokenizer.eos_token_id]
 
@@ -1125,8 +1135,8 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
     """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
-    It is called by keyword, with prompts, completions, completion_ids and the columns of the dataset: lists with one
-    value per row. If the prompts are messages, so are the completions. It is given copies.
+    It is called by keyword, with prompts, completions, completion_ids, the prompts' input_ids and the columns of the
+    dataset: lists with one value per row. If the prompts are messages, so are the completions. It is given copies.
     """
     function = load_function(spec)
 
@@ -1140,9 +1150,10 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         given["completions"] = policy.tokenizer.batch_decode(given["completion_ids"], skip_special_tokens=True)
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        said = function(**given)
-        require(len(said) == len(rows), f"{spec} gave {len(said)} rewards for {len(rows)} completions")
-        return all_gather(torch.tensor([math.nan if x is None else float(x) for x in said], device=args.device))
+        with torch.random.fork_rng(devices=[]):  # whatever it draws, all processes go on with the same numbers
+            values = function(**given)
+        require(len(values) == len(rows), f"{spec} gave {len(values)} rewards for {len(rows)} completions")
+        return all_gather(torch.tensor([math.nan if x is None else float(x) for x in values], device=args.device))
 
     return reward
 
@@ -1230,8 +1241,8 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
     batch_size = args.batch_size or (8 if on_cpu and size > 30e6 else 64)
     if per_device and args.batch_size is None:
         batch_size = per_device * args.gradient_accumulation_steps * parts
-    mini_batches = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
-    require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {mini_batches}")
+    divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
+    require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
     fits_cpu = 4 if policy.config.get_text_config().vocab_size > 10_000 else 16  # logits take most of the memory
     micro_batch_size = args.micro_batch_size or per_device or (fits_cpu if on_cpu else batch_size // parts)
 
@@ -1251,7 +1262,7 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         total_episodes=episodes,
-        num_train_epochs=None,  # a resumed run may be given another length in either way
+        num_train_epochs=None,  # else it would overrule --total-episodes of a resumed run
     )
 
 
@@ -1302,7 +1313,8 @@ def locate(name: str) -> str:
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
     """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has others; a new head's may be missing.
+    Refuses one that lacks weights, which the library would draw at random, or has unknown ones; those of a new head may
+    be missing.
     """
     path = locate(name)
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
@@ -1327,7 +1339,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     """Lets each layer forget its activations and compute them again in the backward pass."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            checkpoint(module)
+            recompute_activations(module)
 
 
 def use_bfloat16(model: nn.Module) -> None:
@@ -1396,7 +1408,7 @@ def batch(rows: list, number: int, size: int, seed: int) -> list:
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
     """The numbers below n in a random order, which follows from the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: other seeds than those of steps
     return torch.randperm(n, generator=generator).tolist()
 
 
@@ -1413,7 +1425,7 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def autocast(args: Args) -> torch.autocast:
-    """bfloat16 if --bf16 asks for it; weights, losses and everything after the logits stay float32."""
+    """bfloat16 if --bf16 asks for it; trained weights, losses and everything after the logits stay float32."""
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
 
 
@@ -1443,8 +1455,8 @@ def start(args: Args) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Else glibc returns large tensors to the system and gets them back page by page: up to half of the time, where the
-    vocabulary is large. The numbers are those of glibc's malloc.h."""
+    """Tells glibc to. Else it returns large tensors to the system and gets them back page by page: up to half of the
+    time, where the vocabulary is large. The numbers are those of glibc's malloc.h."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -1452,7 +1464,7 @@ def keep_freed_memory() -> None:
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of x over all processes."""
+    """The sum of x over all processes, in place."""
     if WORLD_SIZE > 1:
         dist.all_reduce(x)
     return x
@@ -1485,16 +1497,16 @@ def shard(model: nn.Module | None, args: Args) -> None:
     model.to("meta")  # process 0, too, which alone holds the weights
     tie(model)
     if is_trained or args.zero_stage == 3:
-        split(model, args)
+        shard_layers(model, args)
     else:
         model.to_empty(device=args.device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
     set_model_state_dict(model, {} if RANK else weights, options=options)
-    for name, buffer in buffers.items():  # those that no state dict holds, such as rotary frequencies
-        owner, _, name = name.rpartition(".")
+    for name, buffer in buffers.items():  # a state dict lacks some of them, such as rotary frequencies
+        owner, _, last = name.rpartition(".")
         received = torch.empty_like(buffer, device=args.device) if RANK else buffer.to(args.device)
         dist.broadcast(received, 0)
-        model.get_submodule(owner)._buffers[name] = received
+        model.get_submodule(owner)._buffers[last] = received
     tie(model)
 
 
@@ -1512,7 +1524,7 @@ def tie(model: nn.Module) -> None:
             module.tie_weights()
 
 
-def split(model: nn.Module, args: Args) -> None:
+def shard_layers(model: nn.Module, args: Args) -> None:
     """Shards a model by torch's FSDP2, a layer at a time."""
     device_type = torch.device(args.device).type
     size = args.shard_size or WORLD_SIZE
@@ -1520,7 +1532,7 @@ def split(model: nn.Module, args: Args) -> None:
     options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
     if args.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]  # its blocks
     roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
     for module in layers + roots:
         fully_shard(module, **options)
@@ -1561,9 +1573,10 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 class Run:
     """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
 
-    A number is logged by putting it into the stats, under any name. A checkpoint is a folder: each process writes its
-    shards of weights and moments into it, as safetensors; process 0 then adds state.json, and gives it its name. On a
-    CPU a resumed run is, bit for bit, the one that was never interrupted.
+    A step of a run is an update. A number is logged by putting it into the stats, under any name (one that ends in
+    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
+    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
+    that was never interrupted.
     """
 
     def __init__(
@@ -1585,7 +1598,7 @@ class Run:
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.broken = 0  # steps in a row without a finite gradient
+        self.broken = 0  # updates in a row with a gradient that was not finite
         self.is_told_to_stop = False
         now = time.strftime("%Y%m%d-%H%M%S")
         name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
@@ -1596,6 +1609,8 @@ class Run:
             self.open_folder()
         if args.resume:
             self.restore()
+        if not RANK:
+            (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()
@@ -1608,7 +1623,6 @@ class Run:
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
-        (self.output / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
 
     def start_wandb(self) -> None:
@@ -1629,7 +1643,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left; each begins with its own seed and ends with a checkpoint, if due.
 
-        After Ctrl-C or SIGTERM, unless they are ignored, as by nohup, the step that was begun is the last one.
+        After Ctrl-C or SIGTERM, unless they are ignored (as Ctrl-C is in a script's background jobs), the step that was
+        begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
         """
         signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
         handlers = {number: signal.signal(number, self.heed) for number in signals}
@@ -1641,8 +1656,8 @@ class Run:
                 yield self.step
                 require(
                     self.broken < 5,
-                    "the gradient was NaN or infinite five times in a row, and no such step was made: most often the "
-                    "learning rate is too high",
+                    "the gradient was NaN or infinite in five updates in a row, and no such step was made: "
+                    "the learning rate may be too high",
                 )
                 must_stop = bool(all_reduce(torch.tensor(int(self.is_told_to_stop))))  # one process is told, all stop
                 if must_stop or self.is_due(self.args.save_steps):
@@ -1836,7 +1851,7 @@ def read_command_line() -> Args:
 
 
 def main() -> None:
-    """Trains with the settings of the command line; under torchrun, process 0 alone prints."""
+    """Trains with the settings of the command line; under torchrun, process 0 alone prints what is no error."""
     if RANK:
         sys.stdout = open(os.devnull, "w")
     train(read_command_line())

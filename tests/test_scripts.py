@@ -28,7 +28,7 @@ OF_THE_ALGORITHM = """
     show_samples load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs encode_pair
     default_rate"""
 OF_IMAGES = """
-    join add_adapter sample_batch mini_batches warn_about make_rewards function_reward load_prompts check_first_ratio
+    join add_adapter sample_batch mini_batches warn_about make_reward_fns function_reward load_prompts check_first_ratio
     start Run.tensors save_model write_card"""
 
 
@@ -191,7 +191,7 @@ def test_inline_metadata_agrees_with_requirements(script):
     header = re.search(r"^# dependencies = \[\n(.*?)^# \]", text_of(script), re.MULTILINE | re.DOTALL)[1]
     inline = set(re.findall(r'"([^"]+)"', header))
     pinned = {line.split("#")[0].strip() for line in text_of("requirements.txt").splitlines()} - {""}
-    beside = {"pytest", "pytest-xdist", "hypothesis", "peft", "httpx2"}  # tests, --lora-r, benchmarks/winrate.py
+    beside = {"pytest", "pytest-xdist", "hypothesis", "peft", "httpx2"}  # tests, --lora-r, tools/compare.py
     beside |= {"rich"} if script == "ddpo.py" else {"diffusers"}  # ddpo.py shows images, and no tables
     assert inline == {package for package in pinned if package.split("==")[0] not in beside}
 
