@@ -56,10 +56,9 @@ def test_a_single_token_is_no_reason_for_nan():
     assert ppo.masked_whiten(randn(2, 3), mask).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["trl07_masked_whiten", "trl016_masked_whiten"])
-def test_whitening_against_trl(name):
-    """Whitening with and without shifting the mean against TRL 0.7.11 and 0.16.1."""
-    i, o = golden(name)
+def test_whitening_against_trl016():
+    """With and without shifting the mean."""
+    i, o = golden("trl016_masked_whiten")
     mask = i["mask"].bool()
     close(ppo.masked_whiten(i["values"], mask), o["shift_mean_true"], mask)
     close(ppo.masked_whiten(i["values"], mask, shift_mean=False), o["shift_mean_false"], mask)
@@ -100,19 +99,6 @@ def test_rewards_add_up_to_the_score_less_the_kl():
     last = MASK.sum(1) - 1
     close((rewards + 0.3 * kl)[torch.arange(B), last], scores)
     assert (rewards[~MASK] == 0).all()
-
-
-@pytest.mark.parametrize("name", names("trl07_rewards_kl_penalty_*"))
-def test_rewards_against_trl07(name):
-    """KL, its penalty, and the score on the last real token, under each of TRL 0.7.11's KL penalties."""
-    i, o = golden(name)
-    mask = i["mask"].bool()
-    if i["kl_penalty"] == "full":  # log-probabilities (B, T, V), which are logits too
-        kl = ppo.full_kl(i["logprobs"], i["ref_logprobs"])
-    else:
-        kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], i["kl_penalty"])
-    close(kl, o["kl"], mask)
-    close(ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"]), o["rewards"], mask)
 
 
 def test_rewards_against_openrlhf():
@@ -179,19 +165,9 @@ def trl07_advantages(rewards, values, mask, gamma, lam, whiten_rewards):
     return ppo.masked_whiten(advantages, mask), returns
 
 
-@pytest.mark.parametrize("name", names("trl07_gae_*"))
-def test_gae_against_trl07(name):
-    """GAE, reward and advantage whitening against TRL 0.7.11."""
-    i, o = golden(name)
-    mask = i["mask"].bool()
-    advantages, returns = trl07_advantages(i["rewards"], i["values"], mask, i["gamma"], i["lam"], i["whiten_rewards"])
-    close(returns, o["returns"], mask)
-    close(advantages, o["advantages_whitened"], mask)
-
-
 @pytest.mark.parametrize("case", range(4))
 def test_gae_after_a_masked_prompt_against_trl07(case):
-    """The same with rows whose mask starts late, the prompt being masked too."""
+    """GAE, reward and advantage whitening against TRL 0.7.11, the prompt being masked too."""
     i, o = golden("trl0711_gae_whiten")
     mask = i["mask"].bool()
     o = o["cases"][case]
@@ -223,23 +199,6 @@ def test_gae_against_openrlhf():
 
 
 # --- steps 2 to 4 together, as one library has them
-
-
-def test_rewards_and_gae_against_openrlhf031():
-    """KL, rewards, GAE and normalised advantages against OpenRLHF 0.3.1."""
-    i, o = golden("openrlhf031_losses_rewards_gae")
-    mask = i["action_mask"].bool()
-    kl = ppo.kl_estimate(i["log_probs"], i["base_log_probs"], "k1")
-    scores = i["rm_reward"].clamp(-10, 10)  # OpenRLHF clamps scores, ours leaves them alone
-    rewards = ppo.shape_rewards(scores, kl, mask, i["kl_coef"])
-    close(kl, o["kl_per_token"], mask)
-    close(rewards, o["rewards"])
-    advantages, returns = ppo.gae(rewards, i["old_values"], mask, i["gamma"], i["lambd"])
-    close(advantages, o["gae_advantages"])
-    close(returns, o["gae_returns"])
-    n = mask.sum().double()  # the deviation without Bessel's correction, as in the N+ details
-    expected = o["advantages_normalized_biased_std"] * ((n - 1) / n).sqrt()
-    close(ppo.masked_whiten(advantages, mask), expected, mask)
 
 
 def before_the_rewards(case):
@@ -308,18 +267,12 @@ def test_controller_raises_the_coefficient_above_the_target_only():
 
 
 def test_kl_controller_against_trl07():
-    """The coefficient after each of 40 updates; at the target, inside the clip, and far outside it."""
-    i, o = golden("trl07_adaptive_kl_controller")
-    before = i["init_kl_coef"]
-    steps = []
-    for kl, episodes, after in o["kl_nsteps_coef"].tolist():
-        steps.append((i, kl, episodes, before, after))
-        before = after
+    """At the target, inside the clip, and far outside it."""
     i, o = golden("trl0711_kl_controller")
-    steps += [(i, x["current_kl"], x["n_steps"], x["value_before"], x["value_after"]) for x in o["sequence"]]
-    for i, kl, episodes, before, after in steps:
-        args = ppo.Args(kl_target=i["target"], kl_horizon=i["horizon"], batch_size=int(episodes))
-        assert ppo.adapt_kl_coef(before, kl, args) == pytest.approx(after, rel=1e-9)
+    for step in o["sequence"]:
+        args = ppo.Args(kl_target=i["target"], kl_horizon=i["horizon"], batch_size=step["n_steps"])
+        after = ppo.adapt_kl_coef(step["value_before"], step["current_kl"], args)
+        assert after == pytest.approx(step["value_after"], rel=1e-9)
 
 
 # --- leave_one_out, rloo_advantages

@@ -220,7 +220,7 @@ def ask(policy, *specs, rows=ROWS, **settings):
     args = ppo.Args(reward_fn=specs, device="cpu", **settings)
     ppo.check_args(args)
     rollout = answered(policy, rows, TEXTS)
-    ppo.score_responses(rollout, ppo.make_rewards(args, policy, None), args)
+    ppo.score_responses(rollout, ppo.make_reward_fns(args, policy, None), args)
     return rollout.rewards_by_name, rollout.scores
 
 
@@ -328,15 +328,3 @@ def test_columns_belong_to_their_rows(name, tmp_path, write):
         assert line["objective/scores"] == pytest.approx(line["rewards/f/mean"])
         assert line.get("objective/equal_groups", 1) == line.get("frac_reward_zero_std", 1) == 1
         assert line["rewards/f/std"] > 0
-
-
-def test_a_reward_model_beside_a_function(tmp_path, tiny, write):
-    """A function that gives 1 moves the reward model's score by its weight, and nothing else."""
-    spec = write("def one(completions, **_):\n    return [1.0] * len(completions)\n", "one")
-    settings = tiny["ppo"] | {"total_episodes": 8}
-    (alone,) = run(ppo, tmp_path / "a", **settings)
-    (beside,) = run(ppo, tmp_path / "b", reward_fn=("reward_model", spec), reward_weights=(1.0, 0.25), **settings)
-    assert beside["objective/scores"] == pytest.approx(alone["objective/scores"] + 0.25, abs=1e-5)
-    assert beside["rewards/reward_model/mean"] == pytest.approx(alone["objective/scores"], abs=1e-5)
-    std = alone["objective/scores_std"] * (8 / 7) ** 0.5  # Bessel's correction
-    assert beside["rewards/reward_model/std"] == pytest.approx(std, abs=1e-5)
