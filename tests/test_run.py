@@ -24,7 +24,6 @@ from sources import ROOT, SCRIPTS
 from transformers import AutoModelForCausalLM, pipeline
 
 import ppo
-import rloo
 
 MODULES = {script.removesuffix(".py"): importlib.import_module(script.removesuffix(".py")) for script in SCRIPTS}
 PPO_FIRST = [name if name == "ppo" else pytest.param(name, marks=pytest.mark.slow) for name in MODULES]
@@ -175,16 +174,16 @@ def test_a_full_disk(whole, settings_of, tmp_path, monkeypatch):
 
 
 def test_as_many_checkpoints_stay_as_were_asked_for(tmp_path, tiny):
-    run(rloo, tmp_path, **tiny["rloo"], save_steps=1, save_total_limit=2)
+    run(ppo, tmp_path, **tiny["ppo"], save_steps=1, save_total_limit=2)
     assert checkpoints(tmp_path) == [2, 3]
 
 
-def test_one_run_to_a_folder(whole, tmp_path):
+def test_one_run_to_a_folder(whole, settings_of, tmp_path):
     """A new run finds its folder used, a resumed one finds it locked; neither changes a file of the other."""
     copy = cut(whole("ppo"), tmp_path / "copy", 1)
     before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file() and file.name != ".lock"}
     with pytest.raises(FileExistsError):
-        main(ppo, "--output-dir", copy)
+        main(ppo, *words_of(**settings_of("ppo"), output_dir=copy))
     with FileLock(copy / ".lock"), pytest.raises(Timeout):
         resume("ppo", copy)
     assert before == {file: file.read_bytes() for file in before}
@@ -193,14 +192,14 @@ def test_one_run_to_a_folder(whole, tmp_path):
 def test_flags_win_over_the_settings_of_a_resumed_run(whole, tmp_path, capsys):
     """What they change is printed. Here the run becomes a longer one, at the learning rates of that."""
     copy = tmp_path / "more"
-    shutil.copytree(whole("rloo"), copy)
-    resume("rloo", copy, "--total_episodes=40", "--learning-rate", 1e-3)
+    shutil.copytree(whole("ppo"), copy)
+    resume("ppo", copy, "--total_episodes=40", "--learning-rate", 1e-3)
     said = capsys.readouterr().out
     assert "total_episodes: 40, before 24" in said
     assert "learning_rate: 0.001, before 0.00031" in said
     assert "kl_coef" not in said
     lines = lines_of(copy)
-    assert untimed(lines[:3]) == untimed(lines_of(whole("rloo")))
+    assert untimed(lines[:3]) == untimed(lines_of(whole("ppo")))
     assert [line["lr"] for line in lines[3:]] == pytest.approx([4e-4, 2e-4])
     assert json.loads((copy / "args.json").read_text())["total_episodes"] == 40
 
@@ -305,7 +304,7 @@ def test_gradients_that_are_never_finite(tmp_path, tiny, monkeypatch):
     """The run ends after five of them."""
     break_gradients(monkeypatch, range(99))
     with pytest.raises(SystemExit, match="NaN"):
-        run(rloo, tmp_path, **tiny["rloo"] | dict(total_episodes=48, num_ppo_epochs=1))
+        run(ppo, tmp_path, **tiny["ppo"] | dict(total_episodes=48, num_ppo_epochs=1))
     assert len(lines_of(tmp_path)) == 5
 
 
