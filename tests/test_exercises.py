@@ -81,12 +81,10 @@ def test_every_function_has_an_exercise_and_the_scripts_parameters():
 # exercise | a part of its solution | what a student writes instead | what the grader says
 PLANTED = r"""
 masked_mean | x[mask].mean() | x[mask].sum() / mask.numel() | Padding is counted
-masked_mean | x[mask].mean() | x.sum() / mask.sum() | What stands on padding
 masked_mean | x[mask].mean() | (x * mask).sum() / mask.sum() | NaN * 0 is NaN
 response_mask | cumsum(1) - is_stop | cumsum(1) | The stop token is not in the mask
 response_mask | , is_stop.any(1) | , is_stop.sum(1) | should be boolean
 token_logprobs | .log_softmax(-1) |  | logits
-token_logprobs | .log_softmax(-1) | .softmax(-1) | probabilities
 token_logprobs | .log_softmax(-1) | .softmax(-1).log() | not finite
 token_logprobs | .squeeze(-1) |  | shape (1, 2, 1) and should have (1, 2)
 token_logprobs | return  |  | Is the `return` missing?
@@ -95,30 +93,21 @@ response_logprobs | div_(temperature) | div_(1) | temperature is forgotten
 value_loss | 0.5 * torch.max(unclipped, clipped) | unclipped[0, :2] | Its results cannot be used
 preference_loss | chosen - rejected - margin | rejected - chosen - margin | exchanged
 preference_loss | F.logsigmoid(chosen - rejected - margin) | (chosen - rejected - margin).sigmoid().log() | not finite
-preference_loss | (chosen + rejected) ** 2 | (chosen - rejected) ** 2 | It wants their sum
 dpo_loss | chosen_ratio - rejected_ratio | rejected_ratio - chosen_ratio | exchanged
-dpo_loss | chosen_ratio - rejected_ratio | chosen - rejected | reference is missing
 dpo_loss | beta * chosen_ratio.detach() | beta * chosen_ratio | `detach` is missing
 kl_estimate | logprobs - ref_logprobs | ref_logprobs - logprobs | k1 has the wrong sign
-kl_estimate | torch.expm1(-k1) + k1 | torch.expm1(k1) - k1 | k3 has the sign of its logarithm turned
 shape_rewards | mask & ~F.pad(mask, (0, 1))[:, 1:] | torch.arange(len(mask[0])) == len(mask[0]) - 1 | last position
 kl_estimate | torch.expm1(-k1) | torch.expm1(-k1.clamp(-4.5, 4.5)) | Averaged over a vocabulary
 shape_rewards | kl.masked_fill(~mask, 0.0) | kl | What stands on padding
 leave_one_out | groups.sum(1, keepdim=True) - groups) / (k - 1) | groups.mean(1, keepdim=True)) | includes the reward
-group_advantages | groups.std(1, keepdim=True) | groups.std(1, keepdim=True, correction=0) | biased
 group_advantages | keepdim=True) + 1e-4 | keepdim=True) | 0 / 0
 masked_whiten | masked_var(x, mask) | x[mask].var(correction=0) | biased
-masked_whiten | .masked_fill(~mask, 0.0) |  | Padding is not 0
 masked_whiten | whitened + mean | whitened | makes no difference
-gae | values.masked_fill(~mask, 0.0) | values | What stands on padding
 gae | rewards.masked_fill(~mask, 0.0)\n    values = values.masked_fill(~mask, 0.0) | rewards | What stands on padding
-gae | gamma * next_value | next_value | gamma is missing before V
 gae | reversed(range(rewards.shape[1])) | range(rewards.shape[1]) | The loop runs forwards
 gae | gamma * lam * next_advantage | gamma * min(lam, 0.97) * next_advantage | With lam = 1
 gae | rewards[:, t] | rewards[t] | It stopped with
 policy_loss | torch.max(unclipped | torch.min(unclipped | The minimum is taken
-policy_loss | torch.max(unclipped, clipped) | unclipped | The clip is forgotten
-policy_loss | logprobs - old_logprobs | old_logprobs - logprobs | The ratio is turned
 policy_loss | log_ratio.exp() | log_ratio.exp().detach() | No gradient flows
 policy_loss | clipped > unclipped | (ratio - 1).abs() > cliprange | where the ratio is out of range
 policy_loss | logprobs - old_logprobs | logprobs.sub_(old_logprobs) | It changes its argument number 1

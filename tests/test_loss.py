@@ -141,36 +141,6 @@ def test_values_in_range_are_not_counted_as_clipped():
 # --- both, as other libraries have them
 
 
-def both_losses(logprobs, old_logprobs, advantages, cliprange, values, old_values, returns, cliprange_value, mask):
-    """The masked means of both losses, and of where they were clipped."""
-    pg_loss, ratio, pg_clipped = ppo.policy_loss(logprobs, old_logprobs, advantages, mask, cliprange)
-    vf_loss, vf_clipped = ppo.value_loss(values, old_values, returns, mask, cliprange_value)
-    means = [ppo.masked_mean(x.double(), mask) for x in (pg_loss, vf_loss, pg_clipped, vf_clipped)]
-    return *means, ratio.detach()
-
-
-def test_losses_after_a_masked_prompt_against_trl07():
-    """Both losses, their gradients and metrics, from labels and logits on, for rows whose mask starts late."""
-    i, o = golden("trl0711_ppo_loss")
-    mask = i["mask"].bool()
-    logprobs = leaf(i["logprobs"])
-    values = leaf(i["vpreds"])
-    config = i["config"]
-    theirs = o["stats"]
-    close(ppo.token_logprobs(i["logits"], i["labels"]), i["logprobs"], atol=1e-5)  # the file has them to five digits
-    of_policy = (logprobs, i["old_logprobs"], i["advantages"], config["cliprange"])
-    of_values = (values, i["values"], i["returns"], config["cliprange_value"])
-    policy, value, pg_clipped, vf_clipped, ratio = both_losses(*of_policy, *of_values, mask)
-    (policy + config["vf_coef"] * value).backward()
-    close(policy.detach(), theirs["loss/policy"])
-    close(value.detach(), theirs["loss/value"])
-    close(logprobs.grad, o["grad_logprobs"])
-    close(values.grad, o["grad_vpreds"])
-    close(ratio, theirs["policy/ratio"], mask)
-    close(pg_clipped, theirs["policy/clipfrac"])
-    close(vf_clipped, theirs["val/clipfrac"])
-
-
 def test_losses_and_gradients_against_trl016():
     """From logits at a temperature to loss and gradient against TRL 0.16.1."""
     i, o = golden("trl0161_ppo_loss_metrics")
