@@ -185,7 +185,7 @@ def train(args: Args) -> None:
 
     prompts = load_prompts(args)
     batch_size, num_steps = choose_sizes(args, chain)
-    rewards = make_reward_fns(args)
+    reward_fns = make_reward_fns(args)
 
     optimizer = make_optimizer(args, chain.policy)
     schedule = get_scheduler("constant", optimizer)
@@ -197,7 +197,7 @@ def train(args: Args) -> None:
             parts = sample_batch(chain, examples, args)  # 1
         with run.clock("score"):
             for part in parts:
-                score_images(part, rewards, args)  # 2
+                score_images(part, reward_fns, args)  # 2
         rollout = join(parts, examples)
         if args.per_prompt_stat_tracking:  # 3
             texts = [x[args.prompt_column] for x in examples]
@@ -380,9 +380,11 @@ def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
 
 
-def score_images(part: Rollout, rewards: dict[str, Callable], args: Args) -> None:
+def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args) -> None:
     """Step 2 for a part of an epoch: fills in rewards_by_name and scores (b,)."""
-    part.rewards_by_name = {name: function(part) for name, function in rewards.items()}
+    part.rewards_by_name = {name: function(part) for name, function in reward_fns.items()}
+    is_given = torch.stack([~x.isnan() for x in part.rewards_by_name.values()])  # (K, b)
+    require(is_given.any(0).all(), "an image has no reward at all: each of --reward-fn gave None or NaN")
     part.scores = weighted_sum(part.rewards_by_name, args.reward_weights)
     part.images = None  # they are large, and what follows reads the chains
 
@@ -539,7 +541,7 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def warn_about(rollout: Rollout) -> None:
-    """Warns, once each, if no response stops, or if all scores are equal."""
+    """Warns, once, if no image did better than another."""
     if not rollout.advantages.any():
         warnings.warn(
             "all rewards of an epoch, or of each of its prompts, are equal, so there is nothing to learn from: look at "
@@ -636,12 +638,12 @@ def decode_latents(pipe: "diffusers.StableDiffusionPipeline", latents: Tensor, a
 
 def make_reward_fns(args: Args) -> dict[str, Callable[[Rollout], Tensor]]:
     """What --reward-fn names, by name: functions from a part of an epoch to rewards (b,), NaN where one said None."""
-    rewards = {}
+    reward_fns = {}
     for spec in args.reward_fn:
         name = spec.rpartition(":")[2]
-        require(name not in rewards, f"--reward-fn: two of them are called {name!r}; rename one")
-        rewards[name] = function_reward(spec, args)
-    return rewards
+        require(name not in reward_fns, f"--reward-fn: two of them are called {name!r}; rename one")
+        reward_fns[name] = function_reward(spec, args)
+    return reward_fns
 
 
 def function_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
@@ -849,7 +851,7 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 class Run:
     """What a run shows and leaves: progress bar, metrics.jsonl, W&B, checkpoints; in the end pipeline and curves.
 
-    A step of a run is an update. A number is logged by putting it into the stats, under any name (one that ends in
+    A step of a run is an epoch. A number is logged by putting it into the stats, under any name (one that ends in
     grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
     safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
     that was never interrupted.

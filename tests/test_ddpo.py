@@ -380,6 +380,10 @@ def too_few(images, prompts, metadata):
     return [1.0]
 
 
+def none_at_all(images, prompts, metadata):
+    return [None] * len(images)
+
+
 def complex(images, prompts, metadata):
     return [1j] * len(images)
 """
@@ -428,7 +432,7 @@ def test_weights_of_rewards(rewards):
     part = toy_rollout(chain, args)
     part.examples = [row | {"points": i} for i, row in enumerate(part.examples)]
     shown = part.images.mean((1, 2, 3)) + torch.arange(8)
-    ddpo.score_images(part, ddpo.make_rewards(args), args)
+    ddpo.score_images(part, ddpo.make_reward_fns(args), args)
     sometimes = torch.tensor([0, 0, 0, 0, 0, 0, 6, 7])
     close(part.scores, 2 * shown - 3 * sometimes)
     stats = ddpo.rollout_stats(part)
@@ -437,12 +441,12 @@ def test_weights_of_rewards(rewards):
     close(stats["rewards/sometimes/mean"], 6.5)
 
 
-@pytest.mark.parametrize("name, error", [("too_few", SystemExit), ("complex", TypeError)])
+@pytest.mark.parametrize("name, error", [("too_few", SystemExit), ("none_at_all", SystemExit), ("complex", TypeError)])
 def test_rewards_that_are_no_rewards(rewards, name, error):
     chain, args = toy_chain(reward_fn=rewards(name))
     part = toy_rollout(chain, args)
     with pytest.raises(error):
-        ddpo.score_images(part, ddpo.make_rewards(args), args)
+        ddpo.score_images(part, ddpo.make_reward_fns(args), args)
 
 
 @pytest.mark.parametrize("per_prompt", [False, True])
