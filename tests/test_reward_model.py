@@ -12,6 +12,7 @@ from replay import toy_rows, write_data, write_model
 from runs import run
 from transformers import AutoModelForSequenceClassification
 
+import dpo
 import reward_model
 
 # --- functions
@@ -44,14 +45,15 @@ def test_pair_accuracy_against_trl(monkeypatch):
     close(stats["eval/accuracy"] + ties, o["compute_accuracy_0711"]["accuracy"])
 
 
-def test_batches_hold_every_row_once_and_pad_less():
-    lengths = torch.randint(1, 100, (1000,)).tolist()
-    plain = sum(10 * max(lengths[i : i + 10]) for i in range(0, 1000, 10))
+@pytest.mark.parametrize("script", [reward_model, dpo], ids=["reward_model", "dpo"])
+def test_batches_hold_every_row_once_and_pad_less(script):
+    lengths = torch.randint(1, 100, (999,)).tolist()  # so that the last batch has nine rows
+    plain = sum(10 * max(lengths[i : i + 10]) for i in range(0, 999, 10))
 
     def batch(number, seed):
-        return reward_model.length_grouped_batch(lengths, number, 10, seed)
+        return script.length_grouped_batch(lengths, number, 10, seed)
 
-    for batches in drawn_anew(batch, 1000, 10):
+    for batches in drawn_anew(batch, 999, 10):
         longest = [max(lengths[i] for i in rows) for rows in batches]
         assert 10 * sum(longest) < 0.7 * plain
         assert longest[:50] != sorted(longest[:50])  # the order of batches is random
