@@ -382,7 +382,7 @@ def judge(algorithm: str, ours: Path, output: Path) -> None:
         policy = script.load_policy(args)
         _, prompts = script.load_prompts(args, policy, None)
         torch.manual_seed(0)
-        result = script.evaluate(policy, script.make_rewards(args, policy, None), prompts, args)
+        result = script.evaluate(policy, script.make_reward_fns(args, policy, None), prompts, args)
         lines = (output / "metrics.jsonl").read_text().splitlines()
         lines[-1] = json.dumps(json.loads(lines[-1]) | result)
         (output / "metrics.jsonl").write_text("\n".join(lines) + "\n")

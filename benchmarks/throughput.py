@@ -232,7 +232,7 @@ def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
 
     script = importlib.import_module(spec["algorithm"])
     script.train(tyro.cli(script.Args, args=spec["flags"]))
-    lines = [json.loads(line) for line in Path(spec["output"], "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path(spec["output"], "run/metrics.jsonl").read_text().splitlines()]
     recorder.phases = [{phase: line[f"time/{phase}"] for phase in PHASES} for line in lines]
     rows = [b - a for a, b in itertools.pairwise([0, *(line["episode"] for line in lines)])]
     length = "completions/mean_length" if spec["algorithm"] == "grpo" else "val/response_length"
@@ -363,7 +363,7 @@ def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
             "policy": models / "policy", "reward": models / "reward", "prompts": models / f"prompts-{algorithm}.jsonl",
         }  # fmt: skip
         if side.kind == "ours":
-            flags = ours_flags(setting, algorithm, models, Path(output)) + shlex.split(side.flags)
+            flags = ours_flags(setting, algorithm, models, Path(output, "run")) + shlex.split(side.flags)
             spec |= {"scripts": side.scripts, "flags": flags}
         start(spec, side.python)
         result = json.loads(Path(output, "result.json").read_text())
