@@ -6,13 +6,14 @@ papers, torch's own AdamW. Every line of metrics.jsonl must agree with it.
 
 import json
 import math
+from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
 from sources import ROOT, lines_of
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
 
 SETTINGS = dict(
     per_device_train_batch_size=3,
@@ -70,6 +71,21 @@ def read_text(model: nn.Module, ids: list[int], start: int) -> tuple[Tensor, Ten
     logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
     tokens = torch.tensor(ids[start:])
     return logits.log_softmax(-1)[range(len(tokens)), tokens], logits.argmax(-1) == tokens
+
+
+def note_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From here on: how many texts each forward pass with a gradient reads."""
+    sizes = []
+    forward = GPT2Model.forward
+
+    @wraps(forward)
+    def noted(model, input_ids=None, **options):
+        if torch.is_grad_enabled():
+            sizes.append(len(input_ids))
+        return forward(model, input_ids, **options)
+
+    monkeypatch.setattr(GPT2Model, "forward", noted)
+    return sizes
 
 
 def share_of_rate(kind: str, done: int, n: int, warmup: int) -> float:

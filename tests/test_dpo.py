@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from numbers_of_others import close, golden
-from replay import SETTINGS, agree, evaluated, ids_of, read_text, replay, toy_rows, write_data, write_model
+from replay import SETTINGS, agree, evaluated, ids_of, note_sizes, read_text, replay
+from replay import toy_rows, write_data, write_model
 from runs import run
 from safetensors.torch import load_file
 from sources import ROOT
@@ -246,10 +247,12 @@ def replay_dpo(lines, given, pairs, tests):
     return evaluation(read, tests)
 
 
-def test_dpo_by_hand(choices, tmp_path):
+def test_dpo_by_hand(choices, tmp_path, monkeypatch):
     """Each step, without dropout; the evaluations; the model that is saved."""
     given = DPO | dict(model=choices.model, dataset=choices.dataset)
+    sizes = note_sizes(monkeypatch)
     lines = run(dpo, tmp_path / "run", **given)
+    assert set(sizes) == {6}  # both texts of three pairs
     pairs, tests = (cut_pairs(rows) for rows in (choices.rows, choices.tests))
     prompts = [len(pair[0]) for pair in pairs]
     assert len(pairs) == 27 and min(prompts) <= 4 < max(prompts)

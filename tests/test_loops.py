@@ -49,7 +49,7 @@ BOTH = dict(
     reward_weights=(1.0, 0.0),
     kl_coef=0.1,
 )
-EXTRAS = dict(adaptive_kl=True, kl_target=1.5, kl_horizon=40, ema_decay=0.9, ptx_coef=0.3)
+EXTRAS = dict(adaptive_kl=True, kl_horizon=40, ema_decay=0.9, ptx_coef=0.3)
 RUNS = {  # each with about half of what can be asked for
     "ppo": dict(
         kl_target=3.6,  # near the KL of this run: else the controller moves by its bounds alone

@@ -8,7 +8,7 @@ import pytest
 import torch
 from numbers_of_others import close, golden
 from replay import EOS, SETTINGS, TOKENIZER, agree, drawn_anew, evaluated, ids_of, replay
-from replay import toy_rows, write_data, write_model
+from replay import note_sizes, toy_rows, write_data, write_model
 from runs import run
 from transformers import AutoModelForSequenceClassification
 
@@ -182,7 +182,9 @@ def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
     model = write_model(tmp_path / "plain", "plain")
     settings = SETTINGS | dict(eos_dropout=0.5, center_rewards_coefficient=0.05, max_grad_norm=4.0, model=model)
     settings["dataset"] = preferences.folder
+    sizes = note_sizes(monkeypatch)
     lines, head, drawn = noted_run(monkeypatch, tmp_path / "run", **settings)
+    assert set(sizes) == {6}  # both texts of three pairs
     pairs = preferences.rows
     lengths = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
     assert len(pairs) == 27 and max(lengths) == 36

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numbers_of_others import golden
 from replay import EOS, SETTINGS, agree, drawn_anew, evaluated, ids_of, read_text, replay
-from replay import toy_rows, write_data, write_model
+from replay import note_sizes, toy_rows, write_data, write_model
 from runs import run, untimed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -103,13 +103,6 @@ def test_batches_hold_every_row_once_sorted_by_length():
         assert sum(span > 50 for span in spans) > 80
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_micro_batches_are_no_larger_than_asked_for(size):
-    parts = [rows for rows, _ in sft.micro_batches(range(8), sft.Args(micro_batch_size=size, device="cpu"))]
-    assert sum(parts, []) == list(range(8))
-    assert max(map(len, parts)) == size
-
-
 # --- a run by hand
 
 
@@ -175,10 +168,12 @@ def replay_sft(lines, settings, rows, tests, read_row):
     replay(args, lines, saved(args.model), by_random, read_step, evaluation(tests))
 
 
-def test_sft_by_hand(texts, tmp_path):
+def test_sft_by_hand(texts, tmp_path, monkeypatch):
     """Each step, with accumulation, clipping, weight decay and schedule; the evaluations; the model that is saved."""
     settings = SETTINGS | dict(model=write_model(tmp_path / "plain", "plain"), dataset=texts.folder)
+    sizes = note_sizes(monkeypatch)
     lines = run(sft, tmp_path / "run", **settings)
+    assert set(sizes) == {3}
     rows, tests = (labelled(x, 36) for x in (texts.rows, texts.tests))
     starts = [start for _, start in rows]
     assert len(rows) == 27 and starts.count(0) == 7  # cut, and without a prompt
