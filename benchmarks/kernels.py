@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median
 
 import throughput
+from common import RESULTS, ROOT, describe_machine, describe_ours
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
 WARMUP, WATCHED = 2, 5
 KINDS = {  # kind -> parts of the names of torch's operators; the first that fits
     "matrix products": ("mm", "matmul", "linear", "convolution"),
@@ -172,7 +172,7 @@ def main() -> None:
     add = parser.add_argument
     add("--settings", default="tiny,small", help=f"of {','.join(throughput.SETTINGS)}")
     add("--algorithms", default="ppo", help="of ppo,rloo")
-    add("--output", type=Path, default=ROOT / "benchmarks/results/kernels.json", help="JSON file")
+    add("--output", type=Path, default=RESULTS / "kernels.json", help="JSON file")
     add("--watch", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.watch:
@@ -185,7 +185,7 @@ def main() -> None:
                 plain, half = (measure(setting, algorithm, bf16, Path(work)) for bf16 in (False, True))
                 show(f"{setting} {algorithm}", plain, half)
                 results[f"{setting} {algorithm}"] = {"float32": plain, "bfloat16": half}
-    about = {"machine": throughput.describe_machine(), "ours": throughput.describe_ours(ROOT)}
+    about = {"machine": describe_machine(), "ours": describe_ours(ROOT)}
     args.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
     print(f"written: {args.output}")
 

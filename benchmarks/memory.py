@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from throughput import RESULTS, ROOT, describe_machine, describe_ours
+from common import RESULTS, ROOT, describe_machine, describe_ours
 
 GB = 1e9
 

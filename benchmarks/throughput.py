@@ -6,7 +6,6 @@
     python benchmarks/throughput.py --baseline . --ours=--bf16        # what does a flag bring?
     python benchmarks/throughput.py --growth                          # how do time and memory grow with the batch, ...?
     python benchmarks/throughput.py --settings tiny,vocab --algorithms ppo --against 0.16.1,0.7.11
-
     python benchmarks/throughput.py --settings tiny,small --algorithms grpo --against 1.16
 
 How it measures. Each library trains through its own entry point, in a fresh process: `train(Args(...))` of our
@@ -47,7 +46,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -59,25 +57,14 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from trl_versions import TRAIN, VERSIONS, copy_toy, make_venv, write_tokenizer_config
+from common import RESULTS, ROOT, BenchmarkError, describe_machine, describe_ours, figure_of, output_of, require
+from run_trl import TRAIN, VERSIONS, copy_toy, make_venv, write_tokenizer_config
 
 # Only the standard library up here: this file also runs in TRL's virtual environments, and the memory of the outer
 # process would count in ru_maxrss of the processes that it starts.
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
 PAD, EOS = 0, 1  # of the random models
 PHASES = ("rollout", "score", "update")
-
-
-class BenchmarkError(Exception):
-    """A mistake in the input, or two sides that did not do the same work; shown as one sentence."""
-
-
-def require(condition: object, sentence: str) -> None:
-    """Raises BenchmarkError with the sentence unless the condition holds."""
-    if not condition:
-        raise BenchmarkError(sentence)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,13 +295,6 @@ def write_prompts(folder: Path, setting: Setting, algorithm: str) -> None:
 # Outside: the sides, their runs, and the comparison
 
 
-def output_of(command: list[str]) -> str:
-    """What a command prints; raises BenchmarkError with its complaint if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    require(done.returncode == 0, f"`{shlex.join(command)}` failed: {done.stderr.strip()}")
-    return done.stdout
-
-
 def our_side(revision: str, flags: str, algorithms: list[str], folder: Path) -> Side:
     """Our scripts at a git revision, or those of the working tree (.), copied so that editing may go on meanwhile."""
     name = "tree" if revision == "." else output_of(["git", "rev-parse", "--short", revision]).strip()
@@ -421,17 +401,6 @@ def table(comparisons: list[dict]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def figure_of(rows: int, columns: int, width: float, height: float):
-    """A figure of matplotlib's with its axes (rows, columns)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def growth(points: list[dict], file: Path) -> list[dict]:
     """Draws seconds per update, and memory beyond the imports, along each axis of GROWTH.
 
@@ -462,20 +431,6 @@ def growth(points: list[dict], file: Path) -> list[dict]:
     axes[0, 0].legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=120)
     return powers
-
-
-def describe_machine() -> dict:
-    """Name, processor, cores and memory; whoever has torch adds the GPU."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"name": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "memory_gb": round(memory, 1), "gpu": None}
-
-
-def describe_ours(folder: Path) -> dict:
-    """The commit, and whether anything has been changed since."""
-    return {"commit": output_of(["git", "-C", str(folder), "describe", "--always", "--dirty"]).strip()}
 
 
 def a_list(known) -> Callable[[str], list[str]]:

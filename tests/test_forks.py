@@ -1,4 +1,4 @@
-"""docs/fork.md: its diffs fit lecture/ppo.py, and its table says what benchmarks/forks.py measured."""
+"""docs/fork.md: its diffs fit lecture/ppo.py, and its table says what experiments/forks.py measured."""
 
 import json
 import sys
@@ -9,12 +9,12 @@ from sources import ROOT, text_of
 
 @pytest.fixture
 def forks(monkeypatch):
-    """The module; it finds throughput.py beside it."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    """The module; it finds benchmarks/common.py."""
+    monkeypatch.syspath_prepend(ROOT / "experiments")
     import forks
 
     yield forks
-    for name in ("forks", "throughput", "trl_versions"):
+    for name in ("forks", "common"):
         del sys.modules[name]
 
 

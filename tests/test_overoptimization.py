@@ -1,4 +1,4 @@
-"""benchmarks/overoptimization.py: its arithmetic, and that docs/overoptimization.md says what it measured."""
+"""experiments/overoptimization.py: its arithmetic, and that docs/overoptimization.md says what it measured."""
 
 import itertools
 import json
@@ -12,12 +12,12 @@ from sources import ROOT, text_of
 
 @pytest.fixture
 def law(monkeypatch):
-    """The module; it finds throughput.py beside it."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    """The module; it finds benchmarks/common.py."""
+    monkeypatch.syspath_prepend(ROOT / "experiments")
     import overoptimization
 
     yield overoptimization
-    for name in ("overoptimization", "throughput", "trl_versions"):
+    for name in ("overoptimization", "common"):
         sys.modules.pop(name, None)
 
 

@@ -1,6 +1,6 @@
 """One whole update of ppo.py and rloo.py against one of TRL 0.16.1's PPOTrainer and RLOOTrainer, in float32.
 
-benchmarks/trl_parity.py ran TRL's own trainers on tiny models with fixed responses and wrote down what they computed.
+tests/golden/make_trl016.py ran TRL's own trainers on tiny models with fixed responses and wrote down what they computed.
 Here `train` itself runs, on a folder with TRL's policy, another with its reward model, and a tokenizer of whole words.
 Chance is TRL's: torch.randperm gives its orders, and torch.rand numbers at which its responses are drawn. Compared are
 the rollout, rewards and advantages, the loss and the gradient of each step, the metrics that are logged, and the

@@ -127,7 +127,7 @@ def test_resumed_from_the_very_beginning_or_end(script, step, whole, tmp_path):
 
 @pytest.mark.parametrize("script", PPO_FIRST)
 def test_killed_at_any_moment(script, whole, settings_of, tmp_path):
-    """SIGKILL three times, also while a checkpoint is written; benchmarks/survival.py does it more often."""
+    """SIGKILL three times, also while a checkpoint is written."""
     folder = tmp_path / "run"
     chance = random.Random(1)
     moments = [

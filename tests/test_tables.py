@@ -8,11 +8,11 @@ import sys
 import pytest
 from sources import ROOT, text_of
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments"))
 import learning
 import tables
 
-RECORD = [json.loads(line) for line in text_of("benchmarks/results/learning.jsonl").splitlines()]
+RECORD = [json.loads(line) for line in text_of("experiments/results/learning.jsonl").splitlines()]
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def record(monkeypatch):
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_the_tables_are_those_of_the_record(page):
-    """Else run benchmarks/tables.py."""
+    """Else run experiments/tables.py."""
     tables.fill_record()
     text = page.read_text("utf-8")
     assert tables.rewritten(text) == text

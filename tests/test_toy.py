@@ -201,12 +201,12 @@ class Enough(Exception):
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["sft", "reward_model", "shells/sft"])
 def test_the_shipped_models_are_still_made(folder, tmp_path, monkeypatch):
-    """Their commands in models.sh give what benchmarks/results/learning.jsonl says of these runs, to rounding: in the
+    """Their commands in models.sh give what experiments/results/learning.jsonl says of these runs, to rounding: in the
     first evaluation. And what is shipped has the last one."""
     command = next(x for x in read_commands() if x[0] == folder)
     script = importlib.import_module(command[1].removesuffix(".py"))
     flags, _, seed = shlex.join(command[2:]).partition(" --seed ")
-    record = [json.loads(x) for x in (TOY.parent / "benchmarks/results/learning.jsonl").read_text().splitlines()]
+    record = [json.loads(x) for x in (TOY.parent / "experiments/results/learning.jsonl").read_text().splitlines()]
     run = next(
         x for x in record if (x["run"], x["seed"]) == (f"{command[1].removesuffix('.py')} {flags}", int(seed or 1))
     )

@@ -1,6 +1,6 @@
 """One whole update of TRL 0.16.1's PPOTrainer and RLOOTrainer, written down for tests/test_parity.py.
 
-    python benchmarks/trl_parity.py        # needs a package index; makes a venv in /tmp/trl016, a minute at most
+    python tests/golden/make_trl016.py        # needs a package index; makes a venv in /tmp/trl016, a minute at most
 
 TRL's own trainers run there, on the CPU in float32, for one update each: tiny GPT-2 policies, reward and value models
 with fixed weights, fixed prompts and fixed responses. Two functions are replaced: `batch_generation`, by the fixed
@@ -13,18 +13,16 @@ In the cases `full` all responses run to full length, in `eos` they end anywhere
 mini-batches, the others a single step, whose gradient is kept.
 """
 
-import argparse
 import inspect
 import json
-import subprocess
 import sys
 import tempfile
 from copy import deepcopy
 from pathlib import Path
 from unittest import mock
 
-PINS = "trl==0.16.1 transformers==4.51.3 torch==2.13.0 accelerate==1.6.0 datasets==3.5.0 numpy==2.2.6"
-GOLDEN = Path(__file__).resolve().parent.parent / "tests/golden"
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from run_trl import run_inside
 
 MODEL = {
     "vocab_size": 40, "n_positions": 12, "n_embd": 8, "n_layer": 2, "n_head": 2, "initializer_range": 0.4,
@@ -218,8 +216,8 @@ def run_case(case: str, folder: Path) -> tuple[dict, dict]:
     settings = {"adam_epsilon": trainer.args.adam_epsilon, "response_length": RESPONSE_LENGTH} | CASES[case]
     return tensors, {
         "source": f"trl=={trl.__version__} {file}:{start}-{start + len(lines) - 1}",
-        "note": "one whole update, by benchmarks/trl_parity.py; tensors are in the .safetensors file of the same name, "
-        "the weights before it in trl016_update_weights.safetensors; float32",
+        "note": "one whole update, by tests/golden/make_trl016.py; tensors are in the .safetensors file of the same "
+        "name, the weights before it in trl016_update_weights.safetensors; float32",
         "inputs": {"config": MODEL, "settings": settings, "orders": ORDERS[: settings["num_ppo_epochs"]]},
         "outputs": {"losses": watch.losses, "metrics": metrics},
     }
@@ -247,26 +245,5 @@ def record(folder: Path) -> None:
         print(f"{case}: losses {data['outputs']['losses']}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Outside: the venv, and this script in it
-
-
-def main() -> None:
-    """Makes the venv unless it is there, and records in it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--venv", type=Path, default=Path("/tmp/trl016"), help="made here if there is none")
-    parser.add_argument("--output", type=Path, default=GOLDEN, help="folder of the files")
-    parser.add_argument("--inside", action="store_true", help="record with the packages of this Python")
-    args = parser.parse_args()
-    if args.inside:
-        return record(args.output)
-    python = args.venv / "bin/python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", args.venv], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS.split()], check=True)
-    args.output.mkdir(parents=True, exist_ok=True)
-    subprocess.run([python, __file__, "--inside", "--output", args.output], check=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_inside("0.16.1", record, Path(__file__).parent)

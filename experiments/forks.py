@@ -1,7 +1,7 @@
 """Forks: changes of recent papers, made to lecture/ppo.py, each beside the default on the toy world over five seeds.
 
-    python benchmarks/forks.py                          # 20 runs, a minute each on one thread; goes on where it stopped
-    python benchmarks/forks.py --write "A loss term"    # writes that fork as lecture/fork.py, to be read and run
+    python experiments/forks.py                          # 20 runs, a minute each on one thread; goes on where it stopped
+    python experiments/forks.py --write "A loss term"    # writes that fork as lecture/fork.py, to be read and run
 
 The changes are the diffs of docs/fork.md, each under a heading, its name. Those of the section "Changes of three
 papers" are compared. A run's result is the mean over its last five updates; the gold score is that of their texts.
@@ -19,13 +19,15 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 from unittest import mock
 
-from throughput import RESULTS, ROOT, describe_machine, describe_ours
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from common import LEARNED, ROOT, describe_machine, describe_ours
 
 SCRIPT = ROOT / "lecture/ppo.py"
 PAGE = ROOT / "docs/fork.md"
-OUTPUT = RESULTS / "forks.json"
+OUTPUT = LEARNED / "forks.json"
 SEEDS = (1, 2, 3, 4, 5)
 MINUTES = 0.8  # a run
 LAST = 5  # updates at the end of a run whose mean is its result

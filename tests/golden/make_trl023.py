@@ -1,6 +1,6 @@
 """What TRL 0.23, the last release with a DDPOTrainer, computes for small fixed inputs, written down for ddpo.py.
 
-    python benchmarks/trl_ddpo_parity.py     # needs a package index; makes a venv in /tmp/trl023, two minutes
+    python tests/golden/make_trl023.py     # needs a package index; makes a venv in /tmp/trl023, two minutes
 
 In float64 it records the denoising step with its log-probability, the loss, and the statistics per prompt. In float32
 it records an epoch of the trainer for six settings: what was sampled, the order in which it was trained on, losses,
@@ -23,11 +23,9 @@ of TRL's own, or of its defaults:
 Two things of TRL 0.23 fail and are not used: `async_reward_computation`, and an `image_samples_hook` without a tracker.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -35,10 +33,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from trl_versions import make_venv
-
-GOLDEN = Path(__file__).resolve().parent.parent / "tests/golden"
-NAMES = ("trl023_ddpo.safetensors", "trl023_ddpo.json")
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from run_trl import run_inside
 
 # The denoising step: every combination of these, and two more.
 BETAS = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}
@@ -326,47 +322,31 @@ def run_case(case: str, folder: Path, arrays: dict) -> dict:
     return {"settings": settings, "logged": [{k: number(v) for k, v in line.items()} for line in logged]}
 
 
-def run_all(folder: Path) -> None:
-    """Inside the venv: everything."""
+def record(output: Path) -> None:
+    """Inside the venv: everything, to two files in `output`."""
     import torch
     from safetensors.torch import save_file
 
     torch.set_num_threads(1)
     arrays = {}
-    parts = make_parts(folder)
+    with tempfile.TemporaryDirectory() as tmp:
+        parts = make_parts(Path(tmp))
+        results = {case: run_case(case, Path(tmp), arrays) for case in CASES}
     for name in ("unet", "text_encoder"):
         arrays |= {f"{name}/{key}": tensor for key, tensor in parts[name].state_dict().items()}
     names = [name for name, _ in parts["unet"].named_parameters()]
     models = {"unet": UNET, "scheduler": SCHEDULER, "text_encoder": TEXT_ENCODER, "tokens": TOKENS}
-    results = {case: run_case(case, folder, arrays) for case in CASES}
     torch.set_default_dtype(torch.float64)
     run_steps(arrays)
     losses = {"old_logprobs": OLD_LOGPROBS, "changes": CHANGES, "advantages": ADVANTAGES, "cases": run_losses()}
     tracker = {"buffer_size": 4, "min_count": 2, "epochs": EPOCHS, "advantages": run_tracker()}
-    save_file({name: x.detach().contiguous() for name, x in arrays.items()}, folder / NAMES[0])
+    save_file({name: x.detach().contiguous() for name, x in arrays.items()}, output / "trl023_ddpo.safetensors")
     whole = {
         "source": "TRL 0.23.0, diffusers 0.35.2", "models": models, "parameters": names, "prompts": PROMPTS,
         "cases": results, "betas": BETAS, "steps": STEP_CASES, "loss": losses, "tracker": tracker,
     }  # fmt: skip
-    (folder / NAMES[1]).write_text(json.dumps(whole, indent=1) + "\n")
-
-
-def main() -> None:
-    """Starts itself again inside the venv."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="folder of the virtual environment")
-    parser.add_argument("--output", type=Path, default=GOLDEN, help="folder of the two files")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.inside:
-        return run_all(args.inside)
-    python = make_venv("0.23", args.venvs)
-    with tempfile.TemporaryDirectory() as tmp:
-        subprocess.run([python, __file__, "--inside", tmp], check=True)
-        for name in NAMES:
-            (args.output / name).write_bytes(Path(tmp, name).read_bytes())
-            print(f"wrote {args.output / name}")
+    (output / "trl023_ddpo.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_inside("0.23", record, Path(__file__).parent)

@@ -1,18 +1,18 @@
 """Learning: the runs behind the figures in README and docs, ours and TRL's, over several seeds.
 
-    python benchmarks/learning.py                       # all that is missing; says first how long it takes
-    python benchmarks/learning.py --only "ppo*" --seeds 1,2
-    python benchmarks/learning.py --list                # the runs, and which of them are there
-    python benchmarks/learning.py --compare "ppo.py --lam 1"       # a table: this beside the default, five seeds
+    python experiments/learning.py                       # all that is missing; says first how long it takes
+    python experiments/learning.py --only "ppo*" --seeds 1,2
+    python experiments/learning.py --list                # the runs, and which of them are there
+    python experiments/learning.py --compare "ppo.py --lam 1"       # a table: this beside the default, five seeds
 
 Ours run as a reader runs them, on one thread, and log the gold score: `python ppo.py --seed S --reward-fn reward_model
-toy/make.py:gold_score --reward-weights 1 0`. TRL runs in virtual environments of its own (trl_runs.py), from the same
+toy/make.py:gold_score --reward-weights 1 0`. TRL runs in virtual environments of its own (benchmarks/run_trl.py), from the same
 models and data, with the settings that ours wrote in args.json. Our evaluation reads both sides' models of sft,
 reward_model and grpo; tools/evaluate.py those of dpo.
 
 What comes out: a line in results/learning.jsonl for each run, as it ends, with its command, seed, revision, date,
 processor and CPU seconds from start to exit; the metrics of its `start` and `end`, which is the mean over the last five
-updates (of evaluations, the last one); and its curves. `python benchmarks/tables.py` writes the tables
+updates (of evaluations, the last one); and its curves. `python experiments/tables.py` writes the tables
 and charts from it. A run that is there is not made again: take its line out first.
 """
 
@@ -34,11 +34,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import trl_runs
-import trl_versions
-from throughput import RESULTS, ROOT, describe_machine, describe_ours
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import run_trl
+from common import LEARNED, ROOT, describe_machine, describe_ours
 
-RECORD = RESULTS / "learning.jsonl"
+RECORD = LEARNED / "learning.jsonl"
 COMPARED = ROOT / "runs/learning/compared.jsonl"  # of --compare; the defaults are read from RECORD, if they are there
 TRAINED = "cpu_seconds.txt"  # in the folder of a run of TRL's, once it has ended
 LAST = 5  # updates at the end of a run whose mean is its result
@@ -214,11 +214,11 @@ def our_command(run: Run, seed: int, output: Path) -> list:
     if "--reward-fn" not in run.flags:
         command += shlex.split(WATCHED.get(run.script, ""))
     if run.script == "dpo":
-        command += ["--save-steps", trl_runs.EVERY["dpo"], "--save-total-limit", 1000]
+        command += ["--save-steps", run_trl.EVERY["dpo"], "--save-total-limit", 1000]
     else:
         command += ["--save-steps", 100_000]
-    if run.script in trl_runs.EVERY:
-        command += ["--eval-steps", trl_runs.EVERY[run.script]]
+    if run.script in run_trl.EVERY:
+        command += ["--eval-steps", run_trl.EVERY[run.script]]
     return command if run.script == "ddpo" else [*command, "--num-sample-generations", 0]
 
 
@@ -297,11 +297,11 @@ def train_trl(run: Run, seed: int, output: Path) -> float:
         output.mkdir(parents=True)
         if run.script == "sft":
             run_process([sys.executable, __file__, "--save-start", ours, output], log_of(output))
-        python = trl_versions.make_venv(trl_runs.VERSIONS[run.script], VENVS)
+        python = run_trl.make_venv(run_trl.TRAINERS[run.script], VENVS)
         variables = KEEP_MEMORY if run.script == "dpo" else ()
-        command = ["env", *variables, python, ROOT / "benchmarks/trl_runs.py", run.script, ours / "args.json", output]
+        command = ["env", *variables, python, ROOT / "benchmarks/run_trl.py", run.script, ours / "args.json", output]
         trained.write_text(str(run_process(command, log_of(output))))
-    if run.script in (*trl_runs.EVERY, "grpo"):
+    if run.script in (*run_trl.EVERY, "grpo"):
         run_process([sys.executable, __file__, "--judge", run.script, ours, output], log_of(output))
     if run.script == "dpo":
         add_answers(output, {int(folder.name.split("-")[1]): folder for folder in output.glob("checkpoint-*")})
@@ -312,7 +312,7 @@ def summarize(script: str, lines: list[dict]) -> dict:
     """`start` and `end` of a run, and its curves."""
     numbers = {name: [line[name] for line in lines if isinstance(line.get(name), int | float)] for name in
                dict.fromkeys(name for line in lines for name in line)}  # fmt: skip
-    evaluated = script in trl_runs.EVERY
+    evaluated = script in run_trl.EVERY
     end = {
         name: values[-1] if evaluated or name.startswith("eval/") else statistics.fmean(values[-LAST:])
         for name, values in numbers.items() if values
@@ -336,7 +336,7 @@ def make_run(run: Run, seed: int) -> None:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     command = our_command(run, seed, "DIR")[1:]
     if run.side == "TRL":
-        command = ["benchmarks/learning.py", "--only", run.name, "--seeds", seed]
+        command = ["experiments/learning.py", "--only", run.name, "--seeds", seed]
     result = {
         "run": run.name, "seed": seed, "command": shlex.join(["python", *map(str, command)]), **describe_ours(ROOT),
         "date": time.strftime("%Y-%m-%d"), "machine": describe_machine()["cpu"], "cpu_seconds": round(seconds),
@@ -427,7 +427,8 @@ def read_shells(output: Path, n: int = 8) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
-    right_number, worked = trl_runs.load("rewards/verifiers.py").right_number, trl_runs.load("toy/shells/make.py").worked
+    right_number = run_trl.load_function("rewards/verifiers.py:right_number")
+    worked = run_trl.load_function("toy/shells/make.py:worked")
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
     rows = [json.loads(x) for x in (ROOT / "toy/shells/data/prompts/validation.jsonl").read_text().splitlines()]
 
@@ -483,6 +484,19 @@ def read_record() -> list[dict]:
     """What is there."""
     files = [RECORD, COMPARED] if COMPARING else [RECORD]
     return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+
+
+def compared(runs: list[Run]) -> str:
+    """A table of runs of one script: mean and standard deviation over the seeds."""
+    import pandas
+
+    names = [run.name for run in runs]
+    rows = [
+        {"run": line["run"]} | {name: line["end"][name] for name in CURVES[runs[0].script]}
+        for line in read_record()
+        if line["run"] in names
+    ]
+    return pandas.DataFrame(rows).groupby("run").agg(["mean", "std"]).round(2).T.to_string()
 
 
 def make_all(wanted: list[tuple[Run, int]], jobs: int) -> list[str]:
@@ -545,9 +559,7 @@ def main() -> None:
         return None
     failures = make_all(wanted, args.jobs)
     if args.compare:
-        import tables
-
-        print(tables.compare(runs, read_record()))
+        print(compared(runs))
     return print("\n".join(["", "failed:", *failures])) if failures else None
 
 

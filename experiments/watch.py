@@ -1,6 +1,6 @@
 """What to watch: five runs of ppo.py that go wrong, each beside one that does not, on the metric that shows it.
 
-    python benchmarks/watch.py      # seven runs, forty seconds each on one thread; goes on where it stopped
+    python experiments/watch.py      # seven runs, forty seconds each on one thread; goes on where it stopped
 
 What comes out: results/watch.json, to which each run is added as it ends, and docs/watch.png, drawn from it. A run whose
 flags have changed is made again. To make all of them again, delete the file.
@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from common import LEARNED, ROOT, describe_machine, describe_ours, figure_of
 from learning import run_process
 from tables import OTHERS, OURS
-from throughput import RESULTS, ROOT, describe_machine, describe_ours, figure_of
 
-OUTPUT = RESULTS / "watch.json"
+OUTPUT = LEARNED / "watch.json"
 FIGURE = ROOT / "docs/watch.png"
 SEED = 1
 SCORE, GOLD = "objective/scores", "rewards/gold_score/mean"
@@ -99,7 +100,7 @@ def main() -> None:
     all_flags = dict.fromkeys(flags for row in ROWS for flags in (row.right, row.wrong))
     runs = json.loads(OUTPUT.read_text())["runs"] if OUTPUT.exists() else []
     runs = [run for run in runs if run["flags"] in all_flags]
-    results = {"command": "python benchmarks/watch.py", **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    results = {"command": "python experiments/watch.py", **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     results |= {"machine": describe_machine(), "seed": SEED, "runs": runs}
     there = {run["flags"] for run in runs}
     wanted = [flags for flags in all_flags if flags not in there]

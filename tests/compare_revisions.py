@@ -1,7 +1,7 @@
 """Compare: has a refactoring changed what the scripts compute? The default runs of a revision beside those of this tree.
 
-    python benchmarks/compare.py HEAD                                     # all scripts, seeds 1 to 3
-    python benchmarks/compare.py HEAD~5 --scripts ppo --seeds 1 --flags="--total-episodes 256"
+    python tests/compare_revisions.py HEAD                                     # all scripts, seeds 1 to 3
+    python tests/compare_revisions.py HEAD~5 --scripts ppo --seeds 1 --flags="--total-episodes 256"
 
 Each script is run with each seed, once as it was at the revision and once as it is now. Then metrics.jsonl is compared
 line by line, leaving out what depends on the clock and on memory, and so are the weights that were saved. The table

@@ -1,7 +1,7 @@
-"""Writes the tables and charts of README and docs from benchmarks/results.
+"""Writes the tables and charts of README and docs from experiments/results and benchmarks/results.
 
-    python benchmarks/tables.py            # what stands between <!-- NAME --> and <!-- /NAME -->, and the charts
-    python benchmarks/tables.py --check    # only says which tables are not those of the results
+    python experiments/tables.py            # what stands between <!-- NAME --> and <!-- /NAME -->, and the charts
+    python experiments/tables.py --check    # only says which tables are not those of the results
 
 Of learning.jsonl, a cell is the mean over the seeds ± their standard deviation; where there is one seed, its number.
 CPU seconds are those of the fastest seed.
@@ -16,13 +16,15 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import learning
 import memory
 import throughput
-from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, Run, read_record
-from throughput import RESULTS, ROOT, figure_of
+from common import LEARNED, RESULTS, ROOT, figure_of
+from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, read_record
 
-PAGES = [ROOT / "README.md", ROOT / "toy/README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 Column = tuple[str, str, int]  # heading, metric, digits
 SCORE = ("score", "end objective/scores", 2)
 ENDS = [("gold score", f"end {GOLD_MEAN}", 2), ("KL", "end objective/kl", 1), ("EOS share", "end val/eos_share", 2)]
@@ -88,14 +90,6 @@ def seeds_of(names: Iterable[str]) -> str:
 def sweep(script: str, heading: str, rows: dict[str, str], columns: list[Column]) -> str:
     """A table of label -> flags."""
     return table(heading, {label: f"{script} {flags}".strip() for label, flags in rows.items()}, columns)
-
-
-def compare(runs: list[Run], lines: list[dict]) -> str:
-    """Our runs beside each other, for learning.py --compare."""
-    fill_record(lines)
-    first = RECORD[runs[0].name][0]["curves"]
-    columns = [(name, f"end {name}", 2) for name in list(first)[1:]]
-    return table("", {run.name: run.name for run in runs}, columns)
 
 
 def until(run: dict, metric: str, goal: float, width: int = 3) -> float | None:
@@ -268,12 +262,12 @@ def beside_trl() -> str:
 
 
 def from_file(name: str) -> dict:
-    """results/NAME.json."""
+    """benchmarks/results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def throughput_table() -> str:
-    """The comparisons of all results/throughput*.json, the last of each kind, with its date and machine."""
+    """The comparisons of all throughput*.json, the last of each kind, with its date and machine."""
     results = [from_file(path.stem) for path in RESULTS.glob("throughput*.json") if "growth" not in path.stem]
     last = {}
     for result in sorted(results, key=lambda result: result["date"]):
@@ -607,10 +601,10 @@ def main() -> None:
         page.write_text(rewritten(page.read_text("utf-8")), "utf-8")
     docs = ROOT / "docs"
     for script in SCRIPTS:
-        draw_beside(script, RESULTS)
+        draw_beside(script, LEARNED)
     for draw in (draw_thinking, draw_price, draw_no_kl, draw_frontier):
         draw(docs)
-    draw_all_beside(RESULTS)
+    draw_all_beside(LEARNED)
 
 
 if __name__ == "__main__":

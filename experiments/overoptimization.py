@@ -1,9 +1,9 @@
 """A scaling law on a laptop: how far can one optimise against a reward model before the true reward falls?
 
-    python benchmarks/overoptimization.py                  # 80 minutes of one thread; goes on where it stopped
-    python benchmarks/overoptimization.py --jobs 2         # 45 minutes on two CPU cores
-    python benchmarks/overoptimization.py --redraw         # charts and tables again, from the JSON file
-    python benchmarks/overoptimization.py --seeds 1 --pairs 300,30000 --output FILE.json    # a part; the page stays
+    python experiments/overoptimization.py                  # 80 minutes of one thread; goes on where it stopped
+    python experiments/overoptimization.py --jobs 2         # 45 minutes on two CPU cores
+    python experiments/overoptimization.py --redraw         # charts and tables again, from the JSON file
+    python experiments/overoptimization.py --seeds 1 --pairs 300,30000 --output FILE.json    # a part; the page stays
 
 The experiment of Gao, Schulman and Hilton (2022, arXiv 2210.10760) in the toy world. Reward models of two sizes are
 trained on 300 to 30,000 pairs, and a policy is optimised against each in two ways: as the best of n responses, and by
@@ -40,10 +40,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from throughput import RESULTS, ROOT, BenchmarkError, describe_machine, describe_ours, figure_of, require
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from common import LEARNED, ROOT, BenchmarkError, describe_machine, describe_ours, figure_of, require
 
 PAGE = ROOT / "docs/overoptimization.md"
-OUTPUT = RESULTS / "overoptimization.json"
+OUTPUT = LEARNED / "overoptimization.json"
 EPOCHS = {300: 8, 1000: 5, 3000: 4, 10_000: 3, 30_000: 2}  # pairs -> passes over them, until unseen pairs gain no more
 WIDTHS = {"0.41M": 80, "0.13M": 32}  # size -> width; the first is that of toy/sft
 BEST_OF = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

@@ -1,25 +1,23 @@
 """Two optimiser steps of TRL 1.16's GRPOTrainer for each loss type, written down for tests/test_grpo.py.
 
-    python benchmarks/trl_grpo_parity.py     # needs a package index; makes a venv in /tmp/trl116, a minute at most
+    python tests/golden/make_trl116.py     # needs a package index; makes a venv in /tmp/trl116, a minute at most
 
-The trainer runs there, on the CPU in float32, on a tiny Llama with the tokenizer in tests/golden/digits, fixed weights, prompts and
-completions: only `_generate_single_turn` is replaced, and rows are not shuffled into mini-batches. (Not a GPT-2: TRL passes no positions, so that the learned
-positions of a GPT-2 count the padding on the left.) What it computed (advantages, losses, gradients, metrics) and the
-weights that it left go to tests/golden/trl116_grpo.safetensors and .json; the test builds the same from our functions.
-The same machine writes the same bytes again.
+The trainer runs there, on the CPU in float32, on a tiny Llama with the tokenizer in tests/golden/digits, fixed weights,
+prompts and completions: only `_generate_single_turn` is replaced, and rows are not shuffled into mini-batches. (Not a
+GPT-2: TRL passes no positions, so that the learned positions of a GPT-2 count the padding on the left.) What it
+computed (advantages, losses, gradients, metrics) and the weights that it left go to tests/golden/trl116_grpo.safetensors
+and .json; the test builds the same from our functions. The same machine writes the same bytes again.
 """
 
-import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from trl_versions import make_venv
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from run_trl import run_inside
 
-ROOT = Path(__file__).resolve().parent.parent
-GOLDEN = ROOT / "tests/golden"
+GOLDEN = Path(__file__).resolve().parent
 G, LONGEST = 4, 6
 PROMPTS = ["sort 3 1 2 :", "sort 9 8 7 6 5 :", "sort 1 0 :"]
 LENGTHS = [3, 6, 1, 5, 2, 4, 6, 6, 5, 3, 2, 4]  # of the completions; those of six tokens have no EOS
@@ -51,7 +49,7 @@ def write_inputs(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/golden/digits")
+    tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "digits")
     for seed, name in enumerate(("policy", "reference")):
         torch.manual_seed(seed)
         config = LlamaConfig(
@@ -127,38 +125,23 @@ def run_case(case: str, folder: Path, arrays: dict) -> dict:
     return {"settings": settings, "losses": [x.item() for x in losses], "metrics": metrics}
 
 
-def run_all(folder: Path) -> None:
-    """Inside the venv: all cases."""
+def record(output: Path) -> None:
+    """Inside the venv: all cases, to two files in `output`."""
     from safetensors.torch import load_file, save_file
 
-    write_inputs(folder)
     arrays = {}
-    results = {case: run_case(case, folder, arrays) for case in CASES}
-    for name in ("policy", "reference"):
-        arrays |= {f"{name}/{key}": x for key, x in load_file(folder / name / "model.safetensors").items()}
-    save_file({name: x.contiguous() for name, x in arrays.items()}, folder / "trl116_grpo.safetensors")
-    config = json.loads((folder / "policy/config.json").read_text())
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = Path(tmp)
+        write_inputs(folder)
+        results = {case: run_case(case, folder, arrays) for case in CASES}
+        for name in ("policy", "reference"):
+            arrays |= {f"{name}/{key}": x for key, x in load_file(folder / name / "model.safetensors").items()}
+        config = json.loads((folder / "policy/config.json").read_text())
+    save_file({name: x.contiguous() for name, x in arrays.items()}, output / "trl116_grpo.safetensors")
     whole = {"config": config, "prompts": PROMPTS, "completions": completions(), "cases": results}
     whole["rewards"] = [first(completions()), second(completions())]
-    (folder / "trl116_grpo.json").write_text(json.dumps(whole, indent=1) + "\n")
-
-
-def main() -> None:
-    """Starts itself again inside the venv."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="folder of the virtual environment")
-    parser.add_argument("--output", type=Path, default=GOLDEN, help="folder of the two files")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.inside:
-        return run_all(args.inside)
-    python = make_venv("1.16", args.venvs)
-    with tempfile.TemporaryDirectory() as tmp:
-        subprocess.run([python, __file__, "--inside", tmp], check=True)
-        for name in ("trl116_grpo.safetensors", "trl116_grpo.json"):
-            (args.output / name).write_bytes(Path(tmp, name).read_bytes())
-            print(f"wrote {args.output / name}")
+    (output / "trl116_grpo.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_inside("1.16", record, GOLDEN)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes every figure of README and pages that is not in benchmarks/results yet, and then the pages' tables and charts.
+# Makes every figure of README and pages that is in no folder results/ yet, and then the pages' tables and charts.
 #
-#   benchmarks/all.sh --list     what is missing, and about how long it will take
-#   benchmarks/all.sh            a night on two idle cores; stopped and started again, it goes on
+#   experiments/all.sh --list     what is missing, and about how long it will take
+#   experiments/all.sh            a night on two idle cores; stopped and started again, it goes on
 #
 # To take figures again, first delete their file, or their lines in learning.jsonl. PYTHON=... chooses another interpreter.
 set -euo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 python="${PYTHON:-python}"
 is_list="${1:-}"
 
-make() { # make FILE MINUTES SCRIPT FLAGS...: unless results/FILE is there
+make() { # make FILE MINUTES SCRIPT FLAGS...: unless benchmarks/results/FILE is there
     local file="$1" minutes="$2"
     shift 2
     if [ -e "benchmarks/results/$file" ]; then return; fi
@@ -22,7 +22,7 @@ make() { # make FILE MINUTES SCRIPT FLAGS...: unless results/FILE is there
 for script in learning.py "overoptimization.py --jobs 2" forks.py watch.py; do
     echo "== $script"
     # shellcheck disable=SC2086
-    "$python" benchmarks/$script ${is_list:+--list}
+    "$python" experiments/$script ${is_list:+--list}
 done
 make throughput.json 9 throughput.py --settings tiny,small,toy --repeats 1
 make throughput-vocab.json 6 throughput.py --settings vocab --repeats 1
@@ -36,4 +36,4 @@ make throughput-growth.json 20 throughput.py --growth --algorithms ppo
 make kernels.json 2 kernels.py
 make memory-measured.json 5 memory.py --measure
 make memory-starting.json 3 memory.py --starting
-if [ -z "$is_list" ]; then "$python" benchmarks/tables.py; fi
+if [ -z "$is_list" ]; then "$python" experiments/tables.py; fi

@@ -1,0 +1,55 @@
+"""What every measurement needs: where things are, on which machine and at which revision it was made, a figure."""
+
+import os
+import platform
+import shlex
+import subprocess
+from pathlib import Path
+
+# Only the standard library up here: this is also read in TRL's environments, by processes that must stay small.
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"  # of speed and memory
+LEARNED = ROOT / "experiments/results"
+
+
+class BenchmarkError(Exception):
+    """A mistake in the input, or two sides that did not do the same work; shown as one sentence."""
+
+
+def require(condition: object, sentence: str) -> None:
+    """Raises BenchmarkError with the sentence unless the condition holds."""
+    if not condition:
+        raise BenchmarkError(sentence)
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints; raises BenchmarkError with its complaint if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    require(done.returncode == 0, f"`{shlex.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def describe_machine() -> dict:
+    """Name, processor, cores and memory; whoever has torch adds the GPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"name": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "memory_gb": round(memory, 1), "gpu": None}
+
+
+def describe_ours(folder: Path) -> dict:
+    """The commit, and whether anything has been changed since."""
+    return {"commit": output_of(["git", "-C", str(folder), "describe", "--always", "--dirty"]).strip()}
+
+
+def figure_of(rows: int, columns: int, width: float, height: float):
+    """A figure of matplotlib's with its axes (rows, columns)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes

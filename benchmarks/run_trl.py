@@ -1,0 +1,512 @@
+"""TRL: how its versions are installed, and how their trainers are put together. No other file runs a training by it.
+
+    VENV/bin/python benchmarks/run_trl.py ppo SETTINGS.json OUTPUT
+
+That is one training on the toy world, for experiments/learning.py: with the settings that a run of ours wrote in
+args.json, in the environment of the version that has the trainer (TRAINERS). A line for each update goes to
+OUTPUT/metrics.jsonl, under the names of ours; of texts and pairs, which our own evaluation judges, there are
+checkpoints instead.
+
+What stays unequal is what the libraries differ in. The random numbers, and with them the order of the data, are each
+side's own. Our CPU seconds hold our evaluations, TRL's hold none. TRL 0.16.1 never clips the gradient, and its RLOO
+does not end a generation at EOS. Its score, EOS share and gold score are taken where it calls its reward model; its KL
+is the one that it logs. DDPO's KL to the first model, of which TRL knows nothing, is measured off the clock.
+
+The functions of TRAIN are throughput.py's. They are given the folders of models and prompts in `spec`, and a `recorder`
+that watches some of TRL's functions, to learn when a phase of an update begins and how many tokens were sampled.
+"""
+
+import argparse
+import itertools
+import json
+import runpy
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from common import ROOT
+
+# Only the standard library up here: this is also read by processes that must stay small, and outside of TRL's
+# environments.
+
+
+class Version(NamedTuple):
+    """Of TRL: its environment, and what it can do."""
+
+    venv: str
+    pins: str
+    algorithms: tuple[str, ...] = ("ppo", "rloo")
+    ours: str = ""  # flags with which our scripts do the same
+    temperature: float | None = None  # where only one is possible
+
+
+VERSIONS = {
+    "0.16.1": Version(
+        "trl016", "trl==0.16.1 transformers==4.51.3 torch==2.13.0 accelerate==1.6.0 datasets==3.5.0 numpy==2.2.6"
+    ),
+    "0.7.11": Version(  # pyarrow: newer ones need a NumPy that this transformers does not know
+        "trl07", "trl==0.7.11 transformers==4.38.2 torch==2.13.0 accelerate==0.27.2 datasets==2.18.0 numpy==1.26.4 "
+        "pyarrow==17.0.0", ("ppo",), ours="--critic shared", temperature=1.0,
+    ),
+    "1.16": Version(
+        "trl116", "trl==1.16.0 transformers==5.23.0 torch==2.13.0 accelerate==1.15.0 datasets==5.2.0 numpy==2.4.6",
+        ("rloo", "grpo"),
+    ),
+    "0.23": Version(  # the last one with a DDPOTrainer
+        "trl023", "trl==0.23.0 transformers==4.56.2 torch==2.13.0 diffusers==0.35.2 accelerate==1.15.0 peft==0.21.2 "
+        "numpy==2.4.6", ("ddpo",),
+    ),
+}  # fmt: skip
+TRAINERS = {"ppo": "0.16.1", "rloo": "0.16.1", "ddpo": "0.23"} | dict.fromkeys(
+    ("grpo", "dpo", "sft", "reward_model"), "1.16"
+)
+ONLINE = {  # settings that TRL 0.16.1 has under the same name
+    "ppo": ("cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards"),
+    "rloo": ("rloo_k", "normalize_reward", "reward_clip_range", "normalize_advantage"),
+    "both": ("seed", "learning_rate", "num_mini_batches", "num_ppo_epochs", "response_length", "temperature", "kl_coef",
+             "cliprange", "weight_decay", "missing_eos_penalty", "lr_scheduler_type", "adam_epsilon",
+             "local_rollout_forward_batch_size"),
+}  # fmt: skip
+SHARED = ("learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "max_length")
+EVERY = {"sft": 50, "reward_model": 100, "dpo": 50}  # steps between checkpoints, and between our evaluations
+
+
+def make_venv(version: str, venvs: Path) -> str:
+    """The Python of the virtual environment of a version, which is made if it is not there."""
+    venv, pins = venvs / VERSIONS[version].venv, VERSIONS[version].pins.split()
+    if not all(any(venv.glob(f"lib/python*/site-packages/{pin.replace('==', '-')}*.dist-info")) for pin in pins):
+        print(f"installing TRL {version} in {venv}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        subprocess.run([venv / "bin/python", "-m", "pip", "install", "--quiet", *pins], check=True)
+    return str(venv / "bin/python")
+
+
+def run_inside(version: str, record: Callable[[Path], None], output: Path) -> None:
+    """The command line of a program that records what a version of TRL computes: it starts again in its environment."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="folder of the virtual environment")
+    parser.add_argument("--output", type=Path, default=output, help="folder of the files")
+    parser.add_argument("--inside", action="store_true", help="record with the packages of this Python")
+    args = parser.parse_args()
+    if args.inside:
+        return record(args.output)
+    args.output.mkdir(parents=True, exist_ok=True)
+    command = [make_venv(version, args.venvs), sys.argv[0], "--inside", "--output", args.output]
+    subprocess.run(command, check=True)
+
+
+def load_function(spec: str):
+    """The function of file.py:name."""
+    file, name = spec.rsplit(":", 1)
+    return runpy.run_path(str(ROOT / file))[name]
+
+
+def copy_toy(folder: Path) -> None:
+    """The toy world in folder/policy and folder/reward, its tokenizer as old versions of transformers can read it."""
+    for name, source in (("policy", ROOT / "toy/sft"), ("reward", ROOT / "toy/reward_model")):
+        shutil.copytree(source, folder / name, dirs_exist_ok=True)
+        config = json.loads((source / "tokenizer_config.json").read_text())
+        write_tokenizer_config(folder / name, config["pad_token"], config["eos_token"])
+        tokenizer = json.loads((source / "tokenizer.json").read_text())
+        merges = tokenizer["model"]["merges"]
+        tokenizer["model"]["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+        (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
+    for algorithm in ("ppo", "rloo", "grpo"):
+        shutil.copy(ROOT / "toy/data/prompts/train.jsonl", folder / f"prompts-{algorithm}.jsonl")
+
+
+def write_tokenizer_config(folder: Path, pad: str, eos: str) -> None:
+    """tokenizer_config.json, with the name of a class that all versions of transformers know."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad, "eos_token": eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inside an environment: an update for throughput.py
+
+
+def load_prompts(spec: dict) -> list[str]:
+    """The texts of the prompts."""
+    return [json.loads(line)["prompt"] for line in Path(spec["prompts"]).read_text().splitlines()]
+
+
+def load_models(spec: dict) -> tuple:
+    """Tokenizer, policy and reward model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    return (
+        AutoTokenizer.from_pretrained(spec["policy"], padding_side="left"),
+        AutoModelForCausalLM.from_pretrained(spec["policy"]),
+        AutoModelForSequenceClassification.from_pretrained(spec["reward"], num_labels=1),
+    )
+
+
+def tokenized_prompts(spec: dict, tokenizer):
+    """A dataset with a column input_ids."""
+    from datasets import Dataset
+
+    return Dataset.from_dict({"input_ids": [tokenizer(text)["input_ids"] for text in load_prompts(spec)]})
+
+
+def tokens_in(responses, tokenizer) -> tuple[int, int]:
+    """Rows, and tokens up to the first EOS of each, of responses (B, T) that are padded or run on after it."""
+    is_end = ((responses == tokenizer.eos_token_id) | (responses == tokenizer.pad_token_id)).long()
+    return len(responses), int((is_end.cumsum(1) - is_end == 0).sum())
+
+
+def trainer_016(spec: dict, arguments: dict) -> tuple:
+    """PPOTrainer or RLOOTrainer of TRL 0.16.1, put together as its examples do, and the module that it stands in."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from trl import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
+
+    tokenizer, policy, reward_model = load_models(spec)
+    reference, prompts = AutoModelForCausalLM.from_pretrained(spec["policy"]), tokenized_prompts(spec, tokenizer)
+    common = {"processing_class": tokenizer, "reward_model": reward_model, "train_dataset": prompts,
+              "eval_dataset": prompts}  # fmt: skip
+    arguments |= {"output_dir": str(spec["output"]), "num_sample_generations": 0, "report_to": "none",
+                  "save_strategy": "no", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available()}  # fmt: skip
+    if spec["algorithm"] == "ppo":
+        value_model = AutoModelForSequenceClassification.from_pretrained(spec["reward"], num_labels=1)
+        args = PPOConfig(**arguments)
+        trainer = PPOTrainer(args, model=policy, ref_model=reference, value_model=value_model, **common)
+    else:
+        trainer = RLOOTrainer(RLOOConfig(**arguments), policy=policy, ref_policy=reference, **common)
+    return trainer, sys.modules[type(trainer).__module__]
+
+
+def train_016(spec: dict, s, recorder) -> None:
+    """TRL 0.16.1. `s` is the Setting of throughput.py."""
+    import numpy as np
+
+    arguments = {
+        "total_episodes": s.batch * (s.updates + 1), "num_mini_batches": 1, "num_ppo_epochs": s.epochs,
+        "per_device_train_batch_size": s.batch // s.micro_batches, "gradient_accumulation_steps": s.micro_batches,
+        "local_rollout_forward_batch_size": s.rollout_batch, "temperature": s.temperature, "bf16": s.bf16,
+        "response_length": s.response_length, "stop_token": "eos" if s.toy else None, "learning_rate": s.learning_rate,
+        "kl_coef": s.kl_coef,
+    } | ({"rloo_k": s.rloo_k} if spec["algorithm"] == "rloo" else {})  # fmt: skip
+    trainer, module = trainer_016(spec, arguments)
+    size = lambda result, model, queries, *_: tokens_in(result[0][:, queries.shape[1] :], trainer.processing_class)
+    recorder.watch(module, "batch_generation", "rollout", "score", size)
+    recorder.watch(np.random, "permutation", "update")  # called when an epoch begins
+    trainer.train()
+
+
+def train_07(spec: dict, s, recorder) -> None:
+    """TRL 0.7.11: PPOTrainer with a value head on the policy, in the loop of its quickstart."""
+    import numpy as np
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+    from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+
+    tokenizer, policy, reward_model = load_models(spec)
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(policy, summary_dropout_prob=0.0)
+    config = PPOConfig(
+        batch_size=s.batch, mini_batch_size=s.batch // s.micro_batches, gradient_accumulation_steps=s.micro_batches,
+        ppo_epochs=s.epochs, learning_rate=s.learning_rate, adap_kl_ctrl=False, init_kl_coef=s.kl_coef,
+        accelerator_kwargs={"mixed_precision": "bf16" if s.bf16 else "no", "cpu": not torch.cuda.is_available()},
+    )  # fmt: skip
+    trainer = PPOTrainer(
+        config, policy, tokenizer=tokenizer, dataset=tokenized_prompts(spec, tokenizer),
+        data_collator=lambda rows: [torch.as_tensor(row["input_ids"]) for row in rows],
+    )  # fmt: skip
+    reward_model.to(trainer.accelerator.device).eval()
+    pad = lambda texts: pad_sequence(texts, batch_first=True, padding_value=tokenizer.pad_token_id)
+    recorder.watch(trainer, "generate", "rollout", "score", lambda result, *_: tokens_in(pad(result), tokenizer))
+    recorder.watch(np.random, "permutation", "update")
+    for _ in range(s.updates + 1):
+        queries = [query.to(trainer.accelerator.device) for query in next(iter(trainer.dataloader))]
+        responses = trainer.generate(
+            queries, batch_size=s.rollout_batch, return_prompt=False, min_length=-1, top_k=0.0, top_p=1.0,
+            do_sample=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+            max_new_tokens=s.response_length,
+        )  # fmt: skip
+        with torch.no_grad():
+            ids = pad([torch.cat(text) for text in zip(queries, responses)])
+            scores = reward_model(ids, attention_mask=(ids != tokenizer.pad_token_id).long()).logits[:, 0]
+        trainer.step(queries, responses, list(scores))
+
+
+def train_116(spec: dict, s, recorder) -> None:
+    """TRL 1.16: RLOOTrainer or GRPOTrainer, with `num_iterations` for the epochs."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    tokenizer, _, reward_model = load_models(spec)
+    is_grpo = spec["algorithm"] == "grpo"
+    config = (GRPOConfig if is_grpo else RLOOConfig)(
+        output_dir=spec["output"], max_steps=(s.updates + 1) * s.epochs, num_iterations=s.epochs,
+        per_device_train_batch_size=s.batch // s.micro_batches, gradient_accumulation_steps=s.micro_batches,
+        steps_per_generation=s.micro_batches, num_generations=s.rloo_k, max_completion_length=s.response_length,
+        temperature=s.temperature, learning_rate=s.learning_rate, beta=s.kl_coef, bf16=s.bf16,
+        gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = (GRPOTrainer if is_grpo else RLOOTrainer)(
+        model=spec["policy"], reward_funcs=reward_model, reward_processing_classes=tokenizer, args=config,
+        processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": load_prompts(spec)}),
+    )  # fmt: skip
+
+    def size(result, *_) -> tuple[int, int]:
+        """Rows and tokens of the completions, which GRPO returns with something else."""
+        completions = result[0] if is_grpo else result
+        return len(completions), sum(map(len, completions))
+
+    recorder.watch(trainer, "_generate_single_turn", "rollout", "score", size)
+    recorder.watch(trainer, "_generate_and_score_completions", after="update")
+    trainer.train()
+
+
+TRAIN = {"0.16.1": train_016, "0.7.11": train_07, "1.16": train_116}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inside an environment: a training for experiments/learning.py
+
+
+def train_online(algorithm: str, settings: dict, output: Path) -> None:
+    """PPO and RLOO of TRL 0.16.1."""
+    from transformers import TrainerCallback
+
+    models = output / "models"
+    models.mkdir()
+    copy_toy(models)
+    spec = {"algorithm": algorithm, "policy": str(models / "policy"), "reward": str(models / "reward"),
+            "prompts": str(models / f"prompts-{algorithm}.jsonl"), "output": str(output)}  # fmt: skip
+    arguments = {name: settings[name] for name in ONLINE["both"] + ONLINE[algorithm]} | {
+        "per_device_train_batch_size": settings["batch_size"] // settings["num_mini_batches"],
+        "gradient_accumulation_steps": 1, "total_episodes": settings["total_episodes"],
+        "stop_token": "eos",
+    }  # fmt: skip
+    trainer, module = trainer_016(spec, arguments)
+    tokenizer, reward_model = trainer.processing_class, trainer.reward_model
+    gold_text_score, get_reward, seen = load_function("toy/make.py:gold_text_score"), module.get_reward, {}
+
+    def get_reward_and_gold(model, ids, pad_token_id, context_length):
+        """TRL's; where the reward model is asked, the texts are judged by the truth too."""
+        result = get_reward(model, ids, pad_token_id, context_length)
+        if model is reward_model:
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            ended = (ids[:, context_length:] == tokenizer.eos_token_id).any(1)
+            seen.update({
+                "objective/scores": result[1].mean().item(), "val/eos_share": ended.float().mean().item(),
+                "rewards/gold_score/mean": statistics.fmean(map(gold_text_score, texts)), "rows": len(ids),
+            })  # fmt: skip
+        return result
+
+    class Writer(TrainerCallback):
+        """Takes down each update."""
+
+        def on_log(self, args, state, control, logs=None, **others):
+            """One line."""
+            if "objective/kl" in logs:
+                if seen.pop("rows") != args.batch_size:
+                    sys.exit("TRL scored a batch in parts; its mean would be that of the last")
+                line = {"episode": logs["episode"], "objective/kl": logs["objective/kl"]}
+                with open(output / "metrics.jsonl", "a") as file:
+                    file.write(json.dumps(line | seen) + "\n")
+
+    trainer.add_callback(Writer())
+    with mock.patch.object(module, "get_reward", get_reward_and_gold):
+        trainer.train()
+
+
+def train_grpo(settings: dict, output: Path) -> None:
+    """GRPO of TRL 1.16; its policy stays in OUTPUT/model, for our evaluation."""
+    from datasets import load_dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig(
+        output_dir=str(output), max_steps=settings["total_episodes"] // settings["batch_size"], num_generations=settings["num_generations"],
+        per_device_train_batch_size=settings["batch_size"], seed=settings["seed"], loss_type=settings["loss_type"],
+        max_completion_length=settings["response_length"], learning_rate=settings["learning_rate"], beta=0.0,
+        lr_scheduler_type="linear", logging_steps=1, weight_decay=settings["weight_decay"], bf16=False, use_cpu=True,
+        gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+        reward_weights=[1.0, 0.0],
+    )  # fmt: skip
+    train = load_dataset("json", data_files=str(ROOT / settings["dataset"] / "train.jsonl"), split="train")
+    to_look_at = load_function("toy/shells/make.py:worked")
+    rewards = [load_function("rewards/verifiers.py:right_number"), to_look_at]
+    trainer = GRPOTrainer(str(ROOT / settings["model"]), reward_funcs=rewards, args=config, train_dataset=train)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "reward" in line]
+    names = ("reward", "rewards/right_number/mean", "entropy", "frac_reward_zero_std", "completions/mean_length")
+    with open(output / "metrics.jsonl", "w") as file:
+        for number, line in enumerate(lines, 1):
+            kept = {"episode": number * settings["batch_size"]} | {name: line[name] for name in names}
+            kept["rewards/worked/mean"] = line["rewards/worked/mean"]
+            file.write(json.dumps(kept) + "\n")
+    trainer.save_model(str(output / "model"))
+
+
+def train_texts(algorithm: str, settings: dict, output: Path) -> None:
+    """SFT, reward model and DPO of TRL 1.16; sft from the random weights in OUTPUT/start, which are those of ours."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+    config_class, trainer_class = {
+        "sft": (SFTConfig, SFTTrainer), "reward_model": (RewardConfig, RewardTrainer), "dpo": (DPOConfig, DPOTrainer),
+    }[algorithm]  # fmt: skip
+    shared = {name: settings[name] for name in SHARED}
+    shared["warmup_steps"] = shared.pop("warmup_ratio")  # a share, if below 1
+    own = {"reward_model": {"disable_dropout": False}, "dpo": {"beta": settings.get("beta")}}.get(algorithm, {})
+    config = config_class(
+        output_dir=str(output), per_device_train_batch_size=settings["batch_size"], num_train_epochs=1, use_cpu=True,
+        bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True, logging_steps=50,
+        seed=settings["seed"], data_seed=settings["seed"], save_strategy="steps", save_steps=EVERY[algorithm],
+        save_only_model=True, **own, **shared,
+    )  # fmt: skip
+    start = str(output / "start" if algorithm == "sft" else ROOT / settings["model"])
+    data = load_dataset("json", data_files=f"{ROOT / settings['dataset']}/train.jsonl", split="train")
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    trainer_class(model=start, args=config, train_dataset=data, processing_class=tokenizer).train()
+
+
+def train_ddpo(settings: dict, output: Path) -> None:
+    """Trains for settings["num_epochs"] epochs. `settings` is the args.json of a run of ddpo.py with two
+    rewards, of which the second, the gold score, has no weight."""
+    assert not settings["lora_r"] and not settings["bf16"] and not settings["kl_coef"], "not in this comparison"
+    logged = []
+    trainer = trainer_023(settings, logged)
+    first_unet = deepcopy(trainer.sd_pipeline.unet).requires_grad_(False)
+    kl = []
+    off_clock = 0.0
+    generate = trainer._generate_samples
+
+    def generate_and_measure(**sizes) -> tuple:
+        """TRL's samples. Their KL is taken at once, before the policy moves."""
+        nonlocal off_clock
+        samples, images = generate(**sizes)
+        start = time.process_time()
+        kl.append(mean_kl(samples, trainer, first_unet))
+        off_clock += time.process_time() - start
+        return samples, images
+
+    trainer._generate_samples = generate_and_measure
+    output.mkdir(parents=True, exist_ok=True)
+    step = 0
+    with open(output / "metrics.jsonl", "w") as file:
+        for epoch in range(1, settings["num_epochs"] + 1):
+            logged.clear()
+            step = trainer.step(epoch, step)  # what trainer.train() does
+            line = means_of(logged) | {"objective/kl": kl[-1], "epoch": epoch, "step": step}
+            line["seconds"] = time.process_time() - off_clock
+            print(json.dumps(line), file=file, flush=True)
+
+
+def trainer_023(settings: dict, logged: list):
+    """The trainer. Whatever it logs, and the gold scores of each batch of images, are appended to `logged`."""
+    from accelerate.state import PartialState
+    from trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
+
+    PartialState(cpu=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy_pipeline(ROOT / settings["model"], Path(folder))
+        pipeline = DefaultDDPOStableDiffusionPipeline(folder, use_lora=False)
+    if settings["sample_guidance_scale"] == 1:
+        pipeline.sd_pipeline._encode_prompt = lambda *_, prompt_embeds, **__: prompt_embeds
+
+    reward, gold_reward = map(load_function, settings["reward_fn"])
+
+    def score(images, prompts: tuple[str], metadata: tuple) -> tuple:
+        """TRL's signature. The gold scores are noted, and never trained on."""
+        logged.append({"rewards/same_shape/mean": gold_reward(images, prompts, metadata).mean()})
+        return reward(images, prompts, metadata), {}
+
+    names = [name for name in settings if name.startswith(("sample_", "train_", "per_prompt_"))]
+    config = DDPOConfig(
+        **{name: settings[name] for name in [*names, "negative_prompts", "num_epochs", "seed"]},
+        train_cfg=settings["sample_guidance_scale"] != 1, mixed_precision="no", accelerator_kwargs={"cpu": True},
+        save_freq=settings["num_epochs"] + 1,
+    )  # fmt: skip
+    texts = Path(ROOT, settings["dataset"], f"{settings['dataset_train_split']}.jsonl").read_text().splitlines()
+    rows = itertools.cycle(json.loads(text) for text in texts)  # as often each as with ddpo.py
+
+    def next_prompt() -> tuple[str, dict]:
+        """A prompt and its metadata."""
+        row = next(rows)
+        return row[settings["prompt_column"]], row
+
+    trainer = DDPOTrainer(config, score, next_prompt, pipeline)
+    trainer.sd_pipeline.set_progress_bar_config(disable=True)
+    trainer.accelerator.log = lambda figures, step: logged.append(figures)
+    return trainer
+
+
+def copy_pipeline(source: Path, folder: Path) -> None:
+    """The pipeline, with a tokenizer and a text encoder that the transformers of that time can read.
+
+    It knows a CLIPTokenizer by vocab.json and merges.txt, and takes a text encoder whose weights have today's names for
+    one without weights, which it draws at random with no more than a warning. tests/golden/make_trl023.py names the
+    other defects that are worked around.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    model = json.loads((source / "tokenizer/tokenizer.json").read_text())["model"]
+    (folder / "tokenizer/vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (folder / "tokenizer/merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    weights = load_file(source / "text_encoder/model.safetensors")
+    weights = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in weights.items()}
+    save_file(weights, folder / "text_encoder/model.safetensors", {"format": "pt"})
+
+
+def mean_kl(samples: list[dict], trainer, first_unet) -> float:
+    """ddpo.py's objective/kl: |mu - mu_ref|^2 / (2 sigma^2), summed over pixels and steps, mean over images.
+
+    The mean and the deviation of a step are those of diffusers' scheduler, for TRL returns neither.
+    """
+    import torch
+
+    scheduler = trainer.sd_pipeline.scheduler
+    stride = scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+    eta = trainer.config.sample_eta
+    total = 0.0
+    images = 0
+    for batch in samples:
+        for i, t in enumerate(scheduler.timesteps):
+            x = batch["latents"][:, i]
+            means = []
+            for unet in (trainer.sd_pipeline.unet, first_unet):
+                with torch.no_grad():
+                    prediction = unet(x, t, batch["prompt_embeds"]).sample
+                zero = torch.zeros_like(x)
+                means.append(scheduler.step(prediction, t, x, eta=eta, variance_noise=zero).prev_sample)
+            variance = eta**2 * scheduler._get_variance(t, t - stride)
+            total += ((means[0] - means[1]) ** 2 / (2 * variance)).sum().item()
+        images += len(batch["latents"])
+    return total / images
+
+
+def means_of(logged: list[dict]) -> dict[str, float]:
+    """An epoch's means of what was logged more than once. `epoch` and each image's reward are left out."""
+    names = ("loss", "approx_kl", "clipfrac", "reward_mean", "reward_std", "rewards/same_shape/mean")
+    result = {}
+    for name in names:
+        values = [figures[name].item() for figures in logged if name in figures]
+        result[name] = sum(values) / len(values)
+    return result
+
+
+if __name__ == "__main__":
+    algorithm, settings, output = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    if algorithm in ONLINE:
+        train_online(algorithm, settings, output)
+    elif algorithm == "grpo":
+        train_grpo(settings, output)
+    elif algorithm == "ddpo":
+        train_ddpo(settings, output)
+    else:
+        train_texts(algorithm, settings, output)
