@@ -1,4 +1,4 @@
-"""Compare: has a refactoring changed what the scripts compute? The default runs of a revision beside those of this tree.
+"""Has a refactoring changed what the scripts compute? The default runs of a revision beside those of this tree.
 
     python tests/compare_revisions.py HEAD                                     # all scripts, seeds 1 to 3
     python tests/compare_revisions.py HEAD~5 --scripts ppo --seeds 1 --flags="--total-episodes 256"
@@ -10,12 +10,12 @@ difference of any weight. A metric that only one side has is listed; it does not
 1 when a difference exceeds the tolerance.
 
 On one machine, a change that leaves every operation as it was gives a difference of exactly 0. Doing the same sums in
-another order rounds the last digit of float32 differently (1e-7), and training amplifies that: two updates of ppo.py with
-one thread instead of two gave differences up to 3e-6 in metrics and 3e-5 in weights, and 79 steps of sft.py 6e-6 and
-7e-5. The default tolerance, 1e-4, leaves room for this and for little more: ppo.py with --lam 0.9499 instead of 0.95
-gave 9e-2 and 1e-3. Two things exceed it without being wrong. A metric that counts tokens, such as val/clipfrac_avg, moves
-by whole tokens; and in a long run of ppo.py or rloo.py, one token sampled differently changes all that follows. Compare
-a run of a few updates to see whether it is that.
+another order rounds the last digit of float32 differently (1e-7), and training amplifies that: two updates of ppo.py
+with one thread instead of two gave differences up to 3e-6 in metrics and 3e-5 in weights, and 79 steps of sft.py 6e-6
+and 7e-5. The default tolerance, 1e-4, leaves room for this and for little more: ppo.py with --lam 0.9499 instead of 0.95
+gave 9e-2 and 1e-3. Two things exceed it without being wrong. A metric that counts tokens, such as val/clipfrac_avg,
+moves by whole tokens; and in a long run of ppo.py or rloo.py, one token sampled differently changes all that follows.
+Compare a run of a few updates to see whether it is that.
 
 The number of threads also changes the order of sums. Both sides therefore use --threads, and the runs of the revision
 are kept in --cache under their revision, script, seed, flags and threads. Give each kind of machine a cache of its own.
@@ -104,7 +104,7 @@ def compare_metrics(old: Path, new: Path) -> tuple[dict[str, float], set[str], s
 
 
 def compare_weights(old: Path, new: Path) -> dict[str, float]:
-    """The largest difference in each file of weights that either run saved; infinite if the tensors are not the same."""
+    """The largest difference in each file of weights that either run saved; infinite if the tensors are others."""
     differences = {}
     for file in sorted({path.relative_to(run) for run in (old, new) for path in run.rglob("*.safetensors")}):
         both = (old / file).exists() and (new / file).exists()

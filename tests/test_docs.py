@@ -13,7 +13,8 @@ import pytest
 from runs import run
 from sources import ROOT, SCRIPTS, defined_in, nodes_of, text_of
 
-FOLDERS = (".", "docs", "docs/diffs", "toy", "rewards", "benchmarks", "experiments", "exercises", "tests", "tests/golden")
+PLACES = ("benchmarks", "experiments", "tools", "tests", "tests/golden")
+FOLDERS = (".", "docs", "docs/diffs", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 OTHER_TOOLS = {
     "--solutions": "pytest, in exercises/conftest.py",
@@ -75,7 +76,6 @@ def arguments(script):
     return found | {alias: found[flag] for alias, flag in aliases.items()}
 
 
-PLACES = ("benchmarks", "experiments", "tools", "tests", "tests/golden")
 PROGRAMS = [str(path.relative_to(ROOT)) for folder in PLACES for path in (ROOT / folder).glob("*.py")]
 ARGUMENTS = {path: arguments(path) for path in [*SCRIPTS, *PROGRAMS]}
 ALL_FLAGS = set().union(*ARGUMENTS.values())

@@ -1,6 +1,6 @@
 """One whole update of ppo.py and rloo.py against one of TRL 0.16.1's PPOTrainer and RLOOTrainer, in float32.
 
-tests/golden/make_trl016.py ran TRL's own trainers on tiny models with fixed responses and wrote down what they computed.
+tests/golden/make_trl016.py ran TRL's own trainers on tiny models with fixed responses and wrote down what they made.
 Here `train` itself runs, on a folder with TRL's policy, another with its reward model, and a tokenizer of whole words.
 Chance is TRL's: torch.randperm gives its orders, and torch.rand numbers at which its responses are drawn. Compared are
 the rollout, rewards and advantages, the loss and the gradient of each step, the metrics that are logged, and the
@@ -51,37 +51,44 @@ import ppo
 import rloo
 
 FOLDER = Path(__file__).parent / "golden"
+TRL = json.loads((FOLDER / "trl016_update.json").read_text())
+ARRAYS = load_file(FOLDER / "trl016_update.safetensors")
 NO_CLIPPING, NO_BIAS, ONE_FURTHER = "no clipping", "no bias", "one further"
 
 # --- what TRL did
 
 
+def arrays_of(case):
+    """Name -> tensor."""
+    return {name.removeprefix(f"{case}/"): x for name, x in ARRAYS.items() if name.startswith(f"{case}/")}
+
+
 def read(case):
     """Settings, numbers and tensors of a case; RLOO's rows in our order, where a group are neighbours."""
-    data = json.loads((FOLDER / f"trl016_update_{case}.json").read_text())
-    tensors = load_file(FOLDER / f"trl016_update_{case}.safetensors")
-    i, o, orders = data["inputs"], data["outputs"], torch.tensor(data["inputs"]["orders"])
-    k = i["settings"].get("rloo_k", 1)
+    config, theirs = TRL["config"], TRL["cases"][case]
+    tensors = arrays_of(case)
+    orders = torch.tensor(theirs["orders"])
+    k = theirs["settings"].get("rloo_k", 1)
     rows = torch.arange(orders.shape[1]).view(k, -1).T.flatten()  # of TRL, in our order
     new = {name.removeprefix("new."): tensors.pop(name) for name in list(tensors) if name.startswith("new.")}
     gradient = {n.removeprefix("gradient."): tensors.pop(n) for n in list(tensors) if n.startswith("gradient.")}
     tensors = {name: x.flatten()[rows] if name == "rlhf_reward" else x[rows] for name, x in tensors.items()}
-    tensors["prompt_mask"] = tensors["queries"] != i["config"]["pad_token_id"]
+    tensors["prompt_mask"] = tensors["queries"] != config["pad_token_id"]
     return SimpleNamespace(
         **tensors,
-        config=i["config"],
-        settings=i["settings"],
+        config=config,
+        settings=theirs["settings"],
         orders=list(rows.argsort()[orders]),
         new=new,
         gradient=gradient,
-        losses=o["losses"],
-        metrics=o["metrics"],
+        losses=theirs["losses"],
+        metrics=theirs["metrics"],
     )
 
 
 def load_models(trl):
     """Policy, reference, value and reward model with the weights that TRL began with."""
-    weights = load_file(FOLDER / "trl016_update_weights.safetensors")
+    weights = arrays_of("weights")
 
     def load(make, name, **kwargs):
         model = make(GPT2Config(**trl.config, **kwargs))

@@ -6,7 +6,7 @@ TRL's own trainers run there, on the CPU in float32, for one update each: tiny G
 with fixed weights, fixed prompts and fixed responses. Two functions are replaced: `batch_generation`, by the fixed
 responses and the policy's logits for them, and `numpy.random.permutation`, by fixed orders. All the rest is TRL's.
 What it computed (log-probabilities, values, scores, advantages), its losses, gradients and metrics, and the weights it
-left go to tests/golden/trl016_update_CASE.safetensors and .json. The tests build the same update from our functions and
+left go to tests/golden/trl016_update.safetensors and .json. The tests build the same update from our functions and
 compare; they need no TRL. The same machine writes the same bytes again.
 
 In the cases `full` all responses run to full length, in `eos` they end anywhere; `steps` are 2 epochs of 2
@@ -216,33 +216,29 @@ def run_case(case: str, folder: Path) -> tuple[dict, dict]:
     settings = {"adam_epsilon": trainer.args.adam_epsilon, "response_length": RESPONSE_LENGTH} | CASES[case]
     return tensors, {
         "source": f"trl=={trl.__version__} {file}:{start}-{start + len(lines) - 1}",
-        "note": "one whole update, by tests/golden/make_trl016.py; tensors are in the .safetensors file of the same "
-        "name, the weights before it in trl016_update_weights.safetensors; float32",
-        "inputs": {"config": MODEL, "settings": settings, "orders": ORDERS[: settings["num_ppo_epochs"]]},
-        "outputs": {"losses": watch.losses, "metrics": metrics},
+        "settings": settings,
+        "orders": ORDERS[: settings["num_ppo_epochs"]],
+        "losses": watch.losses,
+        "metrics": metrics,
     }
 
 
-def write(tensors: dict, path: Path) -> None:
-    """A safetensors file that all may read."""
-    from safetensors.torch import save
-
-    path.write_bytes(save({name: x.contiguous() for name, x in tensors.items()}))
-
-
-def record(folder: Path) -> None:
-    """Runs all cases and writes their files."""
+def record(output: Path) -> None:
+    """Runs all cases and writes the two files."""
     import torch
+    from safetensors.torch import save_file
 
     torch.set_num_threads(1)  # the same bytes each time
-    weights = {f"{name}.{k}": p.detach() for name, m in make_models().items() for k, p in m.named_parameters()}
-    write(weights, folder / "trl016_update_weights.safetensors")
+    models = make_models().items()
+    tensors = {f"weights/{name}.{key}": p.detach() for name, model in models for key, p in model.named_parameters()}
+    cases = {}
     for case in CASES:
-        with tempfile.TemporaryDirectory() as output:
-            tensors, data = run_case(case, Path(output))
-        write(tensors, folder / f"trl016_update_{case}.safetensors")
-        (folder / f"trl016_update_{case}.json").write_text(json.dumps(data, indent=1) + "\n")
-        print(f"{case}: losses {data['outputs']['losses']}")
+        with tempfile.TemporaryDirectory() as folder:
+            of_case, cases[case] = run_case(case, Path(folder))
+        tensors |= {f"{case}/{name}": x for name, x in of_case.items()}
+        print(f"{case}: losses {cases[case]['losses']}")
+    save_file({name: x.contiguous() for name, x in tensors.items()}, output / "trl016_update.safetensors")
+    (output / "trl016_update.json").write_text(json.dumps({"config": MODEL, "cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

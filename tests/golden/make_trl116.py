@@ -5,8 +5,8 @@
 The trainer runs there, on the CPU in float32, on a tiny Llama with the tokenizer in tests/golden/digits, fixed weights,
 prompts and completions: only `_generate_single_turn` is replaced, and rows are not shuffled into mini-batches. (Not a
 GPT-2: TRL passes no positions, so that the learned positions of a GPT-2 count the padding on the left.) What it
-computed (advantages, losses, gradients, metrics) and the weights that it left go to tests/golden/trl116_grpo.safetensors
-and .json; the test builds the same from our functions. The same machine writes the same bytes again.
+computed (advantages, losses, gradients, metrics) and the weights that it left go to trl116_grpo.safetensors and .json;
+the test builds the same from our functions. The same machine writes the same bytes again.
 """
 
 import json
