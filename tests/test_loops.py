@@ -436,9 +436,11 @@ class Noted:
         self.rollouts = []
         self.orders = []
         self.drawn = []
+        self.checkpointed = []
         module = load_in_float64(script, monkeypatch)
         sample_batch = module.sample_batch
         finish = module.Run.finish
+        checkpoint_layers = module.checkpoint_layers
         randperm = torch.randperm
         randint = torch.randint
 
@@ -454,6 +456,10 @@ class Noted:
                 self.orders.append(order)
             return order
 
+        def noted_checkpointing(model):
+            self.checkpointed.append(type(model).__name__)
+            checkpoint_layers(model)
+
         def noted_finish(run):
             self.memory = run.memory
             finish(run)
@@ -466,6 +472,7 @@ class Noted:
         monkeypatch.setattr(module, "sample_batch", noted_batch)
         monkeypatch.setattr(torch, "randperm", noted_order)
         monkeypatch.setattr(torch, "randint", noted_texts)
+        monkeypatch.setattr(module, "checkpoint_layers", noted_checkpointing)
         monkeypatch.setattr(module.Run, "finish", noted_finish)
         self.args = module.Args(output_dir=str(folder), device="cpu", num_sample_generations=0, **settings)
         module.train(self.args)
@@ -492,6 +499,8 @@ def test_every_number_by_hand(name, world, tmp_path, monkeypatch):
     with float64():
         noted = Noted(name.split("_")[0], world(name), tmp_path / "run", monkeypatch)
         check_prompts(noted)
+        expected = {"ppo": ["GPT2LMHeadModel", "GPT2Model"], "rloo_tokens": ["GPT2LMHeadModel"]}
+        assert noted.checkpointed == expected.get(name, [])
         plain = Plain(noted.args, noted)
         for number, line in enumerate(noted.lines, 1):
             expected = plain.update(number, 3)
