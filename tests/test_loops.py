@@ -24,6 +24,7 @@ from sources import ROOT, lines_of as lines_of_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
+import rloo
 
 BIAS = 0.7  # of the reward model
 GOLD = """
@@ -535,10 +536,11 @@ def check_prompts(noted):
 # --- evaluation
 
 
+@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 @pytest.mark.parametrize("processes, num_rows", [(2, 4), (5, 5)])
-def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows):
+def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows, script):
     """All processes get equally many of three prompts' rows, and those that fill up the last are not counted."""
-    args = ppo.Args(response_length=8, response_length_min=4)
+    args = script.Args(response_length=8, response_length_min=4)
 
     def answer(policy, examples, answers):
         assert answers.temperature == args.eval_temperature and answers.response_length_min is None
@@ -547,17 +549,17 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows):
         lengths = torch.tensor([5, 6, 7, 20, 20])[:num_rows, None]  # the rows that are not counted are the longest
         mask = torch.arange(24) < lengths
         zeros = torch.zeros(mask.shape)
-        return ppo.Rollout(ids, ids > 0, ids.repeat(1, 24), mask, ids.flatten() == 7, zeros, examples)
+        return script.Rollout(ids, ids > 0, ids.repeat(1, 24), mask, ids.flatten() == 7, zeros, examples)
 
     def compare(rollout, *_):
         rollout.ref_logprobs = torch.zeros(rollout.mask.shape)
         rollout.kl = torch.ones(rollout.mask.shape)
 
-    monkeypatch.setattr(ppo, "WORLD_SIZE", processes)
-    monkeypatch.setattr(ppo, "sample_batch", answer)
-    monkeypatch.setattr(ppo, "compute_logprobs", lambda policy, rollout, _: torch.zeros(rollout.mask.shape))
-    monkeypatch.setattr(ppo, "score_reference", compare)
+    monkeypatch.setattr(script, "WORLD_SIZE", processes)
+    monkeypatch.setattr(script, "sample_batch", answer)
+    monkeypatch.setattr(script, "compute_logprobs", lambda policy, rollout, _: torch.zeros(rollout.mask.shape))
+    monkeypatch.setattr(script, "score_reference", compare)
     examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
-    stats = ppo.evaluate(None, None, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)
+    stats = script.evaluate(None, None, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)
     expected = {"eval/scores": 12.0, "eval/kl": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
     assert stats == pytest.approx(expected)
