@@ -54,6 +54,8 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+
 import datasets
 import numpy as np
 import pandas

@@ -314,7 +314,7 @@ def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
         kept["batch_size"] = 2 * args.num_generations
     settings = dataclasses.asdict(args) | kept
     settings.pop("output_dir")
-    assert len(run(module, tmp_path / "run", **settings)) > 1
+    assert run(module, tmp_path / "run", **settings)
 
 
 def test_diffs_are_fresh():

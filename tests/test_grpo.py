@@ -343,7 +343,8 @@ def test_kl_enters_the_loss_only_with_beta(plain_run, tmp_path, tiny, more):
 
 def test_what_is_not_finished_is_left_out(tmp_path, tiny):
     """With every response cut off there is no gradient."""
-    (tmp_path / "r.py").write_text("def letters(completions, **_):\n    return [sum(map(ord, x)) for x in completions]\n")
+    code = "def letters(completions, **_):\n    return [sum(map(ord, x)) for x in completions]\n"
+    (tmp_path / "r.py").write_text(code)
     cut = dict(stop_token="<|pad|>", mask_truncated_completions=True)  # which is never drawn
     for line in run(grpo, tmp_path / "out", **tiny | cut | dict(reward_fn=(f"{tmp_path}/r.py:letters",))):
         assert line["grad_norm"] == line["loss"] == 0 < line["reward_std"]

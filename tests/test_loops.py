@@ -24,6 +24,7 @@ from sources import ROOT, lines_of as lines_of_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import ppo
+import rloo
 
 BIAS = 0.7  # of the reward model
 GOLD = """
@@ -436,9 +437,11 @@ class Noted:
         self.rollouts = []
         self.orders = []
         self.drawn = []
+        self.checkpointed = []
         module = load_in_float64(script, monkeypatch)
         sample_batch = module.sample_batch
         finish = module.Run.finish
+        checkpoint_layers = module.checkpoint_layers
         randperm = torch.randperm
         randint = torch.randint
 
@@ -454,6 +457,10 @@ class Noted:
                 self.orders.append(order)
             return order
 
+        def noted_checkpointing(model):
+            self.checkpointed.append(type(model).__name__)
+            checkpoint_layers(model)
+
         def noted_finish(run):
             self.memory = run.memory
             finish(run)
@@ -466,6 +473,7 @@ class Noted:
         monkeypatch.setattr(module, "sample_batch", noted_batch)
         monkeypatch.setattr(torch, "randperm", noted_order)
         monkeypatch.setattr(torch, "randint", noted_texts)
+        monkeypatch.setattr(module, "checkpoint_layers", noted_checkpointing)
         monkeypatch.setattr(module.Run, "finish", noted_finish)
         self.args = module.Args(output_dir=str(folder), device="cpu", num_sample_generations=0, **settings)
         module.train(self.args)
@@ -492,6 +500,8 @@ def test_every_number_by_hand(name, world, tmp_path, monkeypatch):
     with float64():
         noted = Noted(name.split("_")[0], world(name), tmp_path / "run", monkeypatch)
         check_prompts(noted)
+        expected = {"ppo": ["GPT2LMHeadModel", "GPT2Model"], "rloo_tokens": ["GPT2LMHeadModel"]}
+        assert noted.checkpointed == expected.get(name, [])
         plain = Plain(noted.args, noted)
         for number, line in enumerate(noted.lines, 1):
             expected = plain.update(number, 3)
@@ -526,10 +536,11 @@ def check_prompts(noted):
 # --- evaluation
 
 
+@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
 @pytest.mark.parametrize("processes, num_rows", [(2, 4), (5, 5)])
-def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows):
+def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows, script):
     """All processes get equally many of three prompts' rows, and those that fill up the last are not counted."""
-    args = ppo.Args(response_length=8, response_length_min=4)
+    args = script.Args(response_length=8, response_length_min=4)
 
     def answer(policy, examples, answers):
         assert answers.temperature == args.eval_temperature and answers.response_length_min is None
@@ -538,17 +549,17 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows):
         lengths = torch.tensor([5, 6, 7, 20, 20])[:num_rows, None]  # the rows that are not counted are the longest
         mask = torch.arange(24) < lengths
         zeros = torch.zeros(mask.shape)
-        return ppo.Rollout(ids, ids > 0, ids.repeat(1, 24), mask, ids.flatten() == 7, zeros, examples)
+        return script.Rollout(ids, ids > 0, ids.repeat(1, 24), mask, ids.flatten() == 7, zeros, examples)
 
     def compare(rollout, *_):
         rollout.ref_logprobs = torch.zeros(rollout.mask.shape)
         rollout.kl = torch.ones(rollout.mask.shape)
 
-    monkeypatch.setattr(ppo, "WORLD_SIZE", processes)
-    monkeypatch.setattr(ppo, "sample_batch", answer)
-    monkeypatch.setattr(ppo, "compute_logprobs", lambda policy, rollout, _: torch.zeros(rollout.mask.shape))
-    monkeypatch.setattr(ppo, "score_reference", compare)
+    monkeypatch.setattr(script, "WORLD_SIZE", processes)
+    monkeypatch.setattr(script, "sample_batch", answer)
+    monkeypatch.setattr(script, "compute_logprobs", lambda policy, rollout, _: torch.zeros(rollout.mask.shape))
+    monkeypatch.setattr(script, "score_reference", compare)
     examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
-    stats = ppo.evaluate(None, None, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)
+    stats = script.evaluate(None, None, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)
     expected = {"eval/scores": 12.0, "eval/kl": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
     assert stats == pytest.approx(expected)

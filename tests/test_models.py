@@ -466,3 +466,15 @@ def test_windows(train, script, monkeypatch):
     monkeypatch.setattr(Path, "write_text", write_text)
     monkeypatch.setattr(script.sys, "platform", "win32")
     assert train(script, exp_name="\N{GREEK SMALL LETTER LAMDA}")
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, grpo])
+def test_stop_token_is_the_unknown_token_too(script):
+    """As in GPT-2 and GPT-NeoX. Where they are two tokens, a word that is none is refused."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    eos = tokenizer.eos_token_id
+    with pytest.raises(SystemExit, match="zyzzyva"):
+        script.find_stop_token(script.Args(stop_token="zyzzyva"), tokenizer)
+    tokenizer.unk_token = tokenizer.eos_token
+    for text in ("eos", str(eos), tokenizer.eos_token):
+        assert script.find_stop_token(script.Args(stop_token=text), tokenizer) == eos

@@ -1,5 +1,6 @@
 """reward_model.py: its head, calibration, batches, and a whole run by hand."""
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -216,10 +217,14 @@ def test_rewards_are_centred_without_a_bias_to_move(kind, more, preferences, tmp
     """A norm without bias, or an adapter that leaves it frozen: the config says the shift, and the model is as good."""
     model = write_model(tmp_path / "model", kind)
     lines = run(reward_model, tmp_path / "run", **SETTINGS | more, model=model, dataset=preferences.folder)
-    after = classifier(tmp_path / "run" / ("merged" if "lora_r" in more else "."))
+    folder = tmp_path / ("run/merged" if "lora_r" in more else "run")
+    after = classifier(folder)
     agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))
     assert torch.cat(rewards(after, preferences.rows)).mean().item() == pytest.approx(0, abs=1e-4)
     assert abs(after.config.reward_bias) > 0.01
+    saved = json.loads((tmp_path / "run/args.json").read_text())
+    reward_model.train(reward_model.Args(**saved | {"resume": str(tmp_path / "run")}))  # nothing is left to do
+    assert classifier(folder).config.reward_bias == after.config.reward_bias
 
 
 def test_dropout_is_on_in_training_alone(preferences, tmp_path, monkeypatch):

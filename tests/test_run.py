@@ -252,10 +252,11 @@ def test_a_signal_ends_the_run_after_its_step(script, heeded, whole, settings_of
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ignored_signals_stay_ignored(number, heeded, whole, settings_of, tmp_path, monkeypatch):
     """As those are that the shell ignores for nohup."""
+    undisturbed = whole("ppo")
     signal.signal(number, signal.SIG_IGN)
     signal_at_step_1(monkeypatch, ppo, number)
     run(ppo, tmp_path, **settings_of("ppo"))
-    assert_same_run(tmp_path, whole("ppo"))
+    assert_same_run(tmp_path, undisturbed)
 
 
 def test_without_a_standard_output(tmp_path, tiny, monkeypatch):
