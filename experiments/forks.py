@@ -1,6 +1,6 @@
 """Forks: changes of recent papers, made to lecture/ppo.py, each beside the default on the toy world over five seeds.
 
-    python experiments/forks.py                          # 20 runs, a minute each on one thread; goes on where it stopped
+    python experiments/forks.py                          # 20 runs of a minute on one thread; goes on where it stopped
     python experiments/forks.py --write "A loss term"    # writes that fork as lecture/fork.py, to be read and run
 
 The changes are the diffs of docs/fork.md, each under a heading, its name. Those of the section "Changes of three

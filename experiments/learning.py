@@ -6,9 +6,9 @@
     python experiments/learning.py --compare "ppo.py --lam 1"       # a table: this beside the default, five seeds
 
 Ours run as a reader runs them, on one thread, and log the gold score: `python ppo.py --seed S --reward-fn reward_model
-toy/make.py:gold_score --reward-weights 1 0`. TRL runs in virtual environments of its own (benchmarks/run_trl.py), from the same
-models and data, with the settings that ours wrote in args.json. Our evaluation reads both sides' models of sft,
-reward_model and grpo; tools/evaluate.py those of dpo.
+toy/make.py:gold_score --reward-weights 1 0`. TRL runs in virtual environments of its own (benchmarks/run_trl.py), from
+the same models and data, with the settings that ours wrote in args.json. Our evaluation reads both sides' models of
+sft, reward_model and grpo; tools/evaluate.py those of dpo.
 
 What comes out: a line in results/learning.jsonl for each run, as it ends, with its command, seed, revision, date,
 processor and CPU seconds from start to exit; the metrics of its `start` and `end`, which is the mean over the last five

@@ -12,8 +12,8 @@ difference of any weight. A metric that only one side has is listed; it does not
 On one machine, a change that leaves every operation as it was gives a difference of exactly 0. Doing the same sums in
 another order rounds the last digit of float32 differently (1e-7), and training amplifies that: two updates of ppo.py
 with one thread instead of two gave differences up to 3e-6 in metrics and 3e-5 in weights, and 79 steps of sft.py 6e-6
-and 7e-5. The default tolerance, 1e-4, leaves room for this and for little more: ppo.py with --lam 0.9499 instead of 0.95
-gave 9e-2 and 1e-3. Two things exceed it without being wrong. A metric that counts tokens, such as val/clipfrac_avg,
+and 7e-5. The default tolerance, 1e-4, leaves room for this and for little more: ppo.py with --lam 0.9499 instead of
+0.95 gave 9e-2 and 1e-3. Two things exceed it without being wrong. A metric that counts tokens, such as val/clipfrac_avg,
 moves by whole tokens; and in a long run of ppo.py or rloo.py, one token sampled differently changes all that follows.
 Compare a run of a few updates to see whether it is that.
 
