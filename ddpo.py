@@ -890,7 +890,8 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()

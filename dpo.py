@@ -128,9 +128,7 @@ class Args:
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = (
-        "linear"  # a name of transformers.get_scheduler that needs no more arguments (TRL: linear to 0)
-    )
+    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -993,7 +991,8 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()

@@ -127,9 +127,8 @@ class Args:
     num_generations: Annotated[int, Field(ge=2)] = 8
     # how tokens add up: dapo, cispo: all alike; grpo: all rows alike; dr_grpo: as dapo, with a constant; bnpo: by parts
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
-    importance_sampling_level: Literal["token", "sequence"] = (
-        "token"  # of the ratio. sequence: GSPO; set loss_type grpo
-    )
+    # of the ratio: token, or sequence (GSPO; set loss_type grpo)
+    importance_sampling_level: Literal["token", "sequence"] = "token"
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose deviation divides advantages (none: Dr. GRPO)
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
     epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); for cispo the cap itself, 5
@@ -153,9 +152,7 @@ class Args:
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = (
-        "linear"  # a name of transformers.get_scheduler that needs no more arguments (TRL: linear to 0)
-    )
+    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
@@ -235,7 +232,7 @@ def train(args: Args) -> None:
     start(args)
 
     policy = load_policy(args)
-    reward_model = load_reward_model(args)
+    reward_model = load_reward_model(args, policy)
     reference = make_reference(args, policy) if args.beta else None
     for model in (policy, reference, reward_model):
         shard(model, args)
@@ -934,13 +931,16 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
     return ids[0]
 
 
-def load_reward_model(args: Args) -> nn.Module | None:
+def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
     """The reward model, frozen; None if functions alone give the reward."""
     if "reward_model" not in args.reward_fn:
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
     is_fit = model.config.num_labels == 1 and hasattr(model, "score")
     require(is_fit, f"{args.reward_model} has several labels, or is no causal model: see rewards/classifier.py")
+    rows = policy.get_input_embeddings().num_embeddings
+    if same_tokens(policy, model) and rows > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(rows, mean_resizing=False)  # ids without a text, which the policy can draw
     return model.requires_grad_(False)
 
 
@@ -1507,7 +1507,8 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()

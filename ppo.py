@@ -165,13 +165,10 @@ class Args:
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
     learning_rate: Positive | None = None
-    critic_learning_rate: Positive | None = (
-        None  # the critic's, all of which learns; by default the policy's (mind LoRA)
-    )
+    # the critic's, by default the policy's; with LoRA set it, since all of the critic learns
+    critic_learning_rate: Positive | None = None
     critic_warmup_updates: Natural = 0  # first updates, in which only the critic learns
-    lr_scheduler_type: Name = (
-        "linear"  # a name of transformers.get_scheduler that needs no more arguments (TRL: linear to 0)
-    )
+    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
@@ -254,7 +251,7 @@ def train(args: Args) -> None:
     start(args)
 
     policy = load_policy(args)
-    reward_model = load_reward_model(args)
+    reward_model = load_reward_model(args, policy)
     critic = make_critic(args, policy, reward_model)
     reference = make_reference(args, policy)
     ema = deepcopy(policy) if args.ema_decay else None
@@ -1009,13 +1006,16 @@ def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
     return ids[0]
 
 
-def load_reward_model(args: Args) -> nn.Module | None:
+def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
     """The reward model, frozen; None if functions alone give the reward."""
     if "reward_model" not in args.reward_fn:
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
     is_fit = model.config.num_labels == 1 and hasattr(model, "score")
     require(is_fit, f"{args.reward_model} has several labels, or is no causal model: see rewards/classifier.py")
+    rows = policy.get_input_embeddings().num_embeddings
+    if same_tokens(policy, model) and rows > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(rows, mean_resizing=False)  # ids without a text, which the policy can draw
     return model.requires_grad_(False)
 
 
@@ -1612,7 +1612,8 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()

@@ -109,7 +109,7 @@ class Args:
     # --- Optimisation ---
     # AdamW's; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "cosine"  # any name that transformers.get_scheduler knows (N+ details: cosine)
+    lr_scheduler_type: Name = "cosine"  # any of transformers.get_scheduler that depends on the step alone (N+ details)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -895,7 +895,8 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()

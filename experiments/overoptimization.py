@@ -150,7 +150,7 @@ def score_responses(reward_model: Path, responses: Path, file: Path) -> None:
     data = torch.load(responses)
     gold = data.pop("gold").numpy()
     rollout = ppo.Rollout(**data, examples=[{}] * len(gold))
-    model = ppo.load_reward_model(replace(args, reward_model=str(reward_model)))
+    model = ppo.load_reward_model(replace(args, reward_model=str(reward_model)), policy)
     proxy = ppo.model_reward(model, policy, args)(rollout).numpy()
     write_whole(file, lambda out: np.savez(out, proxy=proxy, gold=gold))
 

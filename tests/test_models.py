@@ -310,7 +310,7 @@ def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, train):
     folder = other_ids(tmp_path / "rm")
     rewards = []
     for name in ("toy/reward_model", folder):
-        model = ppo.load_reward_model(ppo.Args(reward_model=name))
+        model = ppo.load_reward_model(ppo.Args(reward_model=name), policy)
         rewards.append(ppo.model_reward(model, policy, args)(rollout))
     torch.testing.assert_close(*rewards, rtol=1e-4, atol=1e-4)
     train(ppo, reward_model=folder)
