@@ -37,9 +37,25 @@ KINDS = {  # kind -> parts of the names of torch's operators; the first that fit
     "concatenation, indexing": ("cat", "index", "gather", "scatter", "slice", "select", "embedding", "split"),
     "sums": ("aten.sum", "aten.mean", "any", "all."),
     "optimiser": ("adam",),
-    "elementwise": ("rsub", "lt", "bitwise", "logical", "add", "mul", "div", "sub", "exp", "fill", "where", "clamp",
-                    "neg", "pow", "max", "zero_"),
-}  # fmt: skip
+    "elementwise": (
+        "rsub",
+        "lt",
+        "bitwise",
+        "logical",
+        "add",
+        "mul",
+        "div",
+        "sub",
+        "exp",
+        "fill",
+        "where",
+        "clamp",
+        "neg",
+        "pow",
+        "max",
+        "zero_",
+    ),
+}
 
 
 def kind_of(operator: str) -> str:
@@ -129,8 +145,12 @@ def watch(algorithm: str, steps: int, flags: list[str]) -> dict:
         print(f"not replayed, {times} times: {reason}", file=sys.stderr)
     rate = flops / kinds["matrix products"] / 1e9
     kinds["the rest: Python, dispatch, cold caches"] = total - sum(kinds.values())
-    return {"ms": {kind: 1000 * x for kind, x in kinds.items()}, "gflops": rate, "gflop": flops / 1e9,
-            "operators": sum(calls.values())}  # fmt: skip
+    return {
+        "ms": {kind: 1000 * x for kind, x in kinds.items()},
+        "gflops": rate,
+        "gflop": flops / 1e9,
+        "operators": sum(calls.values()),
+    }
 
 
 def measure(setting_name: str, algorithm: str, bf16: bool, work: Path) -> dict:
@@ -160,8 +180,14 @@ def show(name: str, plain: dict, half: dict) -> None:
         table.add_row(kind, *cells)
     table.add_section()
     table.add_row("all", f"{totals[0]:.0f}", "", f"{totals[1]:.0f}", "", f"{totals[0] / totals[1]:.1f}")
-    table.add_row("GFLOP/s of the products", f"{plain['gflops']:.0f}", "", f"{half['gflops']:.0f}", "",
-                  f"{plain['gflops'] / half['gflops']:.1f}")  # fmt: skip
+    table.add_row(
+        "GFLOP/s of the products",
+        f"{plain['gflops']:.0f}",
+        "",
+        f"{half['gflops']:.0f}",
+        "",
+        f"{plain['gflops'] / half['gflops']:.1f}",
+    )
     table.add_row("GFLOP", f"{plain['gflop']:.0f}", "", f"{half['gflop']:.0f}", "", "")
     Console(width=110).print(table)
 

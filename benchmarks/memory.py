@@ -115,10 +115,14 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
     whole = 4 * N + (2 * N if p.bf16 else 0)  # the policy in a rollout, and its weights in bfloat16
     layers = 4 * (2 * m.layer + m.embeddings)
     rollout = {0: whole - 4 * N, 2: whole, 3: whole if p.gather else layers}[p.stage]
-    return held | update | {
-        "in the update": sum(held.values()) + sum(update.values()),
-        "in the rollout": held["weights"] + held["Adam"] + cache + rollout,
-    }  # fmt: skip
+    return (
+        held
+        | update
+        | {
+            "in the update": sum(held.values()) + sum(update.values()),
+            "in the rollout": held["weights"] + held["Adam"] + cache + rollout,
+        }
+    )
 
 
 def peak(m: Shape, p: Plan) -> float:
@@ -147,8 +151,20 @@ PLANS = {
 
 def on_paper(plan: Plan) -> str:
     """The table of three models."""
-    head = ["policy", "GPUs, stage", "weights", "gradients", "Adam", "gathered", "activations", "logits",
-            "**in the update**", "**in the rollout**", "layer by layer", "sent"]  # fmt: skip
+    head = [
+        "policy",
+        "GPUs, stage",
+        "weights",
+        "gradients",
+        "Adam",
+        "gathered",
+        "activations",
+        "logits",
+        "**in the update**",
+        "**in the rollout**",
+        "layer by layer",
+        "sent",
+    ]
     rows = []
     for name, shape in SHAPES.items():
         for gpus, stage in ((8, 0), (8, 2), (8, 3), (64, 3)):
@@ -198,8 +214,12 @@ def climb() -> None:
 SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 256 * 512, tied=True)
 MIDDLE = Shape(12, 768, 16000, 768, 12 * 12 * 768**2 + 16000 * 768 + 256 * 768, tied=True)
 RESPONSE, PROMPT = 16, 8
-FREED = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",  # what is freed goes back to the system at once
-         "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # fmt: skip
+FREED = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # what is freed goes back to the system at once
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+}
 
 
 def make_models(folder: Path, m: Shape = SMALL) -> None:
@@ -215,9 +235,16 @@ def make_models(folder: Path, m: Shape = SMALL) -> None:
     tokenizer.pre_tokenizer = WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     config = GPT2Config(
-        vocab_size=m.vocab, n_embd=m.width, n_layer=m.layers, n_head=8, n_positions=256, num_labels=1,
-        bos_token_id=None, eos_token_id=words["<eos>"], pad_token_id=words["<pad>"],
-    )  # fmt: skip
+        vocab_size=m.vocab,
+        n_embd=m.width,
+        n_layer=m.layers,
+        n_head=8,
+        n_positions=256,
+        num_labels=1,
+        bos_token_id=None,
+        eos_token_id=words["<eos>"],
+        pad_token_id=words["<pad>"],
+    )
     torch.manual_seed(0)
     for name, kind in (("policy", GPT2LMHeadModel), ("reward", GPT2ForSequenceClassification)):
         kind(config).save_pretrained(folder / name), fast.save_pretrained(folder / name)
@@ -260,9 +287,13 @@ def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> 
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run = subprocess.run(
-        [*launcher, __file__, "--worker", script, *given], capture_output=True, text=True,
-        env=dict(os.environ, **FREED), cwd=ROOT, check=False,
-    )  # fmt: skip
+        [*launcher, __file__, "--worker", script, *given],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, **FREED),
+        cwd=ROOT,
+        check=False,
+    )
     if run.returncode:
         raise SystemExit(f"{script} {flags} failed:\n{run.stderr[-3000:]}")
     last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
@@ -279,8 +310,17 @@ def measure(output: Path) -> None:
     with tempfile.TemporaryDirectory() as work:
         make_models(Path(work))
         for script, W, stage, b, trained, flags, options in cases:
-            plan = Plan(trained=trained, stage=stage, shards=W, rows=b, rollout_rows=b, prompt=PROMPT, response=RESPONSE,
-                        bf16=False, **options)  # fmt: skip
+            plan = Plan(
+                trained=trained,
+                stage=stage,
+                shards=W,
+                rows=b,
+                rollout_rows=b,
+                prompt=PROMPT,
+                response=RESPONSE,
+                bf16=False,
+                **options,
+            )
             more = f"--zero-stage {stage}" if W > 1 else ""
             name = f"`{script}.py {flags}`".replace(" `", "`") + f", {b} rows"
             print(name, W, stage, file=sys.stderr)
@@ -299,18 +339,34 @@ def write(output: Path, found: list[dict]) -> None:
 def measured_table(found: list[dict]) -> str:
     """Of measure()'s runs."""
     head = ["run", "processes, stage", "by formula, GB", "measured, GB", "measured / formula"]
-    return table(head, [
-        [run["run"], f"{run['processes']}, {run['stage']}", f"{run['formula'] / GB:.2f}", f"{run['measured'] / GB:.2f}",
-         f"{run['measured'] / run['formula']:.2f}"] for run in found
-    ])  # fmt: skip
+    return table(
+        head,
+        [
+            [
+                run["run"],
+                f"{run['processes']}, {run['stage']}",
+                f"{run['formula'] / GB:.2f}",
+                f"{run['measured'] / GB:.2f}",
+                f"{run['measured'] / run['formula']:.2f}",
+            ]
+            for run in found
+        ],
+    )
 
 
 def starting_table(found: list[dict]) -> str:
     """Of starting()'s runs."""
     cells = [
-        [str(run["processes"]), *(cell for when, models in run["models"].items()
-         for cell in (f"{run['bytes']['large'][when] / GB:.2f}", f"{models:.1f}"))] for run in found
-    ]  # fmt: skip
+        [
+            str(run["processes"]),
+            *(
+                cell
+                for when, models in run["models"].items()
+                for cell in (f"{run['bytes']['large'][when] / GB:.2f}", f"{models:.1f}")
+            ),
+        ]
+        for run in found
+    ]
     return table(["processes", "to start, GB", "models", "to resume, GB", "models"], cells)
 
 
@@ -324,16 +380,22 @@ def until_the_first_update(processes: int, flags: list[str]) -> float:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     given = ["--zero-stage", "3", "--device", "cpu", "--dataset-test-split", "none", "--num-sample-generations", "0"]
     run = subprocess.Popen(
-        [*launcher, __file__, "--worker", "rloo", *given, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*launcher, __file__, "--worker", "rloo", *given, *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env=dict(os.environ, **FREED),
-    )  # fmt: skip
+    )
     peak, is_over = 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not is_over.wait(0.05):
             with suppress(psutil.Error):
-                peak = max(peak, sum(p.memory_full_info().pss for p in psutil.Process(run.pid).children(recursive=True)))
+                peak = max(
+                    peak, sum(p.memory_full_info().pss for p in psutil.Process(run.pid).children(recursive=True))
+                )
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -363,8 +425,21 @@ def starting(output: Path) -> None:
             found = {}
             for name, flags in (("large", large), ("toy", [])):
                 folder = f"{work}/{name}{processes}"
-                given = [*flags, "--reward-fn", "toy/make.py:gold_score", "--output-dir", folder, "--total-episodes", "8",
-                         "--batch-size", "8", "--response-length", "4", "--learning-rate", "1e-5"]  # fmt: skip
+                given = [
+                    *flags,
+                    "--reward-fn",
+                    "toy/make.py:gold_score",
+                    "--output-dir",
+                    folder,
+                    "--total-episodes",
+                    "8",
+                    "--batch-size",
+                    "8",
+                    "--response-length",
+                    "4",
+                    "--learning-rate",
+                    "1e-5",
+                ]
                 started = until_the_first_update(processes, given)
                 resumed = until_the_first_update(processes, ["--resume", folder])
                 found[name] = {"started": started, "resumed": resumed}

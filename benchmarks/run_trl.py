@@ -53,28 +53,46 @@ VERSIONS = {
         "trl016", "trl==0.16.1 transformers==4.51.3 torch==2.13.0 accelerate==1.6.0 datasets==3.5.0 numpy==2.2.6"
     ),
     "0.7.11": Version(  # pyarrow: newer ones need a NumPy that this transformers does not know
-        "trl07", "trl==0.7.11 transformers==4.38.2 torch==2.13.0 accelerate==0.27.2 datasets==2.18.0 numpy==1.26.4 "
-        "pyarrow==17.0.0", ("ppo",), ours="--critic shared", temperature=1.0,
+        "trl07",
+        "trl==0.7.11 transformers==4.38.2 torch==2.13.0 accelerate==0.27.2 datasets==2.18.0 numpy==1.26.4 "
+        "pyarrow==17.0.0",
+        ("ppo",),
+        ours="--critic shared",
+        temperature=1.0,
     ),
     "1.16": Version(
-        "trl116", "trl==1.16.0 transformers==5.23.0 torch==2.13.0 accelerate==1.15.0 datasets==5.2.0 numpy==2.4.6",
+        "trl116",
+        "trl==1.16.0 transformers==5.23.0 torch==2.13.0 accelerate==1.15.0 datasets==5.2.0 numpy==2.4.6",
         ("rloo", "grpo"),
     ),
     "0.23": Version(  # the last one with a DDPOTrainer
-        "trl023", "trl==0.23.0 transformers==4.56.2 torch==2.13.0 diffusers==0.35.2 accelerate==1.15.0 peft==0.21.2 "
-        "numpy==2.4.6", ("ddpo",),
+        "trl023",
+        "trl==0.23.0 transformers==4.56.2 torch==2.13.0 diffusers==0.35.2 accelerate==1.15.0 peft==0.21.2 numpy==2.4.6",
+        ("ddpo",),
     ),
-}  # fmt: skip
+}
 TRAINERS = {"ppo": "0.16.1", "rloo": "0.16.1", "ddpo": "0.23"} | dict.fromkeys(
     ("grpo", "dpo", "sft", "reward_model"), "1.16"
 )
 ONLINE = {  # settings that TRL 0.16.1 has under the same name
     "ppo": ("cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards"),
     "rloo": ("rloo_k", "normalize_reward", "reward_clip_range", "normalize_advantage"),
-    "both": ("seed", "learning_rate", "num_mini_batches", "num_ppo_epochs", "response_length", "temperature", "kl_coef",
-             "cliprange", "weight_decay", "missing_eos_penalty", "lr_scheduler_type", "adam_epsilon",
-             "local_rollout_forward_batch_size"),
-}  # fmt: skip
+    "both": (
+        "seed",
+        "learning_rate",
+        "num_mini_batches",
+        "num_ppo_epochs",
+        "response_length",
+        "temperature",
+        "kl_coef",
+        "cliprange",
+        "weight_decay",
+        "missing_eos_penalty",
+        "lr_scheduler_type",
+        "adam_epsilon",
+        "local_rollout_forward_batch_size",
+    ),
+}
 SHARED = ("learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "max_length")
 EVERY = {"sft": 50, "reward_model": 100, "dpo": 50}  # steps between checkpoints, and between our evaluations
 
@@ -170,10 +188,20 @@ def trainer_016(spec: dict, arguments: dict) -> tuple:
 
     tokenizer, policy, reward_model = load_models(spec)
     reference, prompts = AutoModelForCausalLM.from_pretrained(spec["policy"]), tokenized_prompts(spec, tokenizer)
-    common = {"processing_class": tokenizer, "reward_model": reward_model, "train_dataset": prompts,
-              "eval_dataset": prompts}  # fmt: skip
-    arguments |= {"output_dir": str(spec["output"]), "num_sample_generations": 0, "report_to": "none",
-                  "save_strategy": "no", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available()}  # fmt: skip
+    common = {
+        "processing_class": tokenizer,
+        "reward_model": reward_model,
+        "train_dataset": prompts,
+        "eval_dataset": prompts,
+    }
+    arguments |= {
+        "output_dir": str(spec["output"]),
+        "num_sample_generations": 0,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),
+    }
     if spec["algorithm"] == "ppo":
         value_model = AutoModelForSequenceClassification.from_pretrained(spec["reward"], num_labels=1)
         args = PPOConfig(**arguments)
@@ -188,12 +216,19 @@ def train_016(spec: dict, s, recorder) -> None:
     import numpy as np
 
     arguments = {
-        "total_episodes": s.batch * (s.updates + 1), "num_mini_batches": 1, "num_ppo_epochs": s.epochs,
-        "per_device_train_batch_size": s.batch // s.micro_batches, "gradient_accumulation_steps": s.micro_batches,
-        "local_rollout_forward_batch_size": s.rollout_batch, "temperature": s.temperature, "bf16": s.bf16,
-        "response_length": s.response_length, "stop_token": "eos" if s.toy else None, "learning_rate": s.learning_rate,
+        "total_episodes": s.batch * (s.updates + 1),
+        "num_mini_batches": 1,
+        "num_ppo_epochs": s.epochs,
+        "per_device_train_batch_size": s.batch // s.micro_batches,
+        "gradient_accumulation_steps": s.micro_batches,
+        "local_rollout_forward_batch_size": s.rollout_batch,
+        "temperature": s.temperature,
+        "bf16": s.bf16,
+        "response_length": s.response_length,
+        "stop_token": "eos" if s.toy else None,
+        "learning_rate": s.learning_rate,
         "kl_coef": s.kl_coef,
-    } | ({"rloo_k": s.rloo_k} if spec["algorithm"] == "rloo" else {})  # fmt: skip
+    } | ({"rloo_k": s.rloo_k} if spec["algorithm"] == "rloo" else {})
     trainer, module = trainer_016(spec, arguments)
     size = lambda result, model, queries, *_: tokens_in(result[0][:, queries.shape[1] :], trainer.processing_class)
     recorder.watch(module, "batch_generation", "rollout", "score", size)
@@ -211,14 +246,22 @@ def train_07(spec: dict, s, recorder) -> None:
     tokenizer, policy, reward_model = load_models(spec)
     policy = AutoModelForCausalLMWithValueHead.from_pretrained(policy, summary_dropout_prob=0.0)
     config = PPOConfig(
-        batch_size=s.batch, mini_batch_size=s.batch // s.micro_batches, gradient_accumulation_steps=s.micro_batches,
-        ppo_epochs=s.epochs, learning_rate=s.learning_rate, adap_kl_ctrl=False, init_kl_coef=s.kl_coef,
+        batch_size=s.batch,
+        mini_batch_size=s.batch // s.micro_batches,
+        gradient_accumulation_steps=s.micro_batches,
+        ppo_epochs=s.epochs,
+        learning_rate=s.learning_rate,
+        adap_kl_ctrl=False,
+        init_kl_coef=s.kl_coef,
         accelerator_kwargs={"mixed_precision": "bf16" if s.bf16 else "no", "cpu": not torch.cuda.is_available()},
-    )  # fmt: skip
+    )
     trainer = PPOTrainer(
-        config, policy, tokenizer=tokenizer, dataset=tokenized_prompts(spec, tokenizer),
+        config,
+        policy,
+        tokenizer=tokenizer,
+        dataset=tokenized_prompts(spec, tokenizer),
         data_collator=lambda rows: [torch.as_tensor(row["input_ids"]) for row in rows],
-    )  # fmt: skip
+    )
     reward_model.to(trainer.accelerator.device).eval()
     pad = lambda texts: pad_sequence(texts, batch_first=True, padding_value=tokenizer.pad_token_id)
     recorder.watch(trainer, "generate", "rollout", "score", lambda result, *_: tokens_in(pad(result), tokenizer))
@@ -226,10 +269,17 @@ def train_07(spec: dict, s, recorder) -> None:
     for _ in range(s.updates + 1):
         queries = [query.to(trainer.accelerator.device) for query in next(iter(trainer.dataloader))]
         responses = trainer.generate(
-            queries, batch_size=s.rollout_batch, return_prompt=False, min_length=-1, top_k=0.0, top_p=1.0,
-            do_sample=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+            queries,
+            batch_size=s.rollout_batch,
+            return_prompt=False,
+            min_length=-1,
+            top_k=0.0,
+            top_p=1.0,
+            do_sample=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
             max_new_tokens=s.response_length,
-        )  # fmt: skip
+        )
         with torch.no_grad():
             ids = pad([torch.cat(text) for text in zip(queries, responses)])
             scores = reward_model(ids, attention_mask=(ids != tokenizer.pad_token_id).long()).logits[:, 0]
@@ -245,17 +295,32 @@ def train_116(spec: dict, s, recorder) -> None:
     tokenizer, _, reward_model = load_models(spec)
     is_grpo = spec["algorithm"] == "grpo"
     config = (GRPOConfig if is_grpo else RLOOConfig)(
-        output_dir=spec["output"], max_steps=(s.updates + 1) * s.epochs, num_iterations=s.epochs,
-        per_device_train_batch_size=s.batch // s.micro_batches, gradient_accumulation_steps=s.micro_batches,
-        steps_per_generation=s.micro_batches, num_generations=s.rloo_k, max_completion_length=s.response_length,
-        temperature=s.temperature, learning_rate=s.learning_rate, beta=s.kl_coef, bf16=s.bf16,
-        gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
+        output_dir=spec["output"],
+        max_steps=(s.updates + 1) * s.epochs,
+        num_iterations=s.epochs,
+        per_device_train_batch_size=s.batch // s.micro_batches,
+        gradient_accumulation_steps=s.micro_batches,
+        steps_per_generation=s.micro_batches,
+        num_generations=s.rloo_k,
+        max_completion_length=s.response_length,
+        temperature=s.temperature,
+        learning_rate=s.learning_rate,
+        beta=s.kl_coef,
+        bf16=s.bf16,
+        gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
+        report_to="none",
+        save_strategy="no",
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     trainer = (GRPOTrainer if is_grpo else RLOOTrainer)(
-        model=spec["policy"], reward_funcs=reward_model, reward_processing_classes=tokenizer, args=config,
-        processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": load_prompts(spec)}),
-    )  # fmt: skip
+        model=spec["policy"],
+        reward_funcs=reward_model,
+        reward_processing_classes=tokenizer,
+        args=config,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": load_prompts(spec)}),
+    )
 
     def size(result, *_) -> tuple[int, int]:
         """Rows and tokens of the completions, which GRPO returns with something else."""
@@ -281,13 +346,19 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
     models = output / "models"
     models.mkdir()
     copy_toy(models)
-    spec = {"algorithm": algorithm, "policy": str(models / "policy"), "reward": str(models / "reward"),
-            "prompts": str(models / f"prompts-{algorithm}.jsonl"), "output": str(output)}  # fmt: skip
+    spec = {
+        "algorithm": algorithm,
+        "policy": str(models / "policy"),
+        "reward": str(models / "reward"),
+        "prompts": str(models / f"prompts-{algorithm}.jsonl"),
+        "output": str(output),
+    }
     arguments = {name: settings[name] for name in ONLINE["both"] + ONLINE[algorithm]} | {
         "per_device_train_batch_size": settings["batch_size"] // settings["num_mini_batches"],
-        "gradient_accumulation_steps": 1, "total_episodes": settings["total_episodes"],
+        "gradient_accumulation_steps": 1,
+        "total_episodes": settings["total_episodes"],
         "stop_token": "eos",
-    }  # fmt: skip
+    }
     trainer, module = trainer_016(spec, arguments)
     tokenizer, reward_model = trainer.processing_class, trainer.reward_model
     gold_text_score, get_reward, seen = load_function("toy/make.py:gold_text_score"), module.get_reward, {}
@@ -298,10 +369,14 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
         if model is reward_model:
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             ended = (ids[:, context_length:] == tokenizer.eos_token_id).any(1)
-            seen.update({
-                "objective/scores": result[1].mean().item(), "val/eos_share": ended.float().mean().item(),
-                "rewards/gold_score/mean": statistics.fmean(map(gold_text_score, texts)), "rows": len(ids),
-            })  # fmt: skip
+            seen.update(
+                {
+                    "objective/scores": result[1].mean().item(),
+                    "val/eos_share": ended.float().mean().item(),
+                    "rewards/gold_score/mean": statistics.fmean(map(gold_text_score, texts)),
+                    "rows": len(ids),
+                }
+            )
         return result
 
     class Writer(TrainerCallback):
@@ -327,13 +402,26 @@ def train_grpo(settings: dict, output: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=str(output), max_steps=settings["total_episodes"] // settings["batch_size"], num_generations=settings["num_generations"],
-        per_device_train_batch_size=settings["batch_size"], seed=settings["seed"], loss_type=settings["loss_type"],
-        max_completion_length=settings["response_length"], learning_rate=settings["learning_rate"], beta=0.0,
-        lr_scheduler_type="linear", logging_steps=1, weight_decay=settings["weight_decay"], bf16=False, use_cpu=True,
-        gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+        output_dir=str(output),
+        max_steps=settings["total_episodes"] // settings["batch_size"],
+        num_generations=settings["num_generations"],
+        per_device_train_batch_size=settings["batch_size"],
+        seed=settings["seed"],
+        loss_type=settings["loss_type"],
+        max_completion_length=settings["response_length"],
+        learning_rate=settings["learning_rate"],
+        beta=0.0,
+        lr_scheduler_type="linear",
+        logging_steps=1,
+        weight_decay=settings["weight_decay"],
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
         reward_weights=[1.0, 0.0],
-    )  # fmt: skip
+    )
     train = load_dataset("json", data_files=str(ROOT / settings["dataset"] / "train.jsonl"), split="train")
     to_look_at = load_function("toy/shells/make.py:worked")
     rewards = [load_function("rewards/verifiers.py:right_number"), to_look_at]
@@ -356,17 +444,31 @@ def train_texts(algorithm: str, settings: dict, output: Path) -> None:
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
     config_class, trainer_class = {
-        "sft": (SFTConfig, SFTTrainer), "reward_model": (RewardConfig, RewardTrainer), "dpo": (DPOConfig, DPOTrainer),
-    }[algorithm]  # fmt: skip
+        "sft": (SFTConfig, SFTTrainer),
+        "reward_model": (RewardConfig, RewardTrainer),
+        "dpo": (DPOConfig, DPOTrainer),
+    }[algorithm]
     shared = {name: settings[name] for name in SHARED}
     shared["warmup_steps"] = shared.pop("warmup_ratio")  # a share, if below 1
     own = {"reward_model": {"disable_dropout": False}, "dpo": {"beta": settings.get("beta")}}.get(algorithm, {})
     config = config_class(
-        output_dir=str(output), per_device_train_batch_size=settings["batch_size"], num_train_epochs=1, use_cpu=True,
-        bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True, logging_steps=50,
-        seed=settings["seed"], data_seed=settings["seed"], save_strategy="steps", save_steps=EVERY[algorithm],
-        save_only_model=True, **own, **shared,
-    )  # fmt: skip
+        output_dir=str(output),
+        per_device_train_batch_size=settings["batch_size"],
+        num_train_epochs=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=50,
+        seed=settings["seed"],
+        data_seed=settings["seed"],
+        save_strategy="steps",
+        save_steps=EVERY[algorithm],
+        save_only_model=True,
+        **own,
+        **shared,
+    )
     start = str(output / "start" if algorithm == "sft" else ROOT / settings["model"])
     data = load_dataset("json", data_files=f"{ROOT / settings['dataset']}/train.jsonl", split="train")
     tokenizer = AutoTokenizer.from_pretrained(start)
@@ -427,9 +529,11 @@ def trainer_023(settings: dict, logged: list):
     names = [name for name in settings if name.startswith(("sample_", "train_", "per_prompt_"))]
     config = DDPOConfig(
         **{name: settings[name] for name in [*names, "negative_prompts", "num_epochs", "seed"]},
-        train_cfg=settings["sample_guidance_scale"] != 1, mixed_precision="no", accelerator_kwargs={"cpu": True},
+        train_cfg=settings["sample_guidance_scale"] != 1,
+        mixed_precision="no",
+        accelerator_kwargs={"cpu": True},
         save_freq=settings["num_epochs"] + 1,
-    )  # fmt: skip
+    )
     texts = Path(ROOT, settings["dataset"], f"{settings['dataset_train_split']}.jsonl").read_text().splitlines()
     rows = itertools.cycle(json.loads(text) for text in texts)  # as often each as with ddpo.py
 

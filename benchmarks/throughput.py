@@ -204,13 +204,17 @@ class Recorder:
         require(s.toy or set(tokens) == {s.batch * s.response_length}, f"it sampled {tokens} tokens; some ended early")
         seconds, packages = self.ends[-1] - self.ends[0], ["torch", "transformers", *["trl"] * (kind != "ours")]
         return {
-            "seconds_per_update": seconds / s.updates, "episodes_per_second": s.batch * s.updates / seconds,
+            "seconds_per_update": seconds / s.updates,
+            "episodes_per_second": s.batch * s.updates / seconds,
             **{phase: statistics.fmean(update[phase] for update in self.phases[1:]) for phase in PHASES},
-            "memory_mb": self.memory_mb, "imports_mb": self.imports_mb, "cores": (self.cpu[-1] - self.cpu[0]) / seconds,
-            "mean_tokens": statistics.fmean(tokens) / s.batch, "threads": torch.get_num_threads(),
+            "memory_mb": self.memory_mb,
+            "imports_mb": self.imports_mb,
+            "cores": (self.cpu[-1] - self.cpu[0]) / seconds,
+            "mean_tokens": statistics.fmean(tokens) / s.batch,
+            "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "versions": {name: metadata.version(name) for name in packages},
-        }  # fmt: skip
+        }
 
 
 def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
@@ -256,10 +260,19 @@ def make_models(folder: Path, setting: Setting) -> None:
     torch.manual_seed(1)
     positions = 128 * math.ceil((setting.prompt_lengths[1] + setting.response_length) / 128)
     config = GPT2Config(
-        n_layer=setting.layers, n_embd=setting.width, n_head=setting.heads, n_positions=positions, num_labels=1,
-        vocab_size=setting.vocab, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=PAD, eos_token_id=EOS,
+        n_layer=setting.layers,
+        n_embd=setting.width,
+        n_head=setting.heads,
+        n_positions=positions,
+        num_labels=1,
+        vocab_size=setting.vocab,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
         bos_token_id=EOS,
-    )  # fmt: skip
+    )
     policy = GPT2LMHeadModel(config)
     with torch.no_grad():  # PAD and EOS must not be sampled: the final states sum to the width, so the logits of these two are minus the width
         policy.transformer.ln_f.bias.fill_(1.0)
@@ -309,16 +322,26 @@ def our_side(revision: str, flags: str, algorithms: list[str], folder: Path) -> 
 def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> list[str]:
     """Our command line for the setting."""
     flags = {
-        "model": models / "policy", "reward-model": models / "reward", "dataset": models / f"prompts-{algorithm}.jsonl",
-        "output-dir": output, "response-length": setting.response_length, "temperature": setting.temperature,
-        "stop-token": "eos" if setting.toy else "none", "batch-size": setting.batch, "num-mini-batches": 1,
-        "num-ppo-epochs": setting.epochs, "total-episodes": setting.batch * (setting.updates + 1),
-        "local-rollout-forward-batch-size": setting.rollout_batch, "learning-rate": setting.learning_rate,
-        "num-sample-generations": 0, "save-steps": 1000,
+        "model": models / "policy",
+        "reward-model": models / "reward",
+        "dataset": models / f"prompts-{algorithm}.jsonl",
+        "output-dir": output,
+        "response-length": setting.response_length,
+        "temperature": setting.temperature,
+        "stop-token": "eos" if setting.toy else "none",
+        "batch-size": setting.batch,
+        "num-mini-batches": 1,
+        "num-ppo-epochs": setting.epochs,
+        "total-episodes": setting.batch * (setting.updates + 1),
+        "local-rollout-forward-batch-size": setting.rollout_batch,
+        "learning-rate": setting.learning_rate,
+        "num-sample-generations": 0,
+        "save-steps": 1000,
     } | {
-        "ppo": {"kl-coef": setting.kl_coef}, "rloo": {"kl-coef": setting.kl_coef, "rloo-k": setting.rloo_k},
+        "ppo": {"kl-coef": setting.kl_coef},
+        "rloo": {"kl-coef": setting.kl_coef, "rloo-k": setting.rloo_k},
         "grpo": {"beta": setting.kl_coef, "num-generations": setting.rloo_k, "reward-fn": "reward_model"},
-    }[algorithm]  # fmt: skip
+    }[algorithm]
     if setting.micro_batches > 1:
         flags["micro-batch-size"] = setting.batch // setting.micro_batches
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))] + ["--bf16"] * setting.bf16
@@ -339,19 +362,31 @@ def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
     """One process of one side: what it measured."""
     with tempfile.TemporaryDirectory(dir=models, prefix="run-") as output:
         spec = {
-            "kind": side.kind, "algorithm": algorithm, "setting": asdict(setting), "output": output,
-            "policy": models / "policy", "reward": models / "reward", "prompts": models / f"prompts-{algorithm}.jsonl",
-        }  # fmt: skip
+            "kind": side.kind,
+            "algorithm": algorithm,
+            "setting": asdict(setting),
+            "output": output,
+            "policy": models / "policy",
+            "reward": models / "reward",
+            "prompts": models / f"prompts-{algorithm}.jsonl",
+        }
         if side.kind == "ours":
             flags = ours_flags(setting, algorithm, models, Path(output, "run")) + shlex.split(side.flags)
             spec |= {"scripts": side.scripts, "flags": flags}
         start(spec, side.python)
         result = json.loads(Path(output, "result.json").read_text())
-    print(f"  {side.name}: {result['seconds_per_update']:.2f} s per update, {result['memory_mb']:.0f} MB, "
-          f"{result['mean_tokens']:.1f} tokens per response", flush=True)  # fmt: skip
+    print(
+        f"  {side.name}: {result['seconds_per_update']:.2f} s per update, {result['memory_mb']:.0f} MB, "
+        f"{result['mean_tokens']:.1f} tokens per response",
+        flush=True,
+    )
     if result["cores"] < 0.8 * result["threads"] and not setting.gpu:
-        print(f"  warning: it had {result['cores']:.1f} cores for {result['threads']} threads. Is something else running "
-              "on this machine? Then this time means nothing.", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"  warning: it had {result['cores']:.1f} cores for {result['threads']} threads. Is something else running "
+            "on this machine? Then this time means nothing.",
+            file=sys.stderr,
+            flush=True,
+        )
     return result
 
 
@@ -374,8 +409,15 @@ def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side
     for key, measure in (("speed", "episodes_per_second"), ("memory", "memory_mb")):
         ratios = [pair["ours"][measure] / pair["other"][measure] for pair in pairs]
         summary[key] = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-    return {"setting": name, "algorithm": algorithm, "other": other.name, "our_flags": ours.flags,
-            "geometry": asdict(setting), "summary": summary, "pairs": pairs}  # fmt: skip
+    return {
+        "setting": name,
+        "algorithm": algorithm,
+        "other": other.name,
+        "our_flags": ours.flags,
+        "geometry": asdict(setting),
+        "summary": summary,
+        "pairs": pairs,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,20 +426,40 @@ def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side
 
 def table(comparisons: list[dict]) -> str:
     """All comparisons, in Markdown."""
-    head = ["setting", "against", "theirs, episodes/s", "ours", "**ratio**", "theirs: rollout + score + update, s", "ours",
-            "theirs, GB", "ours", "ratio"]  # fmt: skip
+    head = [
+        "setting",
+        "against",
+        "theirs, episodes/s",
+        "ours",
+        "**ratio**",
+        "theirs: rollout + score + update, s",
+        "ours",
+        "theirs, GB",
+        "ours",
+        "ratio",
+    ]
     rows = [head, ["---", "---", "---:", "---:", "---:", "---", "---", "---:", "---:", "---:"]]
     for c in comparisons:
         ours, other, speed, memory = (c["summary"][name] for name in ("ours", "other", "speed", "memory"))
-        ratios = [f"{r['median']:.2f}" + f" ({r['least']:.2f}–{r['most']:.2f})" * (len(c["pairs"]) > 1)
-                  for r in (speed, memory)]  # fmt: skip
+        ratios = [
+            f"{r['median']:.2f}" + f" ({r['least']:.2f}–{r['most']:.2f})" * (len(c["pairs"]) > 1)
+            for r in (speed, memory)
+        ]
         phases = [" + ".join(f"{side[phase]:.2f}" for phase in PHASES) for side in (other, ours)]
         flags = c["our_flags"] + " --bf16" * c["geometry"]["bf16"]
-        rows.append([
-            f"{c['setting']} {c['algorithm']}" + (f", `{flags.strip()}`" if flags else ""), c["other"], f"{other['episodes_per_second']:.3g}",
-            f"{ours['episodes_per_second']:.3g}", f"**{ratios[0]}**", *phases, f"{other['memory_mb'] / 1024:.2f}",
-            f"{ours['memory_mb'] / 1024:.2f}", ratios[1],
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{c['setting']} {c['algorithm']}" + (f", `{flags.strip()}`" if flags else ""),
+                c["other"],
+                f"{other['episodes_per_second']:.3g}",
+                f"{ours['episodes_per_second']:.3g}",
+                f"**{ratios[0]}**",
+                *phases,
+                f"{other['memory_mb'] / 1024:.2f}",
+                f"{ours['memory_mb'] / 1024:.2f}",
+                ratios[1],
+            ]
+        )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -409,8 +471,10 @@ def growth(points: list[dict], file: Path) -> list[dict]:
     from matplotlib.ticker import EngFormatter, LogLocator
 
     figure, axes = figure_of(2, len(GROWTH), 3.2 * len(GROWTH), 5.6)
-    what = {"seconds per update": lambda run: run["seconds_per_update"],
-            "MB beyond the imports": lambda run: run["memory_mb"] - run["imports_mb"]}  # fmt: skip
+    what = {
+        "seconds per update": lambda run: run["seconds_per_update"],
+        "MB beyond the imports": lambda run: run["memory_mb"] - run["imports_mb"],
+    }
     powers = []
     for column, algorithm, key in itertools.product(range(len(GROWTH)), ("ppo", "rloo"), ("ours", "other")):
         axis = list(GROWTH)[column]
@@ -476,12 +540,21 @@ def main(argv: list[str]) -> int:
     jobs = [(name, SETTINGS[name], {}) for name in args.settings]
     if args.growth:
         require(len(args.against) == 1, "--growth compares with one version of TRL; name one in --against")
-        jobs = [(f"{axis} {value}", replace(GROWTH_BASE, **changes), {"axis": axis, "value": value})
-                for axis, values in GROWTH.items() for value, changes in values.items()]  # fmt: skip
+        jobs = [
+            (f"{axis} {value}", replace(GROWTH_BASE, **changes), {"axis": axis, "value": value})
+            for axis, values in GROWTH.items()
+            for value, changes in values.items()
+        ]
     given = ({"bf16": True} if args.bf16 else {}) | ({"updates": args.updates} if args.updates else {})
     comparisons, failed = [], []
-    results = {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d %H:%M"), "command": shlex.join(argv),
-               "ours": describe_ours(ROOT), "failed": failed, "comparisons": comparisons}  # fmt: skip
+    results = {
+        "machine": describe_machine(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "command": shlex.join(argv),
+        "ours": describe_ours(ROOT),
+        "failed": failed,
+        "comparisons": comparisons,
+    }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         ours = replace(our_side(".", args.ours, args.algorithms, Path(folder)), name="ours")

@@ -1,7 +1,7 @@
 """The capstone: the scripts of lecture/ train the toy world, with your functions in the place of theirs.
 
-  python -m pytest exercises        ends with it, for each script whose functions are all done
-  python exercises/capstone.py      runs the scripts as they are, and writes down in capstone.json what yours is held to
+python -m pytest exercises        ends with it, for each script whose functions are all done
+python exercises/capstone.py      runs the scripts as they are, and writes down in capstone.json what yours is held to
 """
 
 import json

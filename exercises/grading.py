@@ -133,8 +133,11 @@ def grade(
                 fail(f"{sentence}\n{difference(output, own[output], expected, where)}")
     _, inputs, right = cases[0]
     spoiled = read(function, *on_padding(inputs, torch.nan))
-    must(all(equal(spoiled[output], right[output]) for output in right), "NaN on padding gets into the result. NaN * 0 "
-         "is NaN, so that multiplying by the mask does not keep it out; masked_fill and torch.where do.")  # fmt: skip
+    must(
+        all(equal(spoiled[output], right[output]) for output in right),
+        "NaN on padding gets into the result. NaN * 0 "
+        "is NaN, so that multiplying by the mask does not keep it out; masked_fill and torch.where do.",
+    )
     return function
 
 

@@ -23,9 +23,10 @@ def test_masked_mean(student):
     mistakes = {
         "Padding is counted: the sum is right, but it is divided by all positions.": lambda x, m: (x * m).mean(),
         "Padding is added and counted: this is the mean of everything.": lambda x, m: x.mean(),
-        "This is a mean over rows of their means. There every row counts alike; every token should.":
-            lambda x, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).mean(),
-    }  # fmt: skip
+        "This is a mean over rows of their means. There every row counts alike; every token should.": lambda x, m: (
+            (x * m).sum(1) / m.sum(1).clamp(min=1)
+        ).mean(),
+    }
     grade(student, "masked_mean", ("mean",), cases, mistakes)
 
 
@@ -43,17 +44,21 @@ def test_response_mask(student):
         return lambda responses, stop: {output: function(responses == (-1 if stop is None else stop))}
 
     mistakes = {
-        "The stop token is not in the mask. It is real: the policy chose it, and has to learn when to.":
-            mask(lambda stop: stop.cumsum(1) == 0),
+        "The stop token is not in the mask. It is real: the policy chose it, and has to learn when to.": mask(
+            lambda stop: stop.cumsum(1) == 0
+        ),
         "Only the stop tokens are left out. Out is whatever comes after the first of them.": mask(lambda stop: ~stop),
-        "It ends at the last stop token. The first one ends the response.":
-            mask(lambda stop: (stop.flip(1).cumsum(1).flip(1) > 0) | ~stop.any(1, keepdim=True)),
-        "The mask is turned round: true is for real tokens, false for what comes after them.":
-            mask(lambda stop: stop.cumsum(1) - stop.long() > 0),
-        "A row without a stop token ends after its first token: argmax is 0 where nothing is found. It is all real.":
-            mask(lambda stop: torch.arange(stop.shape[1]) <= stop.long().argmax(1, keepdim=True)),
+        "It ends at the last stop token. The first one ends the response.": mask(
+            lambda stop: (stop.flip(1).cumsum(1).flip(1) > 0) | ~stop.any(1, keepdim=True)
+        ),
+        "The mask is turned round: true is for real tokens, false for what comes after them.": mask(
+            lambda stop: stop.cumsum(1) - stop.long() > 0
+        ),
+        "A row without a stop token ends after its first token: argmax is 0 where nothing is found. It is all real.": mask(
+            lambda stop: torch.arange(stop.shape[1]) <= stop.long().argmax(1, keepdim=True)
+        ),
         "`ended` is turned round: true is for rows that have a stop token.": mask(lambda stop: ~stop.any(1), "ended"),
-    }  # fmt: skip
+    }
     grade(student, "response_mask", ("mask", "ended"), cases, mistakes)
 
 
@@ -74,15 +79,20 @@ def test_token_logprobs(student):
         "These are the tokens' logits. They have to be normalised to be log-probabilities.": pick,
         "These are probabilities. Their logarithms are wanted.": lambda x, t: pick(x.softmax(-1), t),
         "The sign is turned: cross-entropy is minus the log-probability.": lambda x, t: -pick(x.log_softmax(-1), t),
-        "It is normalised over the positions, dimension 1. It should be over the vocabulary, the last one.":
-            lambda x, t: pick(x.log_softmax(1), t),
-        "It shifts by one position. These logits are already those of their tokens; the next exercise shifts.":
-            lambda x, t: pick(x[:, :-1].log_softmax(-1), t[:, 1:]),
-    }  # fmt: skip
+        "It is normalised over the positions, dimension 1. It should be over the vocabulary, the last one.": lambda x, t: (
+            pick(x.log_softmax(1), t)
+        ),
+        "It shifts by one position. These logits are already those of their tokens; the next exercise shifts.": lambda x, t: (
+            pick(x[:, :-1].log_softmax(-1), t[:, 1:])
+        ),
+    }
     logprobs = grade(student, "token_logprobs", ("logprobs",), cases, mistakes)
     extreme = logprobs(numbers([[[1000.0, 0.0]]]), torch.tensor([[1]]))
-    must(extreme.isfinite().all(), "With logits 1000 and 0 it is not finite: exp(1000) is too large for a float, or a "
-         "probability was rounded to 0 before its log was taken. log_softmax avoids both.")  # fmt: skip
+    must(
+        extreme.isfinite().all(),
+        "With logits 1000 and 0 it is not finite: exp(1000) is too large for a float, or a "
+        "probability was rounded to 0 before its log was taken. log_softmax avoids both.",
+    )
 
 
 def test_response_logprobs(student):
@@ -104,19 +114,23 @@ def test_response_logprobs(student):
         return lambda x, t, P, temperature: pick((cut_logits(x, P) / temperature).log_softmax(-1), cut_tokens(t, P))
 
     mistakes = {
-        "It is shifted by one: the logits at a token's own position predict the token after it.":
-            taken(lambda x, P: x[:, P:]),
-        "The first token of the response is missing: it is predicted at the last position of the prompt.":
-            taken(lambda x, P: x[:, P:-1], lambda t, P: t[:, P + 1 :]),
-        "The prompt's tokens are in it, too. Those of the response are wanted.":
-            taken(lambda x, P: x[:, :-1], lambda t, P: t[:, 1:]),
-        "The temperature is forgotten.":
-            lambda x, t, P, temperature: pick(x[:, P - 1 : -1].log_softmax(-1), t[:, P:]),
-        "The logits are multiplied by the temperature. They should be divided by it.":
-            lambda x, t, P, temperature: taken(lambda x, P: x[:, P - 1 : -1])(x, t, P, 1 / temperature),
-        "The log-probabilities are divided by the temperature. The logits should be, before they are normalised.":
-            lambda x, t, P, temperature: pick(x[:, P - 1 : -1].log_softmax(-1), t[:, P:]) / temperature,
-    }  # fmt: skip
+        "It is shifted by one: the logits at a token's own position predict the token after it.": taken(
+            lambda x, P: x[:, P:]
+        ),
+        "The first token of the response is missing: it is predicted at the last position of the prompt.": taken(
+            lambda x, P: x[:, P:-1], lambda t, P: t[:, P + 1 :]
+        ),
+        "The prompt's tokens are in it, too. Those of the response are wanted.": taken(
+            lambda x, P: x[:, :-1], lambda t, P: t[:, 1:]
+        ),
+        "The temperature is forgotten.": lambda x, t, P, temperature: pick(x[:, P - 1 : -1].log_softmax(-1), t[:, P:]),
+        "The logits are multiplied by the temperature. They should be divided by it.": lambda x, t, P, temperature: (
+            taken(lambda x, P: x[:, P - 1 : -1])(x, t, P, 1 / temperature)
+        ),
+        "The log-probabilities are divided by the temperature. The logits should be, before they are normalised.": lambda x, t, P, temperature: (
+            pick(x[:, P - 1 : -1].log_softmax(-1), t[:, P:]) / temperature
+        ),
+    }
     grade(student, "response_logprobs", ("logprobs",), cases, mistakes, read)
 
 
@@ -145,14 +159,18 @@ def test_preference_loss(student):
         "The margin has the wrong sign: a margin should make the loss larger.": loss(lambda a, b, m: a - b + m),
         "The margin is forgotten.": loss(lambda a, b, m: a - b),
         "The centring term is forgotten.": loss(centring=lambda a, b: 0.0),
-        "The centring term has the difference of the rewards. It wants their sum.":
-            loss(centring=lambda a, b: (a - b) ** 2),
+        "The centring term has the difference of the rewards. It wants their sum.": loss(
+            centring=lambda a, b: (a - b) ** 2
+        ),
         "The sign is turned: the log of a probability is negative, and the loss is minus that.": loss(sign=1),
         "This is the mean over pairs. Their losses are wanted one by one.": lambda *inputs: loss()(*inputs).mean(),
-    }  # fmt: skip
+    }
     losses = grade(student, "preference_loss", ("losses",), cases, mistakes, partial(read_loss, ("losses",)))
-    must(losses(numbers([-1000]), none, none, 0.0).isfinite().all(), "With rewards -1000 and 0 it is not finite: the "
-         "sigmoid is rounded to 0, and its log is -inf. F.logsigmoid does both in one step.")  # fmt: skip
+    must(
+        losses(numbers([-1000]), none, none, 0.0).isfinite().all(),
+        "With rewards -1000 and 0 it is not finite: the "
+        "sigmoid is rounded to 0, and its log is -inf. F.logsigmoid does both in one step.",
+    )
 
 
 def test_dpo_loss(student):
@@ -173,19 +191,26 @@ def test_dpo_loss(student):
         return a - ra - (b - rb)
 
     mistakes = {
-        "Chosen and rejected are exchanged: this loss prefers the rejected responses.":
-            loss(lambda a, b, ra, rb: b - rb - (a - ra)),
+        "Chosen and rejected are exchanged: this loss prefers the rejected responses.": loss(
+            lambda a, b, ra, rb: b - rb - (a - ra)
+        ),
         "beta is missing from the loss.": loss(right_delta, lambda delta, beta: -F.logsigmoid(delta)),
-        "beta stands outside of the log-sigmoid. It belongs inside.":
-            loss(right_delta, lambda delta, beta: -beta * F.logsigmoid(delta)),
-        "The reference is missing: only the policy's log-probabilities enter the loss.":
-            loss(lambda a, b, ra, rb: a - b),
-        "The sign of the loss is turned: a log-probability is negative, and the loss is minus that.":
-            loss(right_delta, lambda delta, beta: F.logsigmoid(beta * delta)),
+        "beta stands outside of the log-sigmoid. It belongs inside.": loss(
+            right_delta, lambda delta, beta: -beta * F.logsigmoid(delta)
+        ),
+        "The reference is missing: only the policy's log-probabilities enter the loss.": loss(
+            lambda a, b, ra, rb: a - b
+        ),
+        "The sign of the loss is turned: a log-probability is negative, and the loss is minus that.": loss(
+            right_delta, lambda delta, beta: F.logsigmoid(beta * delta)
+        ),
         "beta is missing from the rewards.": lambda a, b, ra, rb, beta: (a, a - ra, b - rb),
-        "No gradient flows through the losses: `detach` (or `no_grad`) is on the wrong tensor.":
-            lambda a, *others: (a.detach(), a, a),
-    }  # fmt: skip
+        "No gradient flows through the losses: `detach` (or `no_grad`) is on the wrong tensor.": lambda a, *others: (
+            a.detach(),
+            a,
+            a,
+        ),
+    }
     dpo = grade(student, "dpo_loss", outputs, cases, mistakes, partial(read_loss, outputs))
     policy = numbers([-3, -5]).requires_grad_()
     _, *rewards = dpo(policy, policy - 1, policy.detach(), policy.detach() - 1, 0.1)
@@ -212,16 +237,17 @@ def test_kl_estimate(student):
 
     mistakes = {
         "k1 has the wrong sign: it is log p - log q, policy less reference.": of("k1", lambda d: -d),
-        "k1 is a quotient of two logarithms. The logarithm of a quotient is a difference.":
-            lambda p, q, name: p / q,
+        "k1 is a quotient of two logarithms. The logarithm of a quotient is a difference.": lambda p, q, name: p / q,
         "k2 lacks its factor 1/2.": of("k2", lambda d: d**2),
-        "k3 has the sign of its logarithm turned throughout: q / p is exp(ref_logprobs - logprobs).":
-            of("k3", lambda d: d.exp() - 1 - d),
-        "k3 has the wrong sign before its last term: - log(q / p) is + (log p - log q).":
-            of("k3", lambda d: (-d).exp() - 1 - d),
+        "k3 has the sign of its logarithm turned throughout: q / p is exp(ref_logprobs - logprobs).": of(
+            "k3", lambda d: d.exp() - 1 - d
+        ),
+        "k3 has the wrong sign before its last term: - log(q / p) is + (log p - log q).": of(
+            "k3", lambda d: (-d).exp() - 1 - d
+        ),
         "k3 has p / q where it should have q / p.": of("k3", lambda d: d.exp() - 1 + d),
         "k3 lacks its -1: where the models agree it should be 0.": of("k3", lambda d: (-d).exp() + d),
-    }  # fmt: skip
+    }
     kl = grade(student, "kl_estimate", ("estimate",), cases, mistakes, read)
     p, q = numbers([[6, 1, 0, 2], [1, 1, 6, 0]]).log_softmax(-1)
     exact = (p.exp() * (p - q)).sum()
@@ -261,18 +287,21 @@ def test_shape_rewards(student):
         return lambda scores, kl, mask, kl_coef: function(scores[:, None], -kl_coef * kl * mask, mask)
 
     mistakes = {
-        "The score is on the last position of the row, which may be padding. It belongs on the last real token.":
-            on(lambda m: torch.full_like(m.sum(1), m.shape[1] - 1)),
-        "The score is one position too late, behind the last real token.":
-            on(lambda m: m.sum(1).clamp(max=m.shape[1] - 1)),
+        "The score is on the last position of the row, which may be padding. It belongs on the last real token.": on(
+            lambda m: torch.full_like(m.sum(1), m.shape[1] - 1)
+        ),
+        "The score is one position too late, behind the last real token.": on(
+            lambda m: m.sum(1).clamp(max=m.shape[1] - 1)
+        ),
         "The score is one position too early.": on(lambda m: (m.sum(1) - 2).clamp(min=0)),
         "The score is on every real token. It is given once, on the last one.": score(lambda s, r, m: r + s * m),
         "The score is missing: this is what the tokens pay for their KL.": score(lambda s, r, m: r),
-        "The score is missing in some rows: in a full row, too, the last token gets it.":
-            score(lambda s, r, m: r + s * (m & ~F.pad(m, (0, 1), value=True)[:, 1:])),
+        "The score is missing in some rows: in a full row, too, the last token gets it.": score(
+            lambda s, r, m: r + s * (m & ~F.pad(m, (0, 1), value=True)[:, 1:])
+        ),
         "The KL has the wrong sign: it is a cost, to be subtracted.": penalty(lambda kl, m, c: c * kl * m),
         "kl_coef is missing.": penalty(lambda kl, m, c: -kl * m),
-    }  # fmt: skip
+    }
     grade(student, "shape_rewards", ("rewards",), cases, mistakes)
 
 
@@ -291,17 +320,22 @@ def test_leave_one_out(student):
         return (x.sum(1, keepdim=True) - x) / (x.shape[1] - 1)
 
     mistakes = {
-        "The mean includes the reward itself. It should be of the k - 1 others.":
-            lambda r, k: (r.view(-1, k) - r.view(-1, k).mean(1, keepdim=True)).flatten(),
-        "The sum of the others is divided by k. They are k - 1.":
-            lambda r, k: (r.view(-1, k) - others(r.view(-1, k)) * (k - 1) / k).flatten(),
-        "The groups are the wrong ones: k neighbouring rows are a group, so `view(-1, k)` and not `view(k, -1)`.":
-            lambda r, k: (r.view(k, -1).T - others(r.view(k, -1).T)).T.flatten(),
-        "This is the mean of the others. It has to be subtracted from the reward.":
-            lambda r, k: others(r.view(-1, k)).flatten(),
-        "The sign is turned: a reward above those of the others is a positive advantage.":
-            lambda r, k: (others(r.view(-1, k)) - r.view(-1, k)).flatten(),
-    }  # fmt: skip
+        "The mean includes the reward itself. It should be of the k - 1 others.": lambda r, k: (
+            r.view(-1, k) - r.view(-1, k).mean(1, keepdim=True)
+        ).flatten(),
+        "The sum of the others is divided by k. They are k - 1.": lambda r, k: (
+            r.view(-1, k) - others(r.view(-1, k)) * (k - 1) / k
+        ).flatten(),
+        "The groups are the wrong ones: k neighbouring rows are a group, so `view(-1, k)` and not `view(k, -1)`.": lambda r, k: (
+            (r.view(k, -1).T - others(r.view(k, -1).T)).T.flatten()
+        ),
+        "This is the mean of the others. It has to be subtracted from the reward.": lambda r, k: others(
+            r.view(-1, k)
+        ).flatten(),
+        "The sign is turned: a reward above those of the others is a positive advantage.": lambda r, k: (
+            others(r.view(-1, k)) - r.view(-1, k)
+        ).flatten(),
+    }
     grade(student, "leave_one_out", ("advantages",), cases, mistakes)
 
 
@@ -318,9 +352,15 @@ def test_group_advantages(student):
     deviation, centred = numbers([0.5001, 1]).repeat_interleave(4), numbers([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
     cases = [
         case(EXAMPLE, example, 4, none=centred, group=centred / deviation),
-        case("the numbers of TRL 1.16 (tests/golden/trl116_grpo.safetensors)", numbers(data["rewards"][0]), 4,
-             none=theirs("none"), group=theirs("dapo"), batch=theirs("batch")),
-    ]  # fmt: skip
+        case(
+            "the numbers of TRL 1.16 (tests/golden/trl116_grpo.safetensors)",
+            numbers(data["rewards"][0]),
+            4,
+            none=theirs("none"),
+            group=theirs("dapo"),
+            batch=theirs("batch"),
+        ),
+    ]
 
     def read(function, scores, G):
         return {name: function(scores, G, name) for name in names}
@@ -334,18 +374,23 @@ def test_group_advantages(student):
         return advantages
 
     mistakes = {
-        "The groups are the wrong ones: G neighbouring rows are a group, so `view(-1, G)` and not `view(G, -1)`.":
-            lambda s, G, scale: (s.view(G, -1) - s.view(G, -1).mean(0)).flatten(),
-        "The mean leaves the score itself out, as leave_one_out does. GRPO's includes it.":
-            lambda s, G, scale: (s.view(-1, G) - s.view(-1, G).mean(1, keepdim=True)).flatten() * G / (G - 1),
-        "A group whose scores are all equal gives 0 / 0, which is NaN: the 0.0001 is missing.":
-            scaled(lambda x: x.std(1, keepdim=True), lambda x: x.std()),
-        "The deviation is the biased one, with n under the root instead of n - 1.":
-            scaled(lambda x: x.std(1, keepdim=True, correction=0) + 1e-4, lambda x: x.std(correction=0) + 1e-4),
-        "With \"group\" it is divided by the deviation of the whole batch.": scaled(group=lambda x: x.std() + 1e-4),
-        "With \"batch\" it is divided by the deviation of the group.":
-            scaled(batch=lambda x: x.std(1, keepdim=True) + 1e-4),
-    }  # fmt: skip
+        "The groups are the wrong ones: G neighbouring rows are a group, so `view(-1, G)` and not `view(G, -1)`.": lambda s, G, scale: (
+            (s.view(G, -1) - s.view(G, -1).mean(0)).flatten()
+        ),
+        "The mean leaves the score itself out, as leave_one_out does. GRPO's includes it.": lambda s, G, scale: (
+            (s.view(-1, G) - s.view(-1, G).mean(1, keepdim=True)).flatten() * G / (G - 1)
+        ),
+        "A group whose scores are all equal gives 0 / 0, which is NaN: the 0.0001 is missing.": scaled(
+            lambda x: x.std(1, keepdim=True), lambda x: x.std()
+        ),
+        "The deviation is the biased one, with n under the root instead of n - 1.": scaled(
+            lambda x: x.std(1, keepdim=True, correction=0) + 1e-4, lambda x: x.std(correction=0) + 1e-4
+        ),
+        'With "group" it is divided by the deviation of the whole batch.': scaled(group=lambda x: x.std() + 1e-4),
+        'With "batch" it is divided by the deviation of the group.': scaled(
+            batch=lambda x: x.std(1, keepdim=True) + 1e-4
+        ),
+    }
     grade(student, "group_advantages", ("advantages",), cases, mistakes, read)
 
 
@@ -370,16 +415,19 @@ def test_masked_whiten(student):
 
     mistakes = {
         "Padding is not 0.": whiten(clean=False),
-        "The variance is the biased one: with Bessel's correction the sum of squares is divided by n - 1.":
-            whiten(scale=lambda x, m: x[m].std(correction=0)),
+        "The variance is the biased one: with Bessel's correction the sum of squares is divided by n - 1.": whiten(
+            scale=lambda x, m: x[m].std(correction=0)
+        ),
         "It is divided by the variance. It should be divided by its root.": whiten(scale=lambda x, m: x[m].var()),
         "Padding is counted in mean and variance.": whiten(lambda x, m: x.mean(), lambda x, m: x.std()),
-        "Each row is whitened by itself. Mean and variance should be those of all real tokens of the batch.":
-            lambda *inputs: torch.cat([whiten()(x[None], m[None], *inputs[2:]) for x, m in zip(*inputs[:2])]),
+        "Each row is whitened by itself. Mean and variance should be those of all real tokens of the batch.": lambda *inputs: (
+            torch.cat([whiten()(x[None], m[None], *inputs[2:]) for x, m in zip(*inputs[:2])])
+        ),
         "shift_mean=False makes no difference. Then the mean has to be added again.": whiten(unshift=False),
-        "Without shifting, x is divided by the deviation, and so is the mean. Only the distance from it should be.":
-            lambda x, m, shift_mean=True: x / x[m].std() * m,
-    }  # fmt: skip
+        "Without shifting, x is divided by the deviation, and so is the mean. Only the distance from it should be.": lambda x, m, shift_mean=True: (
+            x / x[m].std() * m
+        ),
+    }
     grade(student, "masked_whiten", ("whitened",), cases, mistakes, read)
 
 
@@ -394,8 +442,12 @@ def test_gae(student):
     mask = j["mask"].bool()
     cases += [case(where, j["rewards"], j["values"], mask, j["gamma"], j["lam"], returns=o["returns"] * mask)]
 
-    def estimate(delta=lambda r, v, w, gamma: r + gamma * w - v, decay=lambda gamma, lam: gamma * lam,
-                 after=lambda v, m: F.pad(v * m, (0, 1))[:, 1:], returns=lambda A, v, w: A + v):  # fmt: skip
+    def estimate(
+        delta=lambda r, v, w, gamma: r + gamma * w - v,
+        decay=lambda gamma, lam: gamma * lam,
+        after=lambda v, m: F.pad(v * m, (0, 1))[:, 1:],
+        returns=lambda A, v, w: A + v,
+    ):
         """The estimate with one part replaced: w are the values one token further on."""
 
         def advantages_and_returns(rewards, values, mask, gamma, lam):
@@ -411,13 +463,16 @@ def test_gae(student):
         return tuple(x.flip(1) for x in estimate()(*(x.flip(1) for x in inputs[:3]), *inputs[3:]))
 
     mistakes = {
-        "The value after the last real token is taken from the padding. It is 0: the episode is over.":
-            estimate(after=lambda v, m: F.pad(v, (0, 1))[:, 1:] * m),
-        "In a full row the last value is used again as the one after it. That is 0: the episode is over.":
-            estimate(after=lambda v, m: torch.cat([v[:, 1:] * m[:, 1:], v[:, -1:] * m[:, -1:]], 1)),
+        "The value after the last real token is taken from the padding. It is 0: the episode is over.": estimate(
+            after=lambda v, m: F.pad(v, (0, 1))[:, 1:] * m
+        ),
+        "In a full row the last value is used again as the one after it. That is 0: the episode is over.": estimate(
+            after=lambda v, m: torch.cat([v[:, 1:] * m[:, 1:], v[:, -1:] * m[:, -1:]], 1)
+        ),
         "delta lacks the value of the next token, gamma V_{t+1}.": estimate(lambda r, v, w, gamma: r - v),
-        "delta lacks - V_t: an advantage is what is earned beyond the value.":
-            estimate(lambda r, v, w, gamma: r + gamma * w),
+        "delta lacks - V_t: an advantage is what is earned beyond the value.": estimate(
+            lambda r, v, w, gamma: r + gamma * w
+        ),
         "gamma is missing before V_{t+1}.": estimate(lambda r, v, w, gamma: r + w - v),
         "gamma is missing before A_{t+1}: the sum decays with gamma times lam.": estimate(decay=lambda gamma, lam: lam),
         "lam is missing before A_{t+1}: the sum decays with gamma times lam.": estimate(decay=lambda gamma, lam: gamma),
@@ -426,7 +481,7 @@ def test_gae(student):
         "The loop runs forwards. A_t needs A_{t+1}, so it has to start at the end.": forwards,
         "The returns are the advantages. R_t = A_t + V_t.": estimate(returns=lambda A, v, w: A),
         "The returns add V_{t+1}. R_t = A_t + V_t.": estimate(returns=lambda A, v, w: A + w),
-    }  # fmt: skip
+    }
     gae = grade(student, "gae", outputs, cases, mistakes)
     rewards, values, mask, gamma, _ = inputs
     (_, a), (_, b) = (gae(rewards, x, mask, gamma, 1.0) for x in (values, values + 1))
@@ -448,8 +503,13 @@ def test_policy_loss(student):
         right = {"mean_loss": o["policy_loss"], "gradient": o["grad_logprobs"], "share_clipped": o["policy_clipfrac"]}
         cases += [case(where, *inputs, **right)]
 
-    def loss(ratio=lambda new, old: (new - old).exp(), clip=lambda r, eps: r.clamp(1 - eps, 1 + eps), choose=torch.max,
-             sign=-1, flag=lambda a, b, r, eps: b > a):  # fmt: skip
+    def loss(
+        ratio=lambda new, old: (new - old).exp(),
+        clip=lambda r, eps: r.clamp(1 - eps, 1 + eps),
+        choose=torch.max,
+        sign=-1,
+        flag=lambda a, b, r, eps: b > a,
+    ):
         """The loss with one part replaced."""
 
         def losses(new, old, A, mask, eps):
@@ -465,10 +525,12 @@ def test_policy_loss(student):
         return torch.max(-A * mask * d.exp(), -A * mask * d.clamp(-eps, eps).exp()), d.exp(), mask
 
     mistakes = {
-        "`clipped` says where the ratio is out of range. It should say where the clipped branch is the larger loss.":
-            loss(flag=lambda a, b, r, eps: (r - 1).abs() > eps),
-        "`clipped` is turned: it should be true where the clipped branch is the larger loss.":
-            loss(flag=lambda a, b, r, eps: a > b),
+        "`clipped` says where the ratio is out of range. It should say where the clipped branch is the larger loss.": loss(
+            flag=lambda a, b, r, eps: (r - 1).abs() > eps
+        ),
+        "`clipped` is turned: it should be true where the clipped branch is the larger loss.": loss(
+            flag=lambda a, b, r, eps: a > b
+        ),
         "The sign is turned: this is what the paper maximises. A loss is minus that.": loss(sign=1, choose=torch.min),
         "The sign of A is turned, but the maximum is kept.": loss(sign=1),
         "The minimum is taken of the two losses. With turned signs it has to be the maximum.": loss(choose=torch.min),
@@ -476,14 +538,25 @@ def test_policy_loss(student):
         "The clipped branch is always taken. The larger of the two is wanted.": loss(choose=lambda a, b: b),
         "The log-ratio is clipped to +- cliprange. The ratio has to be, to 1 +- cliprange.": log_clip,
         "The ratio is turned: it is pi / pi_old.": loss(lambda new, old: (old - new).exp()),
-        "The ratio is a quotient of two logarithms. It is the exponential of their difference.":
-            loss(lambda new, old: new / old),
+        "The ratio is a quotient of two logarithms. It is the exponential of their difference.": loss(
+            lambda new, old: new / old
+        ),
         "This is the log-ratio. Its exponential is wanted.": loss(lambda new, old: new - old),
-        "No gradient flows: the ratio was detached, or computed without one.":
-            loss(lambda new, old: (new - old).exp().detach()),
-    }  # fmt: skip
-    alike = [case("a row of advantages that are all 1, given as (B, 1)", logs, logs * 0, row(1), bits("11111"), 0.2,
-                  losses=row(-1.2, -0.5, -1.2, -0.5, -1.2))]  # fmt: skip
+        "No gradient flows: the ratio was detached, or computed without one.": loss(
+            lambda new, old: (new - old).exp().detach()
+        ),
+    }
+    alike = [
+        case(
+            "a row of advantages that are all 1, given as (B, 1)",
+            logs,
+            logs * 0,
+            row(1),
+            bits("11111"),
+            0.2,
+            losses=row(-1.2, -0.5, -1.2, -0.5, -1.2),
+        )
+    ]
     grade(student, "policy_loss", outputs, cases + alike, mistakes, partial(read_loss, outputs))
 
 
@@ -491,16 +564,19 @@ def test_value_loss(student):
     outputs = ("losses", "clipped")
     values, returns, mask = row(1.1, 1.5, 0.5, 7), row(2, 2, 2, 0), bits("1110")
     example = values, torch.ones(1, 4), returns, mask, 0.2
-    cases = [
-        case(f"{EXAMPLE}, with padding", *example, losses=row(0.405, 0.32, 1.125, 0), clipped=bits("0100")),
-    ]
+    cases = [case(f"{EXAMPLE}, with padding", *example, losses=row(0.405, 0.32, 1.125, 0), clipped=bits("0100"))]
     where, i, o = golden("trl07_ppo_loss_0")
     inputs = i["values"], i["old_values"], i["returns"], i["mask"].bool(), i["cliprange_value"]
     right = {"mean_loss": o["value_loss_times_vf_coef"] / i["vf_coef"], "gradient": o["grad_values"] / i["vf_coef"]}
     cases += [case(where, *inputs, **right, share_clipped=o["value_clipfrac"])]
 
-    def loss(near=lambda v, old, R, eps: old + (v - old).clamp(-eps, eps), choose=torch.max, factor=0.5,
-             error=torch.square, flag=lambda a, b, v, old, eps: b > a):  # fmt: skip
+    def loss(
+        near=lambda v, old, R, eps: old + (v - old).clamp(-eps, eps),
+        choose=torch.max,
+        factor=0.5,
+        error=torch.square,
+        flag=lambda a, b, v, old, eps: b > a,
+    ):
         """The loss with one part replaced."""
 
         def losses(v, old, R, mask, eps):
@@ -513,13 +589,16 @@ def test_value_loss(student):
     mistakes = {
         "The factor 1/2 is missing.": loss(factor=1.0),
         "The smaller of the two errors is taken. It has to be the larger.": loss(choose=torch.min),
-        "The clip is forgotten, or is around the returns instead of the old values, where it has no effect.":
-            loss(choose=lambda a, b: a),
+        "The clip is forgotten, or is around the returns instead of the old values, where it has no effect.": loss(
+            choose=lambda a, b: a
+        ),
         "The clipped branch is always taken. The larger of the two is wanted.": loss(choose=lambda a, b: b),
-        "The old value is not added again after the clip of the difference.":
-            loss(lambda v, old, R, eps: (v - old).clamp(-eps, eps)),
-        "`clipped` says where the value is out of range. It should say where the clipped branch is the larger loss.":
-            loss(flag=lambda a, b, v, old, eps: (v - old).abs() > eps),
+        "The old value is not added again after the clip of the difference.": loss(
+            lambda v, old, R, eps: (v - old).clamp(-eps, eps)
+        ),
+        "`clipped` says where the value is out of range. It should say where the clipped branch is the larger loss.": loss(
+            flag=lambda a, b, v, old, eps: (v - old).abs() > eps
+        ),
         "No gradient flows: the values were detached.": loss(error=lambda x: x.detach() ** 2),
-    }  # fmt: skip
+    }
     grade(student, "value_loss", outputs, cases, mistakes, partial(read_loss, outputs))

@@ -59,11 +59,19 @@ PRICE = (
 )
 BY_MODEL = f"--model toy/sft --dataset toy/data/prompts {GOLD} --response-length 53 --temperature 0.7"
 SECONDS = {  # of CPU time, roughly, of a default run
-    "ppo": 75, "rloo": 48, "grpo": 33, "dpo": 200, "sft": 76, "reward_model": 88, "ddpo": 95,
-}  # fmt: skip
+    "ppo": 75,
+    "rloo": 48,
+    "grpo": 33,
+    "dpo": 200,
+    "sft": 76,
+    "reward_model": 88,
+    "ddpo": 95,
+}
 KEEP_MEMORY = (  # glibc keeps what is freed, as our scripts ask it to: half the time of TRL's DPO, the same numbers
-    f"MALLOC_MMAP_THRESHOLD_={2**32}", f"MALLOC_TRIM_THRESHOLD_={2**32}", f"MALLOC_TOP_PAD_={2**28}",
-)  # fmt: skip
+    f"MALLOC_MMAP_THRESHOLD_={2**32}",
+    f"MALLOC_TRIM_THRESHOLD_={2**32}",
+    f"MALLOC_TOP_PAD_={2**28}",
+)
 TRL_EFFORT = {"ppo": 2, "rloo": 2.5, "grpo": 1, "dpo": 6, "sft": 5, "reward_model": 2, "ddpo": 1}  # times ours
 GOLD_MEAN = "rewards/gold_score/mean"
 CURVES = {
@@ -116,54 +124,87 @@ RUNS += [Run("grpo", "--total-episodes 64 --learning-rate 1e-12", ONE, effort=0.
 RUNS += [
     Run("grpo", flags, effort=effort, judged=effort == 1)
     for flags, effort in {
-        "--response-length 3": 1, TIED: 1, PRICE: 1, "--loss-type grpo": 0.9, "--loss-type dr_grpo --scale-rewards none": 0.9,
+        "--response-length 3": 1,
+        TIED: 1,
+        PRICE: 1,
+        "--loss-type grpo": 0.9,
+        "--loss-type dr_grpo --scale-rewards none": 0.9,
         "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4": 0.9,
-        "--loss-type cispo": 0.9, "--dynamic-sampling 4": 2, "--num-ppo-epochs 4": 2.5,
+        "--loss-type cispo": 0.9,
+        "--dynamic-sampling 4": 2,
+        "--num-ppo-epochs 4": 2.5,
         "--num-ppo-epochs 4 --epsilon-high 0.28": 2.5,
     }.items()
-]  # fmt: skip
+]
 RUNS += [Run(script, side="TRL", effort=TRL_EFFORT[script]) for script in SCRIPTS]
 # Sweeps of the pages
 RUNS += [
     Run("ppo", flags, ONE, effort=effort)
     for flags, effort in {
-        "--lam 0": 1, "--lam 1": 1, "--num-ppo-epochs 1": 0.5, "--num-ppo-epochs 8": 1.8, "--kl-coef 0.2": 1,
-        "--kl-coef 0.01": 1, "--response-length 24": 0.7, "--response-length 24 --missing-eos-penalty 3": 0.7,
-        "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0": 2, "--learning-rate 1e-3 --total-episodes 4096": 2,
+        "--lam 0": 1,
+        "--lam 1": 1,
+        "--num-ppo-epochs 1": 0.5,
+        "--num-ppo-epochs 8": 1.8,
+        "--kl-coef 0.2": 1,
+        "--kl-coef 0.01": 1,
+        "--response-length 24": 0.7,
+        "--response-length 24 --missing-eos-penalty 3": 0.7,
+        "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0": 2,
+        "--learning-rate 1e-3 --total-episodes 4096": 2,
     }.items()
-]  # fmt: skip
+]
 RUNS += [
     Run("rloo", flags, seeds)
     for flags, seeds in {
-        "--max-grad-norm 1e9": FIVE, "--rloo-k 8": ONE, "--num-ppo-epochs 1": ONE, "--num-ppo-epochs 8": ONE,
-        "--token-level-kl": ONE, "--token-level-kl --normalize-reward --normalize-advantage": ONE,
+        "--max-grad-norm 1e9": FIVE,
+        "--rloo-k 8": ONE,
+        "--num-ppo-epochs 1": ONE,
+        "--num-ppo-epochs 8": ONE,
+        "--token-level-kl": ONE,
+        "--token-level-kl --normalize-reward --normalize-advantage": ONE,
     }.items()
-]  # fmt: skip
+]
 RUNS += [
     Run("ddpo", flags, ONE)
     for flags in (
-        "--train-learning-rate 1e-4", "--train-learning-rate 1e-3", "--train-learning-rate 1e-3 --kl-coef 0.1",
-        "--train-learning-rate 1e-3 --kl-coef 1", LITTLE_INK, f"{LITTLE_INK} --kl-coef 1",
+        "--train-learning-rate 1e-4",
+        "--train-learning-rate 1e-3",
+        "--train-learning-rate 1e-3 --kl-coef 0.1",
+        "--train-learning-rate 1e-3 --kl-coef 1",
+        LITTLE_INK,
+        f"{LITTLE_INK} --kl-coef 1",
     )
-]  # fmt: skip
+]
 RUNS += [
     Run("dpo", flags, ONE, effort=effort)
-    for flags, effort in {"--beta 0.02": 1, "--beta 0.5": 1, "--loss-type ipo": 1, "--num-train-epochs 0.25": 0.3}.items()
+    for flags, effort in {
+        "--beta 0.02": 1,
+        "--beta 0.5": 1,
+        "--loss-type ipo": 1,
+        "--num-train-epochs 0.25": 0.3,
+    }.items()
 ]
 RUNS += [
     Run("sft", flags, ONE, effort=effort)
     for flags, effort in {
-        "--learning-rate 3e-4": 1, "--learning-rate 1e-3": 1, "--learning-rate 1e-2": 1, "--batch-size 16": 1.5,
+        "--learning-rate 3e-4": 1,
+        "--learning-rate 1e-3": 1,
+        "--learning-rate 1e-2": 1,
+        "--batch-size 16": 1.5,
         "--batch-size 256": 1,
     }.items()
-]  # fmt: skip
+]
 RUNS += [
     Run("reward_model", flags, ONE, effort=effort)
     for flags, effort in {
-        "--num-train-epochs 0.1": 0.2, "--num-train-epochs 0.3": 0.4, "--num-train-epochs 2": 2,
-        "--learning-rate 1e-4": 1, "--learning-rate 3e-3": 1, "--eos-dropout 0.5": 1,
+        "--num-train-epochs 0.1": 0.2,
+        "--num-train-epochs 0.3": 0.4,
+        "--num-train-epochs 2": 2,
+        "--learning-rate 1e-4": 1,
+        "--learning-rate 3e-3": 1,
+        "--eos-dropout 0.5": 1,
     }.items()
-]  # fmt: skip
+]
 # Which one? 2,048 episodes each, and some hundred CPU seconds each
 RUNS += [
     Run(script, flags, effort=effort, judged=True)
@@ -181,8 +222,7 @@ RUNS += [
 # Last, since they need the models of other runs
 RUNS += [Run("grpo", f"--model {folder_of(UNTAUGHT, 1).relative_to(ROOT)}", judged=True)]
 RUNS += [
-    Run("ppo", f"--reward-model runs/learning/{run}-1", ONE)
-    for run in ("reward_model", "reward_model-eos-dropout-0.5")
+    Run("ppo", f"--reward-model runs/learning/{run}-1", ONE) for run in ("reward_model", "reward_model-eos-dropout-0.5")
 ]
 
 
@@ -194,7 +234,9 @@ def run_process(command: list, log: Path) -> float:
     """Runs a command on one thread; its CPU seconds, with those of its children. Ends the program if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with open(log, "w") as out:
-        process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*map(str, command)], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -310,13 +352,16 @@ def train_trl(run: Run, seed: int, output: Path) -> float:
 
 def summarize(script: str, lines: list[dict]) -> dict:
     """`start` and `end` of a run, and its curves."""
-    numbers = {name: [line[name] for line in lines if isinstance(line.get(name), int | float)] for name in
-               dict.fromkeys(name for line in lines for name in line)}  # fmt: skip
+    numbers = {
+        name: [line[name] for line in lines if isinstance(line.get(name), int | float)]
+        for name in dict.fromkeys(name for line in lines for name in line)
+    }
     evaluated = script in run_trl.EVERY
     end = {
         name: values[-1] if evaluated or name.startswith("eval/") else statistics.fmean(values[-LAST:])
-        for name, values in numbers.items() if values
-    }  # fmt: skip
+        for name, values in numbers.items()
+        if values
+    }
     axis = "step" if evaluated else "epoch" if script == "ddpo" else "episode"
     curve_lines = [line for line in lines if CURVES[script][0] in line]
     curves = {name: [line.get(name) for line in curve_lines] for name in (axis, *CURVES[script])}
@@ -338,10 +383,15 @@ def make_run(run: Run, seed: int) -> None:
     if run.side == "TRL":
         command = ["experiments/learning.py", "--only", run.name, "--seeds", seed]
     result = {
-        "run": run.name, "seed": seed, "command": shlex.join(["python", *map(str, command)]), **describe_ours(ROOT),
-        "date": time.strftime("%Y-%m-%d"), "machine": describe_machine()["cpu"], "cpu_seconds": round(seconds),
+        "run": run.name,
+        "seed": seed,
+        "command": shlex.join(["python", *map(str, command)]),
+        **describe_ours(ROOT),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": describe_machine()["cpu"],
+        "cpu_seconds": round(seconds),
         **summarize(run.script, lines),
-    }  # fmt: skip
+    }
     if run.judged:
         if run.script == "grpo" and BY_MODEL not in run.flags:
             run_process([sys.executable, __file__, "--read-shells", output], log_of(output))
@@ -445,16 +495,19 @@ def read_shells(output: Path, n: int = 8) -> None:
     for swaps in range(1, 9):
         here = [i for i, row in enumerate(many) if row["swaps"] == swaps]
         by_swaps[swaps] = {
-            "right": statistics.fmean(right[i] for i in here), "worked": statistics.fmean(work[i] for i in here),
+            "right": statistics.fmean(right[i] for i in here),
+            "worked": statistics.fmean(work[i] for i in here),
             "length": statistics.fmean(len(texts[i].split()) + 1 for i in here),
             "greedy": statistics.fmean(x for x, row in zip(greedy, rows) if row["swaps"] == swaps),
-        }  # fmt: skip
+        }
     means = {
-        "right": statistics.fmean(right), "worked": statistics.fmean(work), "greedy": statistics.fmean(greedy),
+        "right": statistics.fmean(right),
+        "worked": statistics.fmean(work),
+        "greedy": statistics.fmean(greedy),
         "length": statistics.fmean(len(text.split()) + 1 for text in texts),
         "right_if_worked": statistics.fmean(x for x, w in zip(right, work) if w) if any(work) else None,
         "right_at_once": statistics.fmean(x for x, w in zip(right, work) if not w) if not all(work) else None,
-    }  # fmt: skip
+    }
     (output / "answers.json").write_text(json.dumps(means | {"by_swaps": by_swaps}))
 
 
@@ -514,7 +567,9 @@ def make_all(wanted: list[tuple[Run, int]], jobs: int) -> list[str]:
             failures.append(f"{run.name}, seed {seed}: {problem!r}")
             outcome = "FAILED"
         done += 1
-        print(f"[{(time.time() - began) / 60:4.0f} min] {done} of {total} {outcome}: {run.name}, seed {seed}", flush=True)
+        print(
+            f"[{(time.time() - began) / 60:4.0f} min] {done} of {total} {outcome}: {run.name}, seed {seed}", flush=True
+        )
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(make, wanted))
@@ -525,7 +580,9 @@ def main() -> None:
     """Plans, and runs what is missing."""
     global VENVS, COMPARING
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of --list, * for any letters")
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of --list, * for any letters"
+    )
     parser.add_argument("--seeds", default="1,2,3,4,5", help="of those of each run, these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, on one thread each")
     parser.add_argument("--list", action="store_true", help="show the runs and end")

@@ -50,9 +50,17 @@ EPOCHS = {300: 8, 1000: 5, 3000: 4, 10_000: 3, 30_000: 2}  # pairs -> passes ove
 WIDTHS = {"0.41M": 80, "0.13M": 32}  # size -> width; the first is that of toy/sft
 BEST_OF = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 SETTINGS = {
-    "epochs": EPOCHS, "widths": WIDTHS, "sft_epochs": 2, "prompts": 20, "responses": 640, "temperature": 0.7,
-    "response_length": 53, "episodes": 2048, "penalty": 0.05, "penalty_pairs": 3000,
-}  # fmt: skip
+    "epochs": EPOCHS,
+    "widths": WIDTHS,
+    "sft_epochs": 2,
+    "prompts": 20,
+    "responses": 640,
+    "temperature": 0.7,
+    "response_length": 53,
+    "episodes": 2048,
+    "penalty": 0.05,
+    "penalty_pairs": 3000,
+}
 SECONDS = {"sft": 80, "responses": 60, "step": 0.15, "start": 10, "best of n": 20, "episode": 0.03}  # on one thread
 FORMS = {"best of n": "quadratic", "ppo": "logarithmic"}  # the two ways to optimise, and the law of each
 SMOOTH = 3  # updates of PPO whose mean is a point of the charts
@@ -93,8 +101,12 @@ def fit(form: str, d: np.ndarray, gain: np.ndarray) -> dict[str, float]:
     terms = np.stack([d, -d * slowdown(form, d)], 1)
     (alpha, beta), *_ = np.linalg.lstsq(terms, gain, rcond=None)
     residual = gain - terms @ [alpha, beta]
-    return {"alpha": float(alpha), "beta": float(beta), "r2": float(1 - np.mean(residual**2) / gain.var()),
-            "error": float(np.sqrt(np.mean(residual**2)))}  # fmt: skip
+    return {
+        "alpha": float(alpha),
+        "beta": float(beta),
+        "r2": float(1 - np.mean(residual**2) / gain.var()),
+        "error": float(np.sqrt(np.mean(residual**2))),
+    }
 
 
 def law(form: str, d: np.ndarray, alpha: float, beta: float) -> np.ndarray:
@@ -118,8 +130,12 @@ def load_policy():
     sys.path.append(str(ROOT))
     import ppo
 
-    args = ppo.Args(temperature=SETTINGS["temperature"], response_length=SETTINGS["response_length"],
-                    micro_batch_size=256, local_rollout_forward_batch_size=256)  # fmt: skip
+    args = ppo.Args(
+        temperature=SETTINGS["temperature"],
+        response_length=SETTINGS["response_length"],
+        micro_batch_size=256,
+        local_rollout_forward_batch_size=256,
+    )
     policy = ppo.load_policy(args)
     return ppo, args, policy, ppo.load_prompts(args, policy, None)[0]
 
@@ -195,8 +211,18 @@ def make_sft(size: str, work: Path) -> None:
     shutil.copytree(ROOT / "toy/base", base, dirs_exist_ok=True)
     config = json.loads((base / "config.json").read_text()) | {"n_embd": WIDTHS[size]}
     (base / "config.json").write_text(json.dumps(config))
-    train(work / f"sft-{size}", "sft.py", "--from-scratch", base, "--num-train-epochs", SETTINGS["sft_epochs"],
-          "--num-sample-generations", 0, "--eval-steps", 10**6)  # fmt: skip
+    train(
+        work / f"sft-{size}",
+        "sft.py",
+        "--from-scratch",
+        base,
+        "--num-train-epochs",
+        SETTINGS["sft_epochs"],
+        "--num-sample-generations",
+        0,
+        "--eval-steps",
+        10**6,
+    )
 
 
 def make_responses(seed: int, work: Path) -> None:
@@ -210,10 +236,25 @@ def make_reward_model(size: str, pairs: int, seed: int, work: Path) -> Path:
     """Each seed has pairs of its own; of the largest set there is but one."""
     first = (seed - 1) * pairs if seed * pairs <= 30_000 else 0
     return train(
-        work / f"rm-{size}-{pairs}-{seed}", "reward_model.py", "--model", start_of(size, work), "--seed", seed,
-        "--dataset-train-split", f"train[{first}:{first + pairs}]", "--num-train-epochs", EPOCHS[pairs],
-        "--learning-rate", 1e-3, "--eos-dropout", 0.5, "--num-sample-generations", 0, "--eval-steps", 10**6,
-    )  # fmt: skip
+        work / f"rm-{size}-{pairs}-{seed}",
+        "reward_model.py",
+        "--model",
+        start_of(size, work),
+        "--seed",
+        seed,
+        "--dataset-train-split",
+        f"train[{first}:{first + pairs}]",
+        "--num-train-epochs",
+        EPOCHS[pairs],
+        "--learning-rate",
+        1e-3,
+        "--eos-dropout",
+        0.5,
+        "--num-sample-generations",
+        0,
+        "--eval-steps",
+        10**6,
+    )
 
 
 def read_lines(folder: Path) -> list[dict]:
@@ -224,14 +265,40 @@ def read_lines(folder: Path) -> list[dict]:
 def optimise(reward_model: Path, seed: int, kl_coef: float, start: dict, folder: Path) -> dict[str, list[float]]:
     """One training by PPO: a list of its updates for each metric."""
     train(
-        folder, "ppo.py", "--reward-model", reward_model, "--reward-fn", "reward_model", "toy/make.py:gold_score",
-        "--reward-weights", 1, 0, "--seed", seed,
-        "--kl-coef", kl_coef, "--total-episodes", SETTINGS["episodes"], "--temperature", SETTINGS["temperature"],
-        "--response-length", SETTINGS["response_length"], "--dataset-test-split", "none",
-        "--num-sample-generations", 0, "--lr-scheduler-type", "constant",  # a rate that falls to 0 slows down KL
-    )  # fmt: skip
-    names = {"kl": "objective/kl", "proxy": "objective/scores", "gold": "rewards/gold_score/mean",
-             "eos_share": "val/eos_share", "length": "val/response_length"}  # fmt: skip
+        folder,
+        "ppo.py",
+        "--reward-model",
+        reward_model,
+        "--reward-fn",
+        "reward_model",
+        "toy/make.py:gold_score",
+        "--reward-weights",
+        1,
+        0,
+        "--seed",
+        seed,
+        "--kl-coef",
+        kl_coef,
+        "--total-episodes",
+        SETTINGS["episodes"],
+        "--temperature",
+        SETTINGS["temperature"],
+        "--response-length",
+        SETTINGS["response_length"],
+        "--dataset-test-split",
+        "none",
+        "--num-sample-generations",
+        0,
+        "--lr-scheduler-type",
+        "constant",  # a rate that falls to 0 slows down KL
+    )
+    names = {
+        "kl": "objective/kl",
+        "proxy": "objective/scores",
+        "gold": "rewards/gold_score/mean",
+        "eos_share": "val/eos_share",
+        "length": "val/response_length",
+    }
     updates = {short: [line[name] for line in read_lines(folder)] for short, name in names.items()}
     updates["proxy"] = [(score - start["mean"]) / start["deviation"] for score in updates["proxy"]]
     return {name: [round(x, 4) for x in values] for name, values in updates.items()}
@@ -258,13 +325,16 @@ def run(size: str, pairs: int, seed: int, work: Path) -> dict:
     mean = lambda values, n: round(statistics.fmean(best_of_n(p, v, n) for p, v in zip(few, values)), 4)
     evaluation = read_lines(reward_model)[-1]
     result = {
-        "size": size, "pairs": pairs, "seed": seed, "accuracy": round(evaluation["eval/accuracy"], 4),
+        "size": size,
+        "pairs": pairs,
+        "seed": seed,
+        "accuracy": round(evaluation["eval/accuracy"], 4),
         "loss": round(evaluation["eval/loss"], 4),
         "start_gold": round(float(gold[count:].mean()), 4),
         "correlation": round(float(np.corrcoef(proxy[count:], gold[count:])[0, 1]), 4),
         "best_of_n": {"proxy": [mean(few, n) for n in BEST_OF], "gold": [mean(few_gold, n) for n in BEST_OF]},
         "ppo": optimise(reward_model, seed, 0.0, start, work / f"ppo-{name}"),
-    }  # fmt: skip
+    }
     if has_penalty(size, pairs):
         result["penalised"] = optimise(reward_model, seed, SETTINGS["penalty"], start, work / f"penalised-{name}")
     return result
@@ -297,10 +367,16 @@ def run_all(args: argparse.Namespace) -> None:
     old = json.loads(args.output.read_text()) if args.output.exists() else {}
     runs = old["runs"] if old.get("fingerprint") == work.name else []
     results = {
-        "command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d"),
-        "machine": describe_machine(), "fingerprint": work.name, "seeds": args.seeds, "settings": SETTINGS,
-        "n": BEST_OF, "runs": runs,
-    }  # fmt: skip
+        "command": shlex.join(["python", *sys.argv]),
+        **describe_ours(ROOT),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": describe_machine(),
+        "fingerprint": work.name,
+        "seeds": args.seeds,
+        "settings": SETTINGS,
+        "n": BEST_OF,
+        "runs": runs,
+    }
     done = {(r["size"], r["pairs"], r["seed"]) for r in runs}
     wanted = [(size, pairs, seed) for seed in args.seeds for pairs in args.pairs for size in WIDTHS]
     todo = [key for key in wanted if key not in done]
@@ -310,9 +386,12 @@ def run_all(args: argparse.Namespace) -> None:
     seeds = [seed for seed in args.seeds if not (work / f"responses-{seed}.pt").exists()]
     seconds = sum(seconds_of(*key[:2]) for key in todo)
     seconds += SECONDS["sft"] * len(small) + SECONDS["responses"] * len(seeds)
-    print(f"{len(todo)} of {len(wanted)} runs are to be made, with {len(small)} language model and {len(seeds)} sets of "
-          f"responses: about {seconds / 60:.0f} minutes of one thread, {seconds / args.jobs / 60:.0f} with "
-          f"--jobs {args.jobs}; intermediate results in {work}", flush=True)  # fmt: skip
+    print(
+        f"{len(todo)} of {len(wanted)} runs are to be made, with {len(small)} language model and {len(seeds)} sets of "
+        f"responses: about {seconds / 60:.0f} minutes of one thread, {seconds / args.jobs / 60:.0f} with "
+        f"--jobs {args.jobs}; intermediate results in {work}",
+        flush=True,
+    )
     if args.list:
         return None
     work.mkdir(parents=True, exist_ok=True)
@@ -331,10 +410,13 @@ def run_all(args: argparse.Namespace) -> None:
             runs.sort(key=lambda r: (list(WIDTHS).index(r["size"]), r["pairs"], r["seed"]))
             write_results(args.output, results)
             left = len(todo) - sum(1 for r in runs if (r["size"], r["pairs"], r["seed"]) in todo)
-            print(f"{time.perf_counter() - begin:5.0f} s: {size}, {pairs} pairs, seed {seed}: {result['accuracy']:.2f} "
-                  f"of unseen pairs right; gold score {result['best_of_n']['gold'][-1]:.2f} as best of {BEST_OF[-1]}, "
-                  f"{max(smooth(result['ppo']['gold'])):.2f} at PPO's peak, {smooth(result['ppo']['gold'])[-1]:.2f} at "
-                  f"its end, KL {smooth(result['ppo']['kl'])[-1]:.0f}; {left} runs left", flush=True)  # fmt: skip
+            print(
+                f"{time.perf_counter() - begin:5.0f} s: {size}, {pairs} pairs, seed {seed}: {result['accuracy']:.2f} "
+                f"of unseen pairs right; gold score {result['best_of_n']['gold'][-1]:.2f} as best of {BEST_OF[-1]}, "
+                f"{max(smooth(result['ppo']['gold'])):.2f} at PPO's peak, {smooth(result['ppo']['gold'])[-1]:.2f} at "
+                f"its end, KL {smooth(result['ppo']['kl'])[-1]:.0f}; {left} runs left",
+                flush=True,
+            )
 
     with ThreadPoolExecutor(args.jobs) as pool:
         responses = {seed: pool.submit(make_responses, seed, work) for seed in args.seeds}
@@ -409,35 +491,75 @@ def first_at(run: dict, along: str, level: float, want: str) -> float:
 def best_of_n_table(results: dict) -> str:
     """What reward models know, and the law of best of n."""
     most = results["n"][-1]
-    lines = [["parameters", "pairs", "unseen pairs right", "correlation with gold", f"gold score, best of {most}",
-              "α", "β", "R²", "peak at d"]]  # fmt: skip
+    lines = [
+        [
+            "parameters",
+            "pairs",
+            "unseen pairs right",
+            "correlation with gold",
+            f"gold score, best of {most}",
+            "α",
+            "β",
+            "R²",
+            "peak at d",
+        ]
+    ]
     for (size, pairs), runs in groups_of(results).items():
         fits = [fit("best of n", *points(results, run, "best of n")) for run in runs]
         pooled = pooled_fit(results, runs, "best of n", "best of n")
-        lines.append([
-            size, f"{pairs:,}", cell([run["accuracy"] for run in runs]), cell([run["correlation"] for run in runs]),
-            cell([run["best_of_n"]["gold"][-1] for run in runs]), cell([f["alpha"] for f in fits]),
-            cell([f["beta"] for f in fits], 3), f"{pooled['r2']:.2f}", show_peak("best of n", pooled),
-        ])  # fmt: skip
+        lines.append(
+            [
+                size,
+                f"{pairs:,}",
+                cell([run["accuracy"] for run in runs]),
+                cell([run["correlation"] for run in runs]),
+                cell([run["best_of_n"]["gold"][-1] for run in runs]),
+                cell([f["alpha"] for f in fits]),
+                cell([f["beta"] for f in fits], 3),
+                f"{pooled['r2']:.2f}",
+                show_peak("best of n", pooled),
+            ]
+        )
     return markdown(lines)
 
 
 def ppo_table(results: dict) -> str:
     """The law of PPO, and the peak that was seen."""
-    lines = [["parameters", "pairs", "α", "β", "R²", "R², quadratic", "peak at d, quadratic", "highest gold score",
-              "at d", "gold score at the end", "at d"]]  # fmt: skip
+    lines = [
+        [
+            "parameters",
+            "pairs",
+            "α",
+            "β",
+            "R²",
+            "R², quadratic",
+            "peak at d, quadratic",
+            "highest gold score",
+            "at d",
+            "gold score at the end",
+            "at d",
+        ]
+    ]
     for (size, pairs), runs in groups_of(results).items():
         fits = [fit("ppo", *points(results, run, "ppo")) for run in runs]
         r2 = {form: pooled_fit(results, runs, "ppo", form)["r2"] for form in FORMS}
         gold = [smooth(run["ppo"]["gold"]) for run in runs]
         d = [np.sqrt(smooth(run["ppo"]["kl"]).clip(0)) for run in runs]
-        lines.append([
-            size, f"{pairs:,}", cell([f["alpha"] for f in fits]), cell([f["beta"] for f in fits]),
-            f"{r2['ppo']:.2f}", f"{r2['best of n']:.2f}",
-            show_peak("best of n", pooled_fit(results, runs, "ppo", "best of n")), cell([g.max() for g in gold]),
-            cell([x[g.argmax()] for x, g in zip(d, gold)], 1), cell([g[-1] for g in gold]),
-            cell([x[-1] for x in d], 1),
-        ])  # fmt: skip
+        lines.append(
+            [
+                size,
+                f"{pairs:,}",
+                cell([f["alpha"] for f in fits]),
+                cell([f["beta"] for f in fits]),
+                f"{r2['ppo']:.2f}",
+                f"{r2['best of n']:.2f}",
+                show_peak("best of n", pooled_fit(results, runs, "ppo", "best of n")),
+                cell([g.max() for g in gold]),
+                cell([x[g.argmax()] for x, g in zip(d, gold)], 1),
+                cell([g[-1] for g in gold]),
+                cell([x[-1] for x in d], 1),
+            ]
+        )
     return markdown(lines)
 
 
@@ -479,9 +601,18 @@ def check_table(results: dict) -> str:
     """The paper's other findings, by number of pairs; both sizes together. A gain is a gold score less its start."""
     most, few = results["n"][-1], 32
     kl = best_of_n_kl(most)
-    lines = [["pairs", f"gain of the best of {most}", f"foretold from n ≤ {few}", f"gain of PPO at its KL, {kl:.1f}",
-              "KL at which PPO is as good", "gain of PPO at its proxy score", "errors on best of n", "errors on PPO",
-              ]]  # fmt: skip
+    lines = [
+        [
+            "pairs",
+            f"gain of the best of {most}",
+            f"foretold from n ≤ {few}",
+            f"gain of PPO at its KL, {kl:.1f}",
+            "KL at which PPO is as good",
+            "gain of PPO at its proxy score",
+            "errors on best of n",
+            "errors on PPO",
+        ]
+    ]
     for pairs in sorted({run["pairs"] for run in results["runs"]}):
         columns = {name: [] for name in ("gain", "foretold", "at kl", "as good", "at proxy")}
         errors = {(method, form): [] for method in FORMS for form in FORMS}
@@ -515,16 +646,29 @@ def where_reached(values: list[float], digits: int) -> str:
 def penalty_table(results: dict) -> str:
     """PPO with a KL penalty and without: the gold score at the KL where the penalised run ends, and at each peak."""
     runs = [run for run in results["runs"] if "penalised" in run]
-    lines = [["", "highest gold score", "at a KL of", "gold score at the end", "KL at the end",
-              "gold score at the KL where the penalised run ends"]]  # fmt: skip
+    lines = [
+        [
+            "",
+            "highest gold score",
+            "at a KL of",
+            "gold score at the end",
+            "KL at the end",
+            "gold score at the KL where the penalised run ends",
+        ]
+    ]
     ends = [smooth(run["penalised"]["kl"]).max() for run in runs]
     for label, name in (("no penalty", "ppo"), (f"KL penalty {results['settings']['penalty']:g}", "penalised")):
         gold, kl = ([smooth(run[name][metric]) for run in runs] for metric in ("gold", "kl"))
-        lines.append([
-            label, cell([g.max() for g in gold]), cell([k[g.argmax()] for k, g in zip(kl, gold)], 1),
-            cell([g[-1] for g in gold]), cell([k[-1] for k in kl], 1),
-            where_reached([first_at(run[name], "kl", end, "gold") for run, end in zip(runs, ends)], 2),
-        ])  # fmt: skip
+        lines.append(
+            [
+                label,
+                cell([g.max() for g in gold]),
+                cell([k[g.argmax()] for k, g in zip(kl, gold)], 1),
+                cell([g[-1] for g in gold]),
+                cell([k[-1] for k in kl], 1),
+                where_reached([first_at(run[name], "kl", end, "gold") for run, end in zip(runs, ends)], 2),
+            ]
+        )
     return markdown(lines, names=1)
 
 
@@ -543,8 +687,14 @@ def setup_text(results: dict) -> str:
     )
 
 
-TEXTS = {"setup": setup_text, "best of n": best_of_n_table, "ppo": ppo_table, "trends": trend_table,
-         "checks": check_table, "penalty": penalty_table}  # fmt: skip
+TEXTS = {
+    "setup": setup_text,
+    "best of n": best_of_n_table,
+    "ppo": ppo_table,
+    "trends": trend_table,
+    "checks": check_table,
+    "penalty": penalty_table,
+}
 
 
 def filled_in(page: str, results: dict) -> str:

@@ -124,13 +124,17 @@ def with_column(text: str, heading: str, cells: list[str]) -> str:
 def ppo_results() -> str:
     rows = both("ppo")
     return with_column(
-        table(None, rows, [SCORE, *ENDS]), "episodes to gold 3",
+        table(None, rows, [SCORE, *ENDS]),
+        "episodes to gold 3",
         [reached(name, GOLD_MEAN, 3.0) for name in rows.values()],
-    )  # fmt: skip
+    )
 
 
 def over_optimization() -> str:
-    flags = {"0": "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0", "0.05": "--learning-rate 1e-3 --total-episodes 4096"}
+    flags = {
+        "0": "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0",
+        "0.05": "--learning-rate 1e-3 --total-episodes 4096",
+    }
     text = sweep("ppo", "β", flags, [SCORE, *ENDS[:2]])
     runs = [RECORD.get(f"ppo {flag}", []) for flag in flags.values()]
     highest = [number([max(smooth(run["curves"][GOLD_MEAN])) for run in of], 2) for of in runs]
@@ -148,9 +152,11 @@ DIRECT = f"{GAME} --response-length 3"
 UNTAUGHT = f"{GAME} --model {learning.folder_of(learning.UNTAUGHT, 1).relative_to(ROOT)}"
 TIED_GAME, PRICED = f"{GAME} {TIED}", f"{GAME} {PRICE}"
 ANSWERS = [
-    ("likeliest answer right", "answers greedy", 2), ("sampled answers right", "answers right", 2),
-    ("worked out", "answers worked", 2), ("tokens", "answers length", 1),
-]  # fmt: skip
+    ("likeliest answer right", "answers greedy", 2),
+    ("sampled answers right", "answers right", 2),
+    ("worked out", "answers worked", 2),
+    ("tokens", "answers length", 1),
+]
 
 
 def thinking() -> str:
@@ -171,35 +177,59 @@ def price() -> str:
 
 def family() -> str:
     rows = {
-        "dapo, the default": "", "grpo": "--loss-type grpo", "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
+        "dapo, the default": "",
+        "grpo": "--loss-type grpo",
+        "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
         "gspo": "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4",
-        "cispo": "--loss-type cispo", "dynamic sampling": "--dynamic-sampling 4",
-        "four passes": "--num-ppo-epochs 4", "four passes, clip-higher": "--num-ppo-epochs 4 --epsilon-high 0.28",
-    }  # fmt: skip
+        "cispo": "--loss-type cispo",
+        "dynamic sampling": "--dynamic-sampling 4",
+        "four passes": "--num-ppo-epochs 4",
+        "four passes, clip-higher": "--num-ppo-epochs 4 --epsilon-high 0.28",
+    }
     names = [f"{GAME} {flags}".strip() for flags in rows.values()]
-    columns = [("`eval/pass@1`", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1),
-               ("`entropy`", "end entropy", 3), ("equal groups", "end frac_reward_zero_std", 2)]  # fmt: skip
+    columns = [
+        ("`eval/pass@1`", "end eval/pass@1", 3),
+        ("tokens", "end completions/mean_length", 1),
+        ("`entropy`", "end entropy", 3),
+        ("equal groups", "end frac_reward_zero_std", 2),
+    ]
     text = table(None, dict(zip(rows, names)), columns)
-    return with_column(text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in names])
+    return with_column(
+        text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in names]
+    )
 
 
 def grpo_results() -> str:
-    columns = [("right, last five updates", "end rewards/right_number/mean", 3), ("`eval/accuracy`", "end eval/accuracy", 3),
-               ("`eval/pass@1`", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1)]  # fmt: skip
+    columns = [
+        ("right, last five updates", "end rewards/right_number/mean", 3),
+        ("`eval/accuracy`", "end eval/accuracy", 3),
+        ("`eval/pass@1`", "end eval/pass@1", 3),
+        ("tokens", "end completions/mean_length", 1),
+    ]
     rows = both("grpo")
     text = table(None, rows, columns)
-    return with_column(text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in rows.values()])
+    return with_column(
+        text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in rows.values()]
+    )
 
 
 DPO = [("unseen pairs right", "end eval/rewards/accuracies", 3), *ENDS]
 RATES = [("`eval/accuracy`", "end eval/accuracy", 3), ("`eval/loss`", "end eval/loss", 3)]
-DDPO = [("reward", "end reward_mean", 2), ("gold score", "end rewards/same_shape/mean", 2), ("KL", "end objective/kl", 0)]
+DDPO = [
+    ("reward", "end reward_mean", 2),
+    ("gold score", "end rewards/same_shape/mean", 2),
+    ("KL", "end objective/kl", 0),
+]
 
 
 def ddpo_results() -> str:
-    columns = [("reward, first epoch", "start reward_mean", 2), ("last five", "end reward_mean", 2),
-               ("gold score, first", "start rewards/same_shape/mean", 3), ("last five", "end rewards/same_shape/mean", 3),
-               ("KL", "end objective/kl", 0)]  # fmt: skip
+    columns = [
+        ("reward, first epoch", "start reward_mean", 2),
+        ("last five", "end reward_mean", 2),
+        ("gold score, first", "start rewards/same_shape/mean", 3),
+        ("last five", "end rewards/same_shape/mean", 3),
+        ("KL", "end objective/kl", 0),
+    ]
     return table(None, both("ddpo"), columns)
 
 
@@ -212,13 +242,20 @@ def perplexities(flags: dict[str, str]) -> str:
 
 def cut_texts() -> str:
     runs = {"0 (default)": "runs/learning/reward_model-1", "0.5": "runs/learning/reward_model-eos-dropout-0.5-1"}
-    return sweep("ppo", "`--eos-dropout`", {label: f"--reward-model {run}" for label, run in runs.items()}, [SCORE, *ENDS])
+    return sweep(
+        "ppo", "`--eos-dropout`", {label: f"--reward-model {run}" for label, run in runs.items()}, [SCORE, *ENDS]
+    )
 
 
 CHOSEN = "sft --model toy/sft --dataset runs/learning/chosen"
 BY_GRPO = f"grpo {BY_MODEL} --beta 0.05"
-JUDGED = [("gold score", "answers gold", 2), ("KL, nats", "answers kl", 1), ("tokens", "answers length", 0),
-          ("share that end", "answers eos_share", 2), CPU]  # fmt: skip
+JUDGED = [
+    ("gold score", "answers gold", 2),
+    ("KL, nats", "answers kl", 1),
+    ("tokens", "answers length", 0),
+    ("share that end", "answers eos_share", 2),
+    CPU,
+]
 
 
 def which(rows: dict[str, str]) -> str:
@@ -226,21 +263,28 @@ def which(rows: dict[str, str]) -> str:
 
 
 def which_episodes() -> str:
-    return which({
-        "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683",
-        "`dpo.py`, 2,048 pairs": "dpo --num-train-epochs 0.0683", "`rloo.py`, 2,048 responses": "rloo",
-        "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048", "`ppo.py`, 2,048 responses": "ppo",
-        "`dpo.py`, all 30,000 pairs": "dpo",
-    })  # fmt: skip
+    return which(
+        {
+            "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683",
+            "`dpo.py`, 2,048 pairs": "dpo --num-train-epochs 0.0683",
+            "`rloo.py`, 2,048 responses": "rloo",
+            "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048",
+            "`ppo.py`, 2,048 responses": "ppo",
+            "`dpo.py`, all 30,000 pairs": "dpo",
+        }
+    )
 
 
 def which_seconds() -> str:
-    return which({
-        "`sft.py`, 30,000 chosen texts": CHOSEN, "`dpo.py`, 18,000 pairs": "dpo --num-train-epochs 0.6",
-        "`rloo.py`, 7,168 responses": "rloo --total-episodes 7168",
-        "`grpo.py`, 6,144 responses": f"{BY_GRPO} --total-episodes 6144",
-        "`ppo.py`, 5,120 responses": "ppo --total-episodes 5120",
-    })  # fmt: skip
+    return which(
+        {
+            "`sft.py`, 30,000 chosen texts": CHOSEN,
+            "`dpo.py`, 18,000 pairs": "dpo --num-train-epochs 0.6",
+            "`rloo.py`, 7,168 responses": "rloo --total-episodes 7168",
+            "`grpo.py`, 6,144 responses": f"{BY_GRPO} --total-episodes 6144",
+            "`ppo.py`, 5,120 responses": "ppo --total-episodes 5120",
+        }
+    )
 
 
 def beside_trl() -> str:
@@ -248,11 +292,12 @@ def beside_trl() -> str:
     about = {
         "sft": [("perplexity of unseen texts", "end eval/perplexity", 1)],
         "reward_model": [("unseen pairs right", "end eval/accuracy", 3)],
-        "ppo": [SCORE, *ENDS], "rloo": [SCORE, *ENDS],
+        "ppo": [SCORE, *ENDS],
+        "rloo": [SCORE, *ENDS],
         "grpo": [("sampled answers right", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1)],
         "dpo": DPO,
         "ddpo": [("reward", "end reward_mean", 2), ("gold score", "end rewards/same_shape/mean", 3)],
-    }  # fmt: skip
+    }
     lines = [["", "", "ours", "TRL", "version"], ["---", "---", "---:", "---:", "---"]]
     for script, columns in about.items():
         for i, (title, metric, digits) in enumerate(columns):
@@ -283,7 +328,10 @@ def growth() -> str:
     powers = from_file("throughput-growth")["powers"]
     sides = list(dict.fromkeys(x["side"] for x in powers))
     kinds = [name for name in powers[0] if " " in name]
-    lines = [["", *(f"{side}: {kind}" for kind in kinds for side in sides)], ["---"] + ["---:"] * len(kinds) * len(sides)]
+    lines = [
+        ["", *(f"{side}: {kind}" for kind in kinds for side in sides)],
+        ["---"] + ["---:"] * len(kinds) * len(sides),
+    ]
     for axis in dict.fromkeys(x["axis"] for x in powers):
         of = {x["side"]: x for x in powers if x["axis"] == axis}
         lines.append([axis, *(f"{of[side][kind]:.2f}" for kind in kinds for side in sides)])
@@ -312,32 +360,49 @@ def files() -> str:
     seconds = lambda script: f"{mean(script, 'cpu_seconds', 0)} s"
     end = lambda script, metric, digits=1: mean(script, f"end {metric}", digits)
     start = lambda script, metric, digits=1: mean(script, f"start {metric}", digits)
-    gains = lambda script: (f"{seconds(script)}: score {start(script, 'objective/scores')} → {end(script, 'objective/scores')}, "
-                            f"gold score {start(script, GOLD_MEAN)} → {end(script, GOLD_MEAN)}")  # fmt: skip
+    gains = lambda script: (
+        f"{seconds(script)}: score {start(script, 'objective/scores')} → {end(script, 'objective/scores')}, "
+        f"gold score {start(script, GOLD_MEAN)} → {end(script, GOLD_MEAN)}"
+    )
     percent = lambda name, metric: f"{statistics.fmean(values(name, metric) or [math.nan]):.0%}".replace("%", " %")
     rows = {
-        "sft": ("[supervised fine-tuning](docs/sft.md): texts → policy",
-                f"{seconds('sft')}: perplexity {end('sft', 'eval/perplexity', 0)} on unseen texts, from 3,072"),
-        "reward_model": ("[Bradley–Terry](docs/reward_model.md): preference pairs → reward model",
-                         f"{seconds('reward_model')}: {percent('reward_model', 'end eval/accuracy')} of unseen pairs right "
-                         "(the gold score itself: 85 %)"),
+        "sft": (
+            "[supervised fine-tuning](docs/sft.md): texts → policy",
+            f"{seconds('sft')}: perplexity {end('sft', 'eval/perplexity', 0)} on unseen texts, from 3,072",
+        ),
+        "reward_model": (
+            "[Bradley–Terry](docs/reward_model.md): preference pairs → reward model",
+            f"{seconds('reward_model')}: {percent('reward_model', 'end eval/accuracy')} of unseen pairs right "
+            "(the gold score itself: 85 %)",
+        ),
         "ppo": ("[PPO](docs/ppo.md): policy + reward → better policy", gains("ppo")),
         "rloo": ("[RLOO, REINFORCE++](docs/rloo.md): the same without a critic", gains("rloo")),
-        "grpo": ("[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): answers that can be checked, in groups. In the shell game "
-                 "(where is the ball after these swaps?) the policy discovers that it pays to work out the steps",
-                 f"{seconds('grpo')}: right answers {percent(BEFORE, 'answers greedy')} → {percent(GAME, 'answers greedy')}, "
-                 f"as their length grows from {mean(BEFORE, 'answers length', 0)} to {mean(GAME, 'answers length', 0)} tokens"),
-        "dpo": ("[DPO, IPO, …](docs/dpo.md): preference pairs → better policy, without reward model or rollouts",
-                f"{seconds('dpo')}: gold score {end('dpo', GOLD_MEAN)} at KL {end('dpo', 'objective/kl', 0)}; "
-                f"{percent('dpo', 'end eval/rewards/accuracies')} of unseen pairs right"),
-        "ddpo": ("[DDPO](docs/ddpo.md): the same policy gradient for a diffusion model, whose denoising steps are its tokens",
-                 f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}, and shapes stay shapes"),
-    }  # fmt: skip
-    lines = ["| read | run | algorithm, and its page | with no flags: CPU time on one thread, and what comes out |", "|---|---|---|---|"]
+        "grpo": (
+            "[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): answers that can be checked, in groups. In the shell game "
+            "(where is the ball after these swaps?) the policy discovers that it pays to work out the steps",
+            f"{seconds('grpo')}: right answers {percent(BEFORE, 'answers greedy')} → {percent(GAME, 'answers greedy')}, "
+            f"as their length grows from {mean(BEFORE, 'answers length', 0)} to {mean(GAME, 'answers length', 0)} tokens",
+        ),
+        "dpo": (
+            "[DPO, IPO, …](docs/dpo.md): preference pairs → better policy, without reward model or rollouts",
+            f"{seconds('dpo')}: gold score {end('dpo', GOLD_MEAN)} at KL {end('dpo', 'objective/kl', 0)}; "
+            f"{percent('dpo', 'end eval/rewards/accuracies')} of unseen pairs right",
+        ),
+        "ddpo": (
+            "[DDPO](docs/ddpo.md): the same policy gradient for a diffusion model, whose denoising steps are its tokens",
+            f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}, and shapes stay shapes",
+        ),
+    }
+    lines = [
+        "| read | run | algorithm, and its page | with no flags: CPU time on one thread, and what comes out |",
+        "|---|---|---|---|",
+    ]
     for script, (about, result) in rows.items():
         lengths = lines_in(f"lecture/{script}.py"), round(lines_in(f"{script}.py"), -2)
-        lines.append(f"| [`lecture/{script}.py`](lecture/{script}.py), {lengths[0]} lines "
-                     f"| [`{script}.py`]({script}.py), {lengths[1]:,} lines | {about} | {result} |")  # fmt: skip
+        lines.append(
+            f"| [`lecture/{script}.py`](lecture/{script}.py), {lengths[0]} lines "
+            f"| [`{script}.py`]({script}.py), {lengths[1]:,} lines | {about} | {result} |"
+        )
     return "\n".join(lines)
 
 
@@ -345,7 +410,7 @@ def caption() -> str:
     """Under the README's picture."""
     from_to = lambda metric: f"from {mean('ppo', f'start {metric}')} to {mean('ppo', f'end {metric}')}"
     return f"""PPO teaches a small language model to write glowing reviews. Left: the **score**, a number that a reward model gives to
-each review, is what the model is trained on; it rises {from_to('objective/scores')}. The **gold score** is the truth of this toy
+each review, is what the model is trained on; it rises {from_to("objective/scores")}. The **gold score** is the truth of this toy
 world, which training never sees; it rises {from_to(GOLD_MEAN)}. Middle: **KL**, the distance from the model's first self, in
 nats. Right: the share of reviews that come to an end. (The picture is of `python ppo.py --reward-fn
 reward_model toy/make.py:gold_score --reward-weights 1 0`, the numbers are means of five seeds.)"""
@@ -360,11 +425,17 @@ def beside() -> str:
         lines.append(
             f"- `{script}.py`: {title} {number(values(ours, metric), digits)}, in TRL {number(values(theirs, metric), digits)}; "
             f"{mean(ours, 'cpu_seconds', 0)} seconds of CPU time, in TRL as installed {mean(theirs, 'cpu_seconds', 0)}"
-        )  # fmt: skip
-    small = next(c for c in from_file("throughput")["comparisons"] if (c["setting"], c["algorithm"]) == ("small", "ppo"))
-    time, memory = ([small["summary"][side][key] for side in ("ours", "other")] for key in ("seconds_per_update", "memory_mb"))
-    lines.append(f"- an update of a small GPT-2 by `ppo.py` on two cores: {time[0]:.0f} seconds, in TRL {time[1]:.0f}; "
-                 f"{memory[0] / 1024:.1f} GB, in TRL {memory[1] / 1024:.1f}")  # fmt: skip
+        )
+    small = next(
+        c for c in from_file("throughput")["comparisons"] if (c["setting"], c["algorithm"]) == ("small", "ppo")
+    )
+    time, memory = (
+        [small["summary"][side][key] for side in ("ours", "other")] for key in ("seconds_per_update", "memory_mb")
+    )
+    lines.append(
+        f"- an update of a small GPT-2 by `ppo.py` on two cores: {time[0]:.0f} seconds, in TRL {time[1]:.0f}; "
+        f"{memory[0] / 1024:.1f} GB, in TRL {memory[1] / 1024:.1f}"
+    )
     ours, theirs = (seeds_of([name]) for name in both("ppo").values())
     return f"With the same settings, models and data ({ours} of ours, {theirs} of TRL's):\n\n" + "\n".join(lines)
 
@@ -375,7 +446,7 @@ def toy_models() -> str:
         "`sft/`": "sft --num-train-epochs 3",
         "`reward_model/`": "reward_model --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5",
         "`shells/sft/`": f"sft {learning.GAME} --dataset toy/shells/data/sft",
-    }  # fmt: skip
+    }
     columns = [("perplexity", "end eval/perplexity", 2), ("unseen pairs right", "end eval/accuracy", 3), CPU]
     return table("", commands, columns)
 
@@ -383,11 +454,16 @@ def toy_models() -> str:
 def which_lines() -> str:
     """What each algorithm holds and costs its reader."""
     rows = {
-        "sft": ("1, 1", "nothing"), "dpo": ("2, 1", "nothing"), "rloo": ("3, 1", "2 responses to a prompt"),
-        "grpo": ("3, 1 (2 without KL or reward model: 1)", "8 responses to a prompt"), "ppo": ("4, 2", "1 response to a prompt"),
-    }  # fmt: skip
-    lines = ["| | networks in memory, trained ones | samples while it trains | peak memory here, MB | lines: short form, script |",
-             "|---|---|---|---:|---|"]  # fmt: skip
+        "sft": ("1, 1", "nothing"),
+        "dpo": ("2, 1", "nothing"),
+        "rloo": ("3, 1", "2 responses to a prompt"),
+        "grpo": ("3, 1 (2 without KL or reward model: 1)", "8 responses to a prompt"),
+        "ppo": ("4, 2", "1 response to a prompt"),
+    }
+    lines = [
+        "| | networks in memory, trained ones | samples while it trains | peak memory here, MB | lines: short form, script |",
+        "|---|---|---|---:|---|",
+    ]
     for script, cells in rows.items():
         lengths = f"{lines_in(f'lecture/{script}.py')}, {round(lines_in(f'{script}.py'), -2):,}"
         memory = mean(script, "end perf/peak_memory_mb", 0)
@@ -398,61 +474,138 @@ def which_lines() -> str:
 PASSES = {"1": "--num-ppo-epochs 1", "4 (default)": "", "8": "--num-ppo-epochs 8"}
 TABLES: dict[str, Callable[[], str]] = {
     "ppo-results": ppo_results,
-    "ppo-lam": lambda: sweep("ppo", "λ", {"0": "--lam 0", "0.95 (default)": "", "1": "--lam 1"}, [
-        SCORE, *ENDS, ("explained variance", "end val/explained_variance", 2)]),
+    "ppo-lam": lambda: sweep(
+        "ppo",
+        "λ",
+        {"0": "--lam 0", "0.95 (default)": "", "1": "--lam 1"},
+        [SCORE, *ENDS, ("explained variance", "end val/explained_variance", 2)],
+    ),
     "ppo-passes": lambda: sweep("ppo", "passes", PASSES, [SCORE, *ENDS]),
-    "ppo-kl": lambda: sweep("ppo", "β", {"0.01": "--kl-coef 0.01", "0.05 (default)": "", "0.2": "--kl-coef 0.2"}, [
-        SCORE, *ENDS]),
+    "ppo-kl": lambda: sweep(
+        "ppo", "β", {"0.01": "--kl-coef 0.01", "0.05 (default)": "", "0.2": "--kl-coef 0.2"}, [SCORE, *ENDS]
+    ),
     "ppo-over-optimization": over_optimization,
-    "ppo-eos": lambda: sweep("ppo", "penalty", {
-        "0": "--response-length 24", "3": "--response-length 24 --missing-eos-penalty 3"},
-        [("EOS share, first update", "start val/eos_share", 2), ("EOS share, last five", "end val/eos_share", 2), ENDS[0]]),
-    "rloo-results": lambda: table(None, {
-        "`rloo.py`": "rloo", "`rloo.py --max-grad-norm 1e9`": "rloo --max-grad-norm 1e9", "TRL 0.16.1": "TRL rloo"}, [SCORE, *ENDS]),
+    "ppo-eos": lambda: sweep(
+        "ppo",
+        "penalty",
+        {"0": "--response-length 24", "3": "--response-length 24 --missing-eos-penalty 3"},
+        [
+            ("EOS share, first update", "start val/eos_share", 2),
+            ("EOS share, last five", "end val/eos_share", 2),
+            ENDS[0],
+        ],
+    ),
+    "rloo-results": lambda: table(
+        None,
+        {"`rloo.py`": "rloo", "`rloo.py --max-grad-norm 1e9`": "rloo --max-grad-norm 1e9", "TRL 0.16.1": "TRL rloo"},
+        [SCORE, *ENDS],
+    ),
     "rloo-k": lambda: sweep("rloo", "K", {"2 (default)": "", "8": "--rloo-k 8"}, [SCORE, *ENDS]),
-    "rloo-passes": lambda: sweep("rloo", "passes", PASSES, [
-        SCORE, *ENDS, ("ratios clipped", "end policy/clipfrac_avg", 2)]),
-    "rloo-tokens": lambda: sweep("rloo", "", {
-        "responses (default)": "", "`--token-level-kl`": "--token-level-kl",
-        "and both normalised": "--token-level-kl --normalize-reward --normalize-advantage"}, [SCORE, *ENDS]),
-    "grpo-results": grpo_results, "grpo-thinking": thinking, "grpo-price": price, "grpo-family": family,
+    "rloo-passes": lambda: sweep(
+        "rloo", "passes", PASSES, [SCORE, *ENDS, ("ratios clipped", "end policy/clipfrac_avg", 2)]
+    ),
+    "rloo-tokens": lambda: sweep(
+        "rloo",
+        "",
+        {
+            "responses (default)": "",
+            "`--token-level-kl`": "--token-level-kl",
+            "and both normalised": "--token-level-kl --normalize-reward --normalize-advantage",
+        },
+        [SCORE, *ENDS],
+    ),
+    "grpo-results": grpo_results,
+    "grpo-thinking": thinking,
+    "grpo-price": price,
+    "grpo-family": family,
     "dpo-results": lambda: table(None, both("dpo") | {"`ppo.py`": "ppo", "`rloo.py`": "rloo"}, DPO),
     "dpo-beta": lambda: sweep("dpo", "β", {"0.02": "--beta 0.02", "0.1 (default)": "", "0.5": "--beta 0.5"}, DPO),
     "dpo-loss": lambda: sweep("dpo", "loss", {"sigmoid (default)": "", "ipo": "--loss-type ipo"}, DPO),
     "dpo-pairs": lambda: sweep("dpo", "pairs", {"7,500": "--num-train-epochs 0.25", "30,000 (default)": ""}, DPO),
-    "sft-results": lambda: table(None, both("sft"), [
-        ("perplexity", "end eval/perplexity", 1), ("likeliest token right", "end eval/mean_token_accuracy", 3),
-        ("loss on EOS", "end eval/eos_loss", 2)]),
-    "sft-rate": lambda: perplexities({
-        "3e-4": "--learning-rate 3e-4", "1e-3": "--learning-rate 1e-3", "3e-3 (default)": "",
-        "1e-2": "--learning-rate 1e-2"}),
+    "sft-results": lambda: table(
+        None,
+        both("sft"),
+        [
+            ("perplexity", "end eval/perplexity", 1),
+            ("likeliest token right", "end eval/mean_token_accuracy", 3),
+            ("loss on EOS", "end eval/eos_loss", 2),
+        ],
+    ),
+    "sft-rate": lambda: perplexities(
+        {
+            "3e-4": "--learning-rate 3e-4",
+            "1e-3": "--learning-rate 1e-3",
+            "3e-3 (default)": "",
+            "1e-2": "--learning-rate 1e-2",
+        }
+    ),
     "sft-epochs": lambda: perplexities({"1 epoch (default)": "", "3 epochs": "--num-train-epochs 3"}),
     "sft-batch": lambda: perplexities({"16": "--batch-size 16", "64 (default)": "", "256": "--batch-size 256"}),
-    "reward-model-results": lambda: table(None, both("reward_model"), [
-        ("pairs right", "end eval/accuracy", 3), ("loss", "end eval/loss", 3),
-        ("calibration error", "end eval/calibration_error", 3)]),
-    "reward-model-pairs": lambda: sweep("reward_model", "passes over 30,000 pairs", {
-        "0.1": "--num-train-epochs 0.1", "0.3": "--num-train-epochs 0.3", "1 (default)": "",
-        "2": "--num-train-epochs 2"}, RATES),
-    "reward-model-rate": lambda: sweep("reward_model", "rate", {
-        "1e-4": "--learning-rate 1e-4", "7e-4 (default)": "", "3e-3": "--learning-rate 3e-3"}, RATES),
+    "reward-model-results": lambda: table(
+        None,
+        both("reward_model"),
+        [
+            ("pairs right", "end eval/accuracy", 3),
+            ("loss", "end eval/loss", 3),
+            ("calibration error", "end eval/calibration_error", 3),
+        ],
+    ),
+    "reward-model-pairs": lambda: sweep(
+        "reward_model",
+        "passes over 30,000 pairs",
+        {
+            "0.1": "--num-train-epochs 0.1",
+            "0.3": "--num-train-epochs 0.3",
+            "1 (default)": "",
+            "2": "--num-train-epochs 2",
+        },
+        RATES,
+    ),
+    "reward-model-rate": lambda: sweep(
+        "reward_model",
+        "rate",
+        {"1e-4": "--learning-rate 1e-4", "7e-4 (default)": "", "3e-3": "--learning-rate 3e-3"},
+        RATES,
+    ),
     "reward-model-cut": cut_texts,
     "ddpo-results": ddpo_results,
-    "ddpo-rate": lambda: sweep("ddpo", "learning rate", {
-        "1e-4": "--train-learning-rate 1e-4", "3e-4 (default)": "", "1e-3": "--train-learning-rate 1e-3"}, DDPO),
-    "ddpo-kl": lambda: sweep("ddpo", "β, at 1e-3", {
-        "0": "--train-learning-rate 1e-3", "0.1": "--train-learning-rate 1e-3 --kl-coef 0.1",
-        "1": "--train-learning-rate 1e-3 --kl-coef 1"}, DDPO),
-    "ddpo-ink": lambda: sweep("ddpo", "β", {
-        "0": LITTLE_INK, "1": f"{LITTLE_INK} --kl-coef 1"},
-        [("reward, first epoch", "start reward_mean", 2), *DDPO]),
-    "files": files, "caption": caption, "beside": beside, "toy-models": toy_models, "which-lines": which_lines,
-    "throughput": throughput_table, "growth": growth, "kernels": kernels,
+    "ddpo-rate": lambda: sweep(
+        "ddpo",
+        "learning rate",
+        {"1e-4": "--train-learning-rate 1e-4", "3e-4 (default)": "", "1e-3": "--train-learning-rate 1e-3"},
+        DDPO,
+    ),
+    "ddpo-kl": lambda: sweep(
+        "ddpo",
+        "β, at 1e-3",
+        {
+            "0": "--train-learning-rate 1e-3",
+            "0.1": "--train-learning-rate 1e-3 --kl-coef 0.1",
+            "1": "--train-learning-rate 1e-3 --kl-coef 1",
+        },
+        DDPO,
+    ),
+    "ddpo-ink": lambda: sweep(
+        "ddpo",
+        "β",
+        {"0": LITTLE_INK, "1": f"{LITTLE_INK} --kl-coef 1"},
+        [("reward, first epoch", "start reward_mean", 2), *DDPO],
+    ),
+    "files": files,
+    "caption": caption,
+    "beside": beside,
+    "toy-models": toy_models,
+    "which-lines": which_lines,
+    "throughput": throughput_table,
+    "growth": growth,
+    "kernels": kernels,
     "memory": lambda: memory.on_paper(memory.Plan(checkpointing=True)),
     "memory-measured": lambda: memory.measured_table(from_file("memory-measured")["runs"]),
     "memory-starting": lambda: memory.starting_table(from_file("memory-starting")["runs"]),
-    "which-episodes": which_episodes, "which-seconds": which_seconds, "beside-trl": beside_trl,
-}  # fmt: skip
+    "which-episodes": which_episodes,
+    "which-seconds": which_seconds,
+    "beside-trl": beside_trl,
+}
 
 
 def rewritten(page: str) -> str:
@@ -492,14 +645,24 @@ def draw_band(panel, runs: list[dict], metric: str, colour: str, label: str) -> 
 
 OURS, OTHERS = "#2a6fbb", "#c46a2b"
 TITLES = {
-    "objective/scores": "score", GOLD_MEAN: "gold score", "rewards/same_shape/mean": "gold score",
-    "rewards/worked/mean": "share worked out", "objective/kl": "KL, nats",
-    "val/eos_share": "share that end with EOS", "rewards/right_number/mean": "sampled answers right",
-    "completions/mean_length": "tokens of an answer", "entropy": "entropy", "reward_mean": "reward",
-    "eval/perplexity": "perplexity of unseen texts", "eval/mean_token_accuracy": "likeliest token right",
-    "eval/eos_loss": "loss on EOS", "eval/accuracy": "unseen pairs right", "eval/loss": "loss on unseen pairs",
-    "eval/calibration_error": "calibration error", "eval/rewards/accuracies": "unseen pairs right",
-}  # fmt: skip
+    "objective/scores": "score",
+    GOLD_MEAN: "gold score",
+    "rewards/same_shape/mean": "gold score",
+    "rewards/worked/mean": "share worked out",
+    "objective/kl": "KL, nats",
+    "val/eos_share": "share that end with EOS",
+    "rewards/right_number/mean": "sampled answers right",
+    "completions/mean_length": "tokens of an answer",
+    "entropy": "entropy",
+    "reward_mean": "reward",
+    "eval/perplexity": "perplexity of unseen texts",
+    "eval/mean_token_accuracy": "likeliest token right",
+    "eval/eos_loss": "loss on EOS",
+    "eval/accuracy": "unseen pairs right",
+    "eval/loss": "loss on unseen pairs",
+    "eval/calibration_error": "calibration error",
+    "eval/rewards/accuracies": "unseen pairs right",
+}
 
 
 def draw_beside(script: str, folder: Path) -> None:

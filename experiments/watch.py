@@ -44,10 +44,17 @@ class Row(NamedTuple):
 ROWS = [
     Row("KL is too cheap", f"{FAST} --kl-coef 0", FAST, SCORE, "objective/kl", 50),
     Row("the learning rate is too high", "--learning-rate 1e-2", "", SCORE, "policy/approxkl_avg", 0.1, "log"),
-    Row("the reward does not tell responses apart", "--reward-fn rewards/verifiers.py:tagged", "", GOLD, "objective/scores_std", 0),
+    Row(
+        "the reward does not tell responses apart",
+        "--reward-fn rewards/verifiers.py:tagged",
+        "",
+        GOLD,
+        "objective/scores_std",
+        0,
+    ),
     Row("responses never end", "--response-length 24", "", SCORE, "val/eos_share", 0.5),
     Row("the critic does not learn", "--critic-learning-rate 1e-9", "", SCORE, "val/explained_variance", 0),
-]  # fmt: skip
+]
 METRICS = [SCORE, GOLD, *(row.metric for row in ROWS)]
 
 
@@ -68,7 +75,13 @@ def run(flags: str) -> dict:
         seconds = round(time.perf_counter() - start)
         updates = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     metrics = {name: [round(update[name], 5) for update in updates] for name in METRICS}
-    return {"flags": flags, "command": command, "seconds": seconds, "episode": [update["episode"] for update in updates], **metrics}
+    return {
+        "flags": flags,
+        "command": command,
+        "seconds": seconds,
+        "episode": [update["episode"] for update in updates],
+        **metrics,
+    }
 
 
 def draw(runs: list[dict]) -> None:

@@ -50,13 +50,16 @@ def final_answer(text: str) -> str | None:
     return None
 
 
-NUMBER = re.compile(r"""
+NUMBER = re.compile(
+    r"""
     (\\?\$\s*)? [+-]? \s* (\\?\$\s*)?                    # $7, -$7 or $-7
     ( \d* | [1-9]\d{0,2} ((,|\{,\}|,?\\[,!;])\d{3})+ )     # 1234, or 1,234 with a comma as in texts or in LaTeX
     ( (?<=\d) \s*/\s* 0*[1-9]\d*                         # over a whole number,
     | (\.\d+)? (?<=\d) ([eE][+-]?\d{1,3})? )             # or with decimals, and times a power of 10
     \s* (\\?[$%])?
-    """, re.ASCII | re.VERBOSE)  # fmt: skip
+    """,
+    re.ASCII | re.VERBOSE,
+)
 
 
 def read_number(text: str) -> Fraction | None:

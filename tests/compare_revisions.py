@@ -68,9 +68,14 @@ def run(tree: Path, script: str, seed: int, output: Path, args: argparse.Namespa
         command = [sys.executable, f"{script}.py", "--seed", str(seed), "--output-dir", str(folder)]
         command += shlex.split(args.flags)
         done = subprocess.run(
-            command, cwd=tree, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command,
+            cwd=tree,
+            text=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+        )
         if done.returncode:
             sys.exit(f"{shlex.join(command)} failed in {tree}; it said last:\n{done.stdout[-2000:]}")
         for name in ("checkpoints", "samples"):  # which are not the result
@@ -141,8 +146,13 @@ def main() -> int:
     add("--threads", type=int, default=2, help="of torch, on both sides")
     add("--cache", type=Path, default=ROOT / "runs/compare", help="folder in which the runs of the revision are kept")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--verify", "--short=12", f"{args.revision}^{{commit}}"], cwd=ROOT,
-                            capture_output=True, text=True, check=False)  # fmt: skip
+    commit = subprocess.run(
+        ["git", "rev-parse", "--verify", "--short=12", f"{args.revision}^{{commit}}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if commit.returncode:
         parser.error(f"git knows no revision {args.revision}")
     cache, good = args.cache.resolve() / commit.stdout.strip(), True

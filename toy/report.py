@@ -1,6 +1,6 @@
 """report.md of toy/pipeline.sh: a table of its policies and two pictures.
 
-    python toy/report.py runs/pipeline
+python toy/report.py runs/pipeline
 """
 
 import json

@@ -22,7 +22,10 @@ group's standard deviation. The first only multiplies the advantages by (K − 1
 is a choice, which gives hard and easy prompts the same weight, and `--scale-rewards none` undoes it. The ratio is
 again one per token, and the KL, if there is one, has moved from the reward into the loss, where it is no longer part of
 what the group compares.""",
-    ("sft", "reward_model"): """A label is no longer a text's next token but which of two texts was preferred, so that of
+    (
+        "sft",
+        "reward_model",
+    ): """A label is no longer a text's next token but which of two texts was preferred, so that of
 the network's output at all positions a single number is left, at the last. Cross-entropy stays: −log σ of the difference
 of two rewards is the cross-entropy of a choice between two. The loss sees differences alone, and so leaves the zero of
 the rewards open; it is set at the end.""",
@@ -30,7 +33,7 @@ the rewards open; it is set at the end.""",
 reward for which it is the best policy that stays near the reference. In the same loss, the difference of two outputs
 becomes a difference of two log-ratios. The price: a reference must read every pair, and nobody ever judges what the
 policy itself would write.""",
-}  # fmt: skip
+}
 SAME_ROLE = {"Preference": "Pair", "encode_preference": "encode_pair", "dpo_loss": "preference_loss"}  # new -> old name
 
 
@@ -69,7 +72,10 @@ def page(before: str, after: str) -> str:
     titles = {name: name if name == old else f"{old} → {name}" for name, old in partners.items()}
     new = [name for name in b if name not in partners]
     out = [f"# From `lecture/{before}.py` to `lecture/{after}.py`", "", STEPS[before, after], ""]
-    out += [f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py); docstrings are left out.", ""]
+    out += [
+        f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py); docstrings are left out.",
+        "",
+    ]
     out += ["| | functions and cells |", "|---|---|"]
     out += [f"| fall away | {named([name for name in a if name not in partners.values()])} |"]
     out += [f"| come in | {named(new)} |", f"| change | {named([titles[name] for name in changed])} |"]

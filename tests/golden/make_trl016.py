@@ -25,9 +25,19 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from run_trl import run_inside
 
 MODEL = {
-    "vocab_size": 40, "n_positions": 12, "n_embd": 8, "n_layer": 2, "n_head": 2, "initializer_range": 0.4,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 40,
+    "n_positions": 12,
+    "n_embd": 8,
+    "n_layer": 2,
+    "n_head": 2,
+    "initializer_range": 0.4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
 PAD, EOS = MODEL["pad_token_id"], MODEL["eos_token_id"]
 PROMPT_LENGTHS = [5, 3, 2, 4, 5, 2, 4, 3]
 LENGTHS = {  # of the responses; 0 runs to full length without EOS, else EOS is the last of so many tokens
@@ -122,20 +132,35 @@ def make_trainer(case: str, models: dict, folder: Path):
     is_ppo, settings = case.startswith("ppo"), dict(CASES[case])
     reference = deepcopy(models[settings.pop("reference")])
     arguments = dict(
-        output_dir=str(folder), total_episodes=len(PROMPT_LENGTHS), response_length=RESPONSE_LENGTH, stop_token="eos",
-        num_sample_generations=0, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, **settings,
-    )  # fmt: skip
+        output_dir=str(folder),
+        total_episodes=len(PROMPT_LENGTHS),
+        response_length=RESPONSE_LENGTH,
+        stop_token="eos",
+        num_sample_generations=0,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **settings,
+    )
     prompts = make_prompts(len(PROMPT_LENGTHS) // settings.get("rloo_k", 1))
     datasets = {"train_dataset": prompts, "eval_dataset": prompts, "processing_class": make_tokenizer()}
     if is_ppo:
         return PPOTrainer(
-            args=PPOConfig(**arguments), model=models["policy"], ref_model=reference, reward_model=models["reward"],
-            value_model=models["value"], **datasets,
-        )  # fmt: skip
+            args=PPOConfig(**arguments),
+            model=models["policy"],
+            ref_model=reference,
+            reward_model=models["reward"],
+            value_model=models["value"],
+            **datasets,
+        )
     return RLOOTrainer(
-        config=RLOOConfig(**arguments), policy=models["policy"], ref_policy=reference, reward_model=models["reward"],
+        config=RLOOConfig(**arguments),
+        policy=models["policy"],
+        ref_policy=reference,
+        reward_model=models["reward"],
         **datasets,
-    )  # fmt: skip
+    )
 
 
 def fixed_generation(responses):

@@ -39,9 +39,12 @@ from run_trl import run_inside
 # The denoising step: every combination of these, and two more.
 BETAS = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}
 OPTIONS = {
-    "beta_schedule": list(BETAS), "prediction_type": ["epsilon", "sample", "v_prediction"], "eta": [1.0, 0.5],
-    "steps_offset": [0, 1], "clip_sample": [True, False],
-}  # fmt: skip
+    "beta_schedule": list(BETAS),
+    "prediction_type": ["epsilon", "sample", "v_prediction"],
+    "eta": [1.0, 0.5],
+    "steps_offset": [0, 1],
+    "clip_sample": [True, False],
+}
 STEP_CASES = [
     {"num_inference_steps": 10} | dict(zip(OPTIONS, values)) for values in itertools.product(*OPTIONS.values())
 ]
@@ -61,40 +64,71 @@ EPOCHS = [
 
 # An epoch of the trainer.
 UNET = {
-    "sample_size": 8, "in_channels": 1, "out_channels": 1, "block_out_channels": [4, 8], "layers_per_block": 1,
-    "norm_num_groups": 2, "cross_attention_dim": 8, "attention_head_dim": 2,
-    "down_block_types": ["DownBlock2D", "DownBlock2D"], "up_block_types": ["UpBlock2D", "UpBlock2D"],
+    "sample_size": 8,
+    "in_channels": 1,
+    "out_channels": 1,
+    "block_out_channels": [4, 8],
+    "layers_per_block": 1,
+    "norm_num_groups": 2,
+    "cross_attention_dim": 8,
+    "attention_head_dim": 2,
+    "down_block_types": ["DownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
     "mid_block_type": "UNetMidBlock2DCrossAttn",
-}  # fmt: skip
+}
 SCHEDULER = {
-    "num_train_timesteps": 1000, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012,
-    "steps_offset": 1, "clip_sample": False, "set_alpha_to_one": False,
-}  # fmt: skip
+    "num_train_timesteps": 1000,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "steps_offset": 1,
+    "clip_sample": False,
+    "set_alpha_to_one": False,
+}
 TOKENS = ["<|startoftext|>", "<|endoftext|>"] + [c + end for end in ("", "</w>") for c in "abcdefghijklmnopqrstuvwxyz"]
 TEXT_ENCODER = {
-    "vocab_size": len(TOKENS), "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
-}  # fmt: skip
+    "vocab_size": len(TOKENS),
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
 PROMPTS = ["a bar", "cross", "a bar", "a bar", "a box", "cross", "a bar", "a bar"]
 COMMON = {
-    "sample_num_steps": 4, "sample_batch_size": 4, "sample_num_batches_per_epoch": 2, "sample_guidance_scale": 5.0,
-    "train_batch_size": 4, "train_learning_rate": 5e-4, "train_clip_range": 0.01, "seed": 1,
-}  # fmt: skip
+    "sample_num_steps": 4,
+    "sample_batch_size": 4,
+    "sample_num_batches_per_epoch": 2,
+    "sample_guidance_scale": 5.0,
+    "train_batch_size": 4,
+    "train_learning_rate": 5e-4,
+    "train_clip_range": 0.01,
+    "seed": 1,
+}
 WITHOUT_GUIDANCE = {"sample_guidance_scale": 1.0, "train_cfg": False, "train_learning_rate": 1e-3}
 CASES = {
     "plain": WITHOUT_GUIDANCE,
     "guided": {},
-    "per_prompt": WITHOUT_GUIDANCE | {
-        "per_prompt_stat_tracking": True, "per_prompt_stat_tracking_buffer_size": 4,
+    "per_prompt": WITHOUT_GUIDANCE
+    | {
+        "per_prompt_stat_tracking": True,
+        "per_prompt_stat_tracking_buffer_size": 4,
         "per_prompt_stat_tracking_min_count": 2,
     },
     "accumulate": {
-        "train_batch_size": 2, "train_gradient_accumulation_steps": 2, "train_num_inner_epochs": 2,
-        "train_adv_clip_max": 0.8, "train_max_grad_norm": 0.02, "train_learning_rate": 2e-4,
+        "train_batch_size": 2,
+        "train_gradient_accumulation_steps": 2,
+        "train_num_inner_epochs": 2,
+        "train_adv_clip_max": 0.8,
+        "train_max_grad_norm": 0.02,
+        "train_learning_rate": 2e-4,
     },
     "fraction": WITHOUT_GUIDANCE | {"train_timestep_fraction": 0.5, "sample_eta": 0.7},
     "defaults": {"train_clip_range": 1e-4, "train_learning_rate": 3e-4},
-}  # fmt: skip
+}
 WITH_GRADIENTS = ("plain", "guided")
 
 
@@ -136,10 +170,14 @@ def run_steps(arrays: dict) -> None:
         ]
         variances = [scheduler._get_variance(t, t - scheduler.config.num_train_timesteps // n) for t in timesteps]
         result = {
-            "timesteps": timesteps, "mean": torch.stack(means), "std": eta * torch.stack(variances).sqrt(),
-            "given_logprob": of_given.detach(), "gradient": torch.autograd.grad(of_given.sum(), output)[0],
-            "drawn": drawn.latents, "drawn_logprob": drawn.log_probs,
-        }  # fmt: skip
+            "timesteps": timesteps,
+            "mean": torch.stack(means),
+            "std": eta * torch.stack(variances).sqrt(),
+            "given_logprob": of_given.detach(),
+            "gradient": torch.autograd.grad(of_given.sum(), output)[0],
+            "drawn": drawn.latents,
+            "drawn_logprob": drawn.log_probs,
+        }
         for name, tensor in result.items():
             results.setdefault(name, []).append(tensor)
         arrays[f"alphas_cumprod/{case['beta_schedule']}"] = scheduler.alphas_cumprod.float()
@@ -158,8 +196,7 @@ def run_losses() -> list[dict]:
         old = torch.tensor(OLD_LOGPROBS)
         new = (old + torch.tensor(CHANGES)).requires_grad_()
         pipeline = SimpleNamespace(
-            unet=lambda *_: SimpleNamespace(sample=None),
-            scheduler_step=lambda *_, **__: SimpleNamespace(log_probs=new),
+            unet=lambda *_: SimpleNamespace(sample=None), scheduler_step=lambda *_, **__: SimpleNamespace(log_probs=new)
         )
         trainer = SimpleNamespace(
             config=config, sd_pipeline=pipeline, autocast=contextlib.nullcontext, loss=partial(DDPOTrainer.loss, None)
@@ -167,9 +204,15 @@ def run_losses() -> list[dict]:
         figures = DDPOTrainer.calculate_loss(trainer, None, None, None, old, torch.tensor(ADVANTAGES), None)
         loss, approx_kl, clipfrac = (figure.item() for figure in figures)
         results.append(
-            {"clip_range": clip_range, "adv_clip_max": adv_clip_max, "loss": loss, "approx_kl": approx_kl,
-             "clipfrac": clipfrac, "gradient": torch.autograd.grad(figures[0], new)[0].tolist()}
-        )  # fmt: skip
+            {
+                "clip_range": clip_range,
+                "adv_clip_max": adv_clip_max,
+                "loss": loss,
+                "approx_kl": approx_kl,
+                "clipfrac": clipfrac,
+                "gradient": torch.autograd.grad(figures[0], new)[0].tolist(),
+            }
+        )
     return results
 
 
@@ -202,9 +245,12 @@ def make_parts(folder: Path) -> dict:
     vae.device, vae.config = torch.device("cpu"), SimpleNamespace(block_out_channels=[1], scaling_factor=1.0)
     vae.decode = lambda x, return_dict: (x,)
     return {
-        "unet": unet, "text_encoder": text_encoder.eval(), "vae": vae, "scheduler": DDIMScheduler(**SCHEDULER),
+        "unet": unet,
+        "text_encoder": text_encoder.eval(),
+        "vae": vae,
+        "scheduler": DDIMScheduler(**SCHEDULER),
         "tokenizer": CLIPTokenizer(folder / "vocab.json", folder / "merges.txt", model_max_length=8),
-    }  # fmt: skip
+    }
 
 
 def make_trainer(parts: dict, settings: dict, reward, folder: Path):
@@ -224,9 +270,11 @@ def make_trainer(parts: dict, settings: dict, reward, folder: Path):
         pipeline.sd_pipeline._encode_prompt = lambda *_, prompt_embeds, **__: prompt_embeds
     prompts = itertools.cycle(enumerate(PROMPTS))
     return DDPOTrainer(
-        DDPOConfig(mixed_precision="no", accelerator_kwargs={"cpu": True}, **settings), reward,
-        lambda: next(prompts)[::-1], pipeline,
-    )  # fmt: skip
+        DDPOConfig(mixed_precision="no", accelerator_kwargs={"cpu": True}, **settings),
+        reward,
+        lambda: next(prompts)[::-1],
+        pipeline,
+    )
 
 
 def watch(owner, name: str, note) -> None:
@@ -310,13 +358,19 @@ def run_case(case: str, folder: Path, arrays: dict) -> dict:
     order, steps = orders(draws, len(PROMPTS))
     trained = torch.cat(kept["advantages"][:: trainer.num_train_timesteps])[: len(PROMPTS)]
     figures |= {
-        "prompt_ids": samples["prompt_ids"], "prompt_embeds": samples["prompt_embeds"],
-        "negative_prompt_embeds": trainer.neg_prompt_embed, "timesteps": samples["timesteps"][0],
+        "prompt_ids": samples["prompt_ids"],
+        "prompt_embeds": samples["prompt_embeds"],
+        "negative_prompt_embeds": trainer.neg_prompt_embed,
+        "timesteps": samples["timesteps"][0],
         "latents": torch.cat([samples["latents"], samples["next_latents"][:, -1:]], 1),
-        "old_logprobs": samples["log_probs"], "images": torch.cat(kept["images"]),
-        "rewards": torch.as_tensor(logged[0].pop("reward")), "advantages": trained[order[0].argsort()],
-        "order": order, "steps": steps, "weights": torch.cat([p.detach().flatten() for p in parameters]),
-    }  # fmt: skip
+        "old_logprobs": samples["log_probs"],
+        "images": torch.cat(kept["images"]),
+        "rewards": torch.as_tensor(logged[0].pop("reward")),
+        "advantages": trained[order[0].argsort()],
+        "order": order,
+        "steps": steps,
+        "weights": torch.cat([p.detach().flatten() for p in parameters]),
+    }
     arrays |= {f"{case}/{name}": tensor for name, tensor in figures.items()}
     number = lambda x: x if isinstance(x, int) else x.item()
     return {"settings": settings, "logged": [{k: number(v) for k, v in line.items()} for line in logged]}
@@ -342,9 +396,16 @@ def record(output: Path) -> None:
     tracker = {"buffer_size": 4, "min_count": 2, "epochs": EPOCHS, "advantages": run_tracker()}
     save_file({name: x.detach().contiguous() for name, x in arrays.items()}, output / "trl023_ddpo.safetensors")
     whole = {
-        "source": "TRL 0.23.0, diffusers 0.35.2", "models": models, "parameters": names, "prompts": PROMPTS,
-        "cases": results, "betas": BETAS, "steps": STEP_CASES, "loss": losses, "tracker": tracker,
-    }  # fmt: skip
+        "source": "TRL 0.23.0, diffusers 0.35.2",
+        "models": models,
+        "parameters": names,
+        "prompts": PROMPTS,
+        "cases": results,
+        "betas": BETAS,
+        "steps": STEP_CASES,
+        "loss": losses,
+        "tracker": tracker,
+    }
     (output / "trl023_ddpo.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 

@@ -23,25 +23,43 @@ PROMPTS = ["sort 3 1 2 :", "sort 9 8 7 6 5 :", "sort 1 0 :"]
 LENGTHS = [3, 6, 1, 5, 2, 4, 6, 6, 5, 3, 2, 4]  # of the completions; those of six tokens have no EOS
 ACCUMULATE = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
 CASES = {
-    "dapo": {}, "grpo": {"loss_type": "grpo"}, "dr_grpo": {"loss_type": "dr_grpo"}, "bnpo": {"loss_type": "bnpo"},
+    "dapo": {},
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "bnpo": {"loss_type": "bnpo"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.02},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01, "epsilon_high": 0.02},
     "sequence_dapo": {"importance_sampling_level": "sequence", "epsilon": 0.01},
-    "clip_higher": {"epsilon": 0.02, "epsilon_high": 0.05}, "delta": {"epsilon": 0.02, "delta": 1.03},
-    "batch": {"scale_rewards": "batch"}, "none": {"scale_rewards": "none", "loss_type": "dr_grpo"},
-    "kl": {"beta": 0.5, "use_bias_correction_kl": False}, "kl_corrected": {"beta": 0.5, "use_bias_correction_kl": True},
+    "clip_higher": {"epsilon": 0.02, "epsilon_high": 0.05},
+    "delta": {"epsilon": 0.02, "delta": 1.03},
+    "batch": {"scale_rewards": "batch"},
+    "none": {"scale_rewards": "none", "loss_type": "dr_grpo"},
+    "kl": {"beta": 0.5, "use_bias_correction_kl": False},
+    "kl_corrected": {"beta": 0.5, "use_bias_correction_kl": True},
     "kl_grpo": {"beta": 0.5, "use_bias_correction_kl": True, "loss_type": "grpo"},
-    "masked": {"mask_truncated_completions": True}, "masked_grpo": {"mask_truncated_completions": True, "loss_type": "grpo"},
-    "parts_dapo": ACCUMULATE, "parts_grpo": ACCUMULATE | {"loss_type": "grpo"},
+    "masked": {"mask_truncated_completions": True},
+    "masked_grpo": {"mask_truncated_completions": True, "loss_type": "grpo"},
+    "parts_dapo": ACCUMULATE,
+    "parts_grpo": ACCUMULATE | {"loss_type": "grpo"},
     "parts_dr_grpo": ACCUMULATE | {"loss_type": "dr_grpo"},
     "weights": {"reward_weights": [1.0, -0.5]},
     "minis_dapo": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
-    "minis_cispo": {"per_device_train_batch_size": 6, "steps_per_generation": 2, "loss_type": "cispo", "epsilon_high": 1.02},
-}  # fmt: skip
+    "minis_cispo": {
+        "per_device_train_batch_size": 6,
+        "steps_per_generation": 2,
+        "loss_type": "cispo",
+        "epsilon_high": 1.02,
+    },
+}
 COMMON = {
-    "num_generations": G, "max_completion_length": LONGEST, "temperature": 0.8, "num_iterations": 2,
-    "per_device_train_batch_size": len(LENGTHS), "gradient_accumulation_steps": 1, "learning_rate": 1e-2,
-}  # fmt: skip
+    "num_generations": G,
+    "max_completion_length": LONGEST,
+    "temperature": 0.8,
+    "num_iterations": 2,
+    "per_device_train_batch_size": len(LENGTHS),
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-2,
+}
 
 
 def write_inputs(folder: Path) -> None:
@@ -53,9 +71,17 @@ def write_inputs(folder: Path) -> None:
     for seed, name in enumerate(("policy", "reference")):
         torch.manual_seed(seed)
         config = LlamaConfig(
-            vocab_size=len(tokenizer), max_position_embeddings=16, hidden_size=8, intermediate_size=16,
-            num_hidden_layers=1, num_attention_heads=2, initializer_range=0.4, bos_token_id=0, eos_token_id=0, pad_token_id=1,
-        )  # fmt: skip
+            vocab_size=len(tokenizer),
+            max_position_embeddings=16,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            initializer_range=0.4,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=1,
+        )
         LlamaForCausalLM(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
@@ -87,10 +113,21 @@ def run_case(case: str, folder: Path, arrays: dict) -> dict:
     grpo_trainer.shuffle_sequence_dict = lambda batch: batch
     settings = COMMON | CASES[case]
     config = GRPOConfig(
-        output_dir=str(folder / "out"), max_steps=2, shuffle_dataset=False, max_grad_norm=0.0, logging_steps=1,
-        lr_scheduler_type="constant", bf16=False, gradient_checkpointing=False, use_cpu=True, report_to="none",
-        save_strategy="no", disable_tqdm=True, optim="adamw_torch", **settings,
-    )  # fmt: skip
+        output_dir=str(folder / "out"),
+        max_steps=2,
+        shuffle_dataset=False,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        optim="adamw_torch",
+        **settings,
+    )
     functions = [first, second] if "reward_weights" in settings else [first]
     data = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GRPOTrainer(model=str(folder / "policy"), reward_funcs=functions, args=config, train_dataset=data)

@@ -101,9 +101,13 @@ def identity_vae():
     from diffusers import AutoencoderTiny
 
     vae = AutoencoderTiny(
-        encoder_block_out_channels=(2,), decoder_block_out_channels=(2,), num_encoder_blocks=(0,),
-        num_decoder_blocks=(0,), latent_channels=1, scaling_factor=1024.0,
-    ).requires_grad_(False)  # fmt: skip
+        encoder_block_out_channels=(2,),
+        decoder_block_out_channels=(2,),
+        num_encoder_blocks=(0,),
+        num_decoder_blocks=(0,),
+        latent_channels=1,
+        scaling_factor=1024.0,
+    ).requires_grad_(False)
     for parameter in vae.parameters():
         parameter.zero_()
     into, _, out = vae.decoder.layers
@@ -123,21 +127,41 @@ def make_pipeline():
     tokens = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]  # </w> ends a word
     tokenizer = CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=24)
     text = CLIPTextConfig(
-        vocab_size=len(tokens), hidden_size=32, intermediate_size=64, projection_dim=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=24, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
-    unet = UNet2DConditionModel(
-        sample_size=SIZE, in_channels=1, out_channels=1, block_out_channels=(16, 32), layers_per_block=1,
-        down_block_types=("DownBlock2D", "DownBlock2D"), mid_block_type="UNetMidBlock2DCrossAttn",
-        up_block_types=("UpBlock2D", "UpBlock2D"), cross_attention_dim=32, attention_head_dim=2, norm_num_groups=8,
-    )  # fmt: skip
-    scheduler = DDIMScheduler(
-        beta_start=1e-3, beta_end=0.02, steps_offset=1, set_alpha_to_one=False, clip_sample=False
+        vocab_size=len(tokens),
+        hidden_size=32,
+        intermediate_size=64,
+        projection_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=24,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
     )
+    unet = UNet2DConditionModel(
+        sample_size=SIZE,
+        in_channels=1,
+        out_channels=1,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        mid_block_type="UNetMidBlock2DCrossAttn",
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        norm_num_groups=8,
+    )
+    scheduler = DDIMScheduler(beta_start=1e-3, beta_end=0.02, steps_offset=1, set_alpha_to_one=False, clip_sample=False)
     return StableDiffusionPipeline(
-        text_encoder=CLIPTextModel(text), tokenizer=tokenizer, unet=unet, scheduler=scheduler, vae=identity_vae(),
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        text_encoder=CLIPTextModel(text),
+        tokenizer=tokenizer,
+        unet=unet,
+        scheduler=scheduler,
+        vae=identity_vae(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
 
 
 @torch.no_grad()

@@ -78,9 +78,19 @@ def write_base(folder: Path = HERE / "base") -> None:
     special = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=48, **special).save_pretrained(folder)
     GPT2Config(
-        vocab_size=len(words), n_positions=48, n_embd=64, n_layer=2, n_head=4, activation_function="gelu_pytorch_tanh",
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=1,
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=len(words),
+        n_positions=48,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        activation_function="gelu_pytorch_tanh",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+    ).save_pretrained(folder)
 
 
 def worked(completions: list[str], **_) -> list[float]:
