@@ -108,9 +108,10 @@ torch.manual_seed(args.seed)
 # The head is new, which the library reports as a weight that is missing
 model = AutoModelForSequenceClassification.from_pretrained(
     args.model, num_labels=1, dtype=torch.float32
-).to(device)
+)
 D = model.score.in_features
 torch.nn.init.normal_(model.score.weight, std=1 / math.sqrt(D + 1))  # first rewards: deviation 1
+model.to(device)  # after the draw, so that a GPU's head is the CPU's
 model.config.reward_bias = 0.0  # lecture/ppo.py and ../ppo.py add it to what the head says
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="right")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
