@@ -755,15 +755,17 @@ def locate(name: str) -> str:
 def load_function(spec: str) -> Callable:
     """file.py:name -> the function."""
     file, _, name = spec.rpartition(":")
-    require(file, f"{spec!r} should be file.py:name")
-    return runpy.run_path(locate(file))[name]
+    require(file, f"--reward-fn {spec!r} should be file.py:name")
+    names = runpy.run_path(locate(file))
+    require(name in names, f"{file} has no {name!r}")
+    return names[name]
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path = Path(locate(name))
     if path.is_file():
-        return datasets.load_dataset(str(path.parent), data_files=path.name, split=split)
+        return datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split=split)
     return datasets.load_dataset(str(path), config, split=split)
 
 
@@ -1100,6 +1102,7 @@ def read_command_line() -> Args:
         return args
     saved = Args(**json.loads(Path(args.resume, "args.json").read_text()))
     args = read(default=saved)
+    require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():
         before = getattr(saved, name)
         if value != before and name != "resume":

@@ -8,9 +8,12 @@ from runs import run
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ddpo
 import dpo
+import grpo
 import ppo
 import reward_model
+import rloo
 import sft
 
 
@@ -34,6 +37,14 @@ def test_files(tmp_path, kind):
     else:
         getattr(data, f"to_{kind}")(file)
     assert ppo.load_split(file, None, "train").to_list() == data.to_list()
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo, sft, reward_model, ddpo])
+def test_a_file_in_the_folder_where_one_stands(script, tmp_path, monkeypatch):
+    """Named as people name it: without a folder."""
+    write_rows(tmp_path / "d.jsonl", [{"prompt": "The film"}] * 3)
+    monkeypatch.chdir(tmp_path)
+    assert len(script.load_split("d.jsonl", None, "train")) == 3
 
 
 def test_a_file_is_one_split(tmp_path):

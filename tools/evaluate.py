@@ -128,7 +128,7 @@ def load_rows(args: Args) -> list[dict]:
     """The rows of the split, or the first of them."""
     path = Path(args.dataset)
     if path.is_file():
-        data = datasets.load_dataset(str(path.parent), data_files=path.name, split="train")
+        data = datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split="train")
     else:
         data = datasets.load_dataset(args.dataset, args.dataset_config, split=args.split)
     there = ", ".join(data.column_names)
