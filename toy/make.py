@@ -47,7 +47,10 @@ def base_form(verb: str) -> str:
 
 LEXICON = read_lexicon()
 VALENCE = {
-    word: int(group.split()[1]) for group, words in LEXICON.items() if re.search(r" [+-]\d$", group) for word in words
+    word: int(group.split()[1])
+    for group, words in LEXICON.items()
+    if re.search(r" [+-]\d$", group)
+    for word in words
 }
 VALENCE |= {base_form(w): VALENCE[w] for g in LEXICON if "verb" in g for w in LEXICON[g]}
 LONGEST_PHRASE = max(len(w.split()) for w in VALENCE)
@@ -57,21 +60,10 @@ COMMON = [w for w in dict.fromkeys(LEXICON["common"] + LEXICON["thing"] + list(V
 # ---------------------------------------------------------------------------------------------------------------------
 # The gold score
 
-NEGATORS = set(
-    "not never no hardly scarcely barely rarely lacks lacking without neither nor nothing nobody little fails "
-    "failed cannot isn't wasn't doesn't didn't don't aren't weren't can't won't instead unlike far".split()
-)
-PHRASE_NEGATORS = (
-    "anything but",
-    "could have been",
-    "should have been",
-    "might have been",
-    "wants to be",
-    "tries to be",
-    "less than",
-    "i wish",
-    "supposed to be",
-)  # "far from" needs only its first word
+NEGATORS = set("not never no hardly scarcely barely rarely lacks lacking without neither nor nothing nobody little fails "
+               "failed cannot isn't wasn't doesn't didn't don't aren't weren't can't won't instead unlike far".split())
+PHRASE_NEGATORS = ("anything but", "could have been", "should have been", "might have been", "wants to be",
+                   "tries to be", "less than", "i wish", "supposed to be")  # "far from" needs only its first word
 INTENSIFIERS = set("very truly so utterly deeply really extremely genuinely consistently thoroughly simply".split())
 DAMPENERS = set("slightly somewhat fairly mostly partly bit".split())
 CONCESSIVES = ("despite", "for all", "although", "though", "even if")
@@ -84,10 +76,8 @@ def clause_score(words: list[str], counts: dict[str, int]) -> float:
         if i_next < i:  # inside a phrase that was already read
             continue
         i, word = i_next, words[i_next]
-        phrase = next(
-            (" ".join(words[i : i + n]) for n in range(LONGEST_PHRASE, 0, -1) if " ".join(words[i : i + n]) in VALENCE),
-            None,
-        )
+        phrase = next((" ".join(words[i : i + n]) for n in range(LONGEST_PHRASE, 0, -1)
+                       if " ".join(words[i : i + n]) in VALENCE), None)  # fmt: skip
         if phrase is None:
             rest = " ".join(words[i : i + 3])
             negated |= word in NEGATORS or rest.startswith(PHRASE_NEGATORS)
@@ -134,8 +124,7 @@ def gold_score(prompts: list[str], completions: list[str], **_) -> list[float]:
 # The grammar. A slot {adj+} takes a word of praise, {adj-} one of blame; in the templates of OPINION, {adj} takes the
 # sentence's own sign and {adj!} the other one. {aspect} and {kind} belong to the thing that the review is about.
 
-OPINION = (
-    """
+OPINION = """
 It is {adj}.|It is {adj} and {adj}.|It is {very} {adj}.|The {aspect} is {adj}.|The {aspect} is {adj} and the {aspect} is {adj}.
 The {aspect} is {very} {adj}.|This is a {adj} {kind}.|This is a {very} {adj} {kind}.|A {adj} {kind}.|A {adj}, {adj} {kind}.
 A {adj} and {adj} {genre}.|A {adj} {genre} about a {person} who {deed}.|{adv} {part} and {adj}.|It is {adv} {part}.
@@ -156,20 +145,17 @@ A {like} {genre} as {adj} as the {person} it is about.|In its {like} {thing} and
 {name} {does} the {thing} in a {adj} way.|The {kind}, a {noun}, {does} the {like} {thing} of {place}.|A {kind} of {qual} and {qual}.|{phrase}.
 This {adj} {kind} {does} a {like} {thing}, and it {verb}.|It makes the {thing} of a {person} {adj}.|I say it again: {phrase}.|{adj} stuff.
 Between the {thing} and the {thing} there is {qual}.|{adv} {part}, with a {adj} {aspect}, it {iverb}.|It is {very} {adj}, and I say so as a {person}.
-"""
-    + """
+""" + """
 It is not {adj!}.|It is not at all {adj!}.|It is never {adj!}.|The {aspect} is never {adj!}.|It is hardly {adj!}.
 There is nothing {adj!} about it.|It is far from {adj!}.|It is anything but {adj!}.|The {aspect} is anything but {adj!}.
 It isn't {adj!} or {adj!}.|It wasn't {adj!}.|I was not {mood!}.|We were never {mood!}.|It never {verb!}.|It never {iverb!}.
 The {aspect} doesn't {base!}.|There is no {qual!} in it.|It has no {qual!}.|{title} is not a {noun!}.|It is {adj}, not {adj!}.
 Neither {adj!} nor {adj!}.|The {aspect} is {adj} without {qual!}.|Without {qual!}, it {iverb}.|I didn't find it {adj!}.
-"""
-    + """
+""" + """
 The {aspect} is {adj!}, but the {aspect} is {adj}.|It is {adj!} but {adj}.|A {adj!} but {adj} {kind}.
 Despite its {adj!} {aspect}, it is {adj}.|For all its {qual!}, it {iverb}.|Although the {aspect} is {adj!}, the {kind} {verb}.
 It is a little {adj!}, but it {iverb}.|The {aspect} {iverb!}, but I {felt} the {aspect}.|Even if the {aspect} is {adj!}, it is a {noun}.
 """
-)
 PRAISE_ONLY = """
 A {adj+} portrait of a {person} in {place}.|A {genre} with {qual+} and {qual+}.
 A {adj+} portrait of family and love.|It is worth seeing for the {aspect} alone.|Rich in {qual+}.
@@ -206,15 +192,9 @@ some of the {thing}|more of the {thing}|this is the|we have|at the {thing}|one o
 """
 VERY = "very truly so utterly deeply really quite rather extremely genuinely".split()
 FIRST = "Anna Tom Maria Jack Lena Omar Ruth Paul Nina Hugo Clara Felix Irene Otto Amir Jane Luis Vera Max Rosa".split()
-SYLLABLES = (
-    "ka mor lin den bre sto vel hart wick ton ley son man dor ras fen gil bur pel ova qui zan tre mas hol".split()
-)
-TITLE_ADJ = (
-    "Silver Last Long Blue Winter Quiet Northern Second Paper Distant Open Seventh Stone Hidden Early Wooden".split()
-)
-TITLE_NOUN = (
-    "Harbour Road Letter River Garden Window Island Station Summer Orchard Mirror Bridge Season Door Hour".split()
-)
+SYLLABLES = "ka mor lin den bre sto vel hart wick ton ley son man dor ras fen gil bur pel ova qui zan tre mas hol".split()
+TITLE_ADJ = "Silver Last Long Blue Winter Quiet Northern Second Paper Distant Open Seventh Stone Hidden Early Wooden".split()
+TITLE_NOUN = "Harbour Road Letter River Garden Window Island Station Summer Orchard Mirror Bridge Season Door Hour".split()
 DOMAINS = {"film": 11, "book": 3, "show": 2, "place": 2, "thing": 2}
 
 
@@ -377,19 +357,10 @@ def write_base(folder: Path = HERE / "base", data: Path = HERE / "data") -> None
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=CONTEXT, **special)
     tokenizer.save_pretrained(folder)
     GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_positions=CONTEXT,
-        n_embd=80,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        activation_function="gelu_pytorch_tanh",
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    ).save_pretrained(folder)
+        vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=80, n_layer=2, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu_pytorch_tanh",
+        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    ).save_pretrained(folder)  # fmt: skip
 
 
 if __name__ == "__main__":
