@@ -438,11 +438,12 @@ def sample(
         logprobs[rows, t] = logprob
         if policy.stop_token_id is not None:
             going &= token != policy.stop_token_id
-        if not all_reduce(going.any().int()):  # all processes stop together, since sharded weights need all of them
+        left = int(going.sum())  # the only number that the host waits for
+        if not all_reduce(torch.tensor(left)):  # all processes stop together, since sharded weights need all of them
             break
         tokens = token[:, None]
         positions = positions[:, -1:] + 1
-        if 0 < going.float().mean() < 0.75:  # a forward pass over ended rows costs more than copying the cache once
+        if 0 < left < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
             cache.reorder_cache(going.nonzero().squeeze(1))
             rows, tokens, positions, attention_mask = (x[going] for x in (rows, tokens, positions, attention_mask))
             going = going[going]
@@ -1022,9 +1023,10 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
         ids = r.inputs()["input_ids"]
         mask = r.inputs()["attention_mask"]
         if not is_ours:
-            texts = [policy.tokenizer.decode(row[real], skip_special_tokens=True) for row, real in zip(ids, mask > 0)]
+            tokens = [row[real] for row, real in zip(ids.cpu(), mask.bool().cpu())]
+            texts = policy.tokenizer.batch_decode(tokens, skip_special_tokens=True)
             rows = model.tokenizer(texts)["input_ids"]
-            rows = [row + end if ended else row for row, ended in zip(rows, r.ended)]
+            rows = [row + end if ended else row for row, ended in zip(rows, r.ended.tolist())]
             ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
         return read_reward(model, ids, mask.long())
 
@@ -1060,7 +1062,7 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         rows = deepcopy(r.examples)
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
-        given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses, r.mask)]
+        given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
         given["completions"] = policy.tokenizer.batch_decode(given["completion_ids"], skip_special_tokens=True)
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
