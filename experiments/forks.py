@@ -5,6 +5,7 @@
 
 The changes are the diffs of docs/fork.md, each under a heading, its name. Those of the section "Changes of three
 papers" are compared. A run's result is the mean over its last five updates; the gold score is that of their texts.
+`--write` knows those of docs/questions.md, too, which questions.py compares.
 
 What comes out: results/forks.json, to which each run is added as it ends, and the table in docs/fork.md. A fork whose
 diff has changed is run again.
@@ -19,14 +20,16 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from common import LEARNED, ROOT, describe_machine, describe_ours
 
-SCRIPT = ROOT / "lecture/ppo.py"
+SCRIPT = "lecture/ppo.py"
 PAGE = ROOT / "docs/fork.md"
+QUESTIONS = ROOT / "docs/questions.md"
 OUTPUT = LEARNED / "forks.json"
 SEEDS = (1, 2, 3, 4, 5)
 MINUTES = 0.8  # a run
@@ -37,6 +40,12 @@ DIGITS = {"score": 2, "gold score": 2, "KL": 1, "EOS share": 2, "entropy": 2}  #
 def read_diffs(page: str) -> dict[str, str]:
     """Heading -> diff, of each subsection that has one."""
     return dict(re.findall(r"^### ([^\n]+)\n(?:(?!#)[^\n]*\n)*?```diff\n(.*?)^```", page, re.M | re.S))
+
+
+def script_of(diff: str) -> str:
+    """The file that a diff changes: the first line says so, unless it is lecture/ppo.py."""
+    named = re.match(r"--- (\S+)\n", diff)
+    return named[1] if named else SCRIPT
 
 
 def forks_to_compare() -> dict[str, str]:
@@ -53,33 +62,77 @@ def apply(diff: str, source: str) -> str:
         new = "".join("\n" + line[1:] for line in lines if line[0] in " +") + "\n"
         count = len(re.findall(f"(?={re.escape(old)})", source))
         if count != 1:
-            raise ValueError(f"this stands {count} times in {SCRIPT.name}, not once:{old}")
+            raise ValueError(f"this stands {count} times in the file, not once:{old}")
         source = source.replace(old, new)
     return source[1:]
 
 
-def run(source: str, seed: int) -> dict[str, float]:
-    """The result of one run of the script, whose names are looked into whenever it logs an update."""
-    from make import gold_text_score
+def run(script: str, source: str, flags: list[str], look: Callable[[dict, dict], dict]) -> tuple[list[dict], dict]:
+    """What `look` finds whenever the program logs an update, and the program's names after its end.
 
-    names = {"__name__": "__main__", "__file__": str(SCRIPT)}
+    `look` is given its names and metrics. `script` is the file that the source is a fork of.
+    """
+    names = {"__name__": "__main__", "__file__": str(ROOT / script)}
     updates = []
 
     def log(stats: dict[str, float], step: int) -> None:
         """Adds an update."""
-        real = names["attention_mask"].bool()
-        rows = [row[here] for row, here in zip(names["ids"], real)]
-        texts = names["tokenizer"].batch_decode(rows, skip_special_tokens=True)
-        gold = statistics.fmean(map(gold_text_score, texts))
-        entropy = -names["old_logprobs"][names["mask"]].mean().item()
-        numbers = stats["objective/scores"], gold, stats["objective/kl"], stats["val/eos_share"], entropy
-        updates.append(dict(zip(DIGITS, numbers, strict=True)))
+        updates.append(look(names, stats))
 
     with tempfile.TemporaryDirectory() as folder:
-        argv = [str(SCRIPT), "--seed", str(seed), "--output-dir", folder]
+        argv = [script, "--output-dir", folder, *flags]
         with mock.patch.multiple("wandb", init=mock.DEFAULT, log=log), mock.patch("sys.argv", argv):
-            exec(compile(source, SCRIPT, "exec"), names)
-    return {name: round(statistics.fmean(u[name] for u in updates[-LAST:]), 4) for name in DIGITS}
+            exec(compile(source, script, "exec"), names)
+    return updates, names
+
+
+def complete(
+    output: Path, diffs: dict[str, str], wanted: list[dict], measure: Callable[..., dict], minutes: float, is_list: bool
+) -> dict:
+    """The results, with those runs that were wanted and not on file; each is added to the file as it ends.
+
+    A run is named by a dict: its fork, one of the names in `diffs`, its seed, and what else `measure` is to be told.
+    Runs that nobody wants any more, or whose diff has changed, are dropped.
+    """
+    old = json.loads(output.read_text()) if output.exists() else {"diffs": {}, "runs": []}
+    fresh = [run for run in old["runs"] if old["diffs"][run["fork"]] == diffs.get(run["fork"])]
+    runs = [run for run in fresh if any(key.items() <= run.items() for key in wanted)]
+    missing = [key for key in wanted if not any(key.items() <= run.items() for run in runs)]
+    print(f"{len(missing)} runs, about {len(missing) * minutes:.0f} minutes")
+    if is_list:
+        sys.exit()
+    results = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    results |= {"machine": describe_machine(), "seeds": sorted({key["seed"] for key in wanted})}
+    results |= {"diffs": diffs, "runs": runs}
+    for number, key in enumerate(missing, 1):
+        print(f"run {number} of {len(missing)}: {' '.join(map(str, key.values()))}", flush=True)
+        start = time.process_time()
+        result = measure(**key)
+        runs.append(key | {"cpu_seconds": round(time.process_time() - start)} | result)
+        output.write_text(json.dumps(results) + "\n")
+    return results
+
+
+def put_tables(page: Path, tables: dict[str, str]) -> None:
+    """Writes each table between its marks in the page, <!-- name --> and <!-- /name -->."""
+    text = page.read_text("utf-8")
+    for name, table in tables.items():
+        before, _, rest = text.partition(f"<!-- {name} -->\n")
+        text = f"{before}<!-- {name} -->\n{table}\n{rest[rest.index(f'<!-- /{name} -->') :]}"
+    page.write_text(text, "utf-8")
+
+
+def look(names: dict, stats: dict[str, float]) -> dict[str, float]:
+    """The columns of the table, of one update of lecture/ppo.py."""
+    from make import gold_text_score
+
+    real = names["attention_mask"].bool()
+    rows = [row[here] for row, here in zip(names["ids"], real)]
+    texts = names["tokenizer"].batch_decode(rows, skip_special_tokens=True)
+    gold = statistics.fmean(map(gold_text_score, texts))
+    entropy = -names["old_logprobs"][names["mask"]].mean().item()
+    numbers = stats["objective/scores"], gold, stats["objective/kl"], stats["val/eos_share"], entropy
+    return dict(zip(DIGITS, numbers, strict=True))
 
 
 def table(results: dict) -> str:
@@ -95,41 +148,37 @@ def table(results: dict) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def write(name: str) -> None:
+    """Writes lecture/fork.py."""
+    diffs = read_diffs(PAGE.read_text("utf-8")) | read_diffs(QUESTIONS.read_text("utf-8"))
+    if name not in diffs:
+        sys.exit(f"--write {name!r} is none of the forks: {', '.join(diffs)}")
+    source = (ROOT / script_of(diffs[name])).read_text("utf-8")
+    (ROOT / "lecture/fork.py").write_text(apply(diffs[name], source), "utf-8")
+
+
 def main() -> None:
     """Runs what is missing; writes the results after each run, and the table at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", metavar="NAME", help="only write this fork of the page as lecture/fork.py")
+    parser.add_argument("--write", metavar="NAME", help="only write this fork of a page as lecture/fork.py")
     parser.add_argument("--list", action="store_true", help="only say how many runs are missing")
     args = parser.parse_args()
-    source = SCRIPT.read_text("utf-8")
     if args.write:
-        diffs = read_diffs(PAGE.read_text("utf-8"))
-        if args.write not in diffs:
-            sys.exit(f"--write {args.write!r} is none of the forks in {PAGE.name}: {', '.join(diffs)}")
-        fork = apply(diffs[args.write], source)
-        SCRIPT.with_name("fork.py").write_text(fork, "utf-8")
+        write(args.write)
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # before torch is imported
     sys.path.append(str(ROOT / "toy"))  # for its make.py
+    source = (ROOT / SCRIPT).read_text("utf-8")
     forks = forks_to_compare()
-    results = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {"diffs": {}, "runs": []}
-    runs = [run for run in results["runs"] if results["diffs"][run["fork"]] == forks.get(run["fork"])]
-    results = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
-    results |= {"machine": describe_machine(), "seeds": SEEDS, "updates": LAST, "diffs": forks, "runs": runs}
-    there = {(run["fork"], run["seed"]) for run in runs}
-    wanted = [(fork, seed) for seed in SEEDS for fork in forks if (fork, seed) not in there]
-    print(f"{len(wanted)} runs, about {len(wanted) * MINUTES:.0f} minutes")
-    if args.list:
-        return
-    for number, (fork, seed) in enumerate(wanted, 1):
-        print(f"run {number} of {len(wanted)}: {fork}, seed {seed}", flush=True)
-        start = time.process_time()
-        result = run(apply(forks[fork], source), seed)
-        runs.append({"fork": fork, "seed": seed, **result, "cpu_seconds": round(time.process_time() - start)})
-        OUTPUT.write_text(json.dumps(results, indent=1) + "\n")
-    before, _, rest = PAGE.read_text("utf-8").partition("<!-- forks -->\n")
-    after = rest[rest.index("<!-- /forks -->") :]
-    PAGE.write_text(f"{before}<!-- forks -->\n{table(results)}\n{after}", "utf-8")
+
+    def measure(fork: str, seed: int) -> dict[str, float]:
+        """The result of a run."""
+        updates, _ = run(SCRIPT, apply(forks[fork], source), ["--seed", str(seed)], look)
+        return {name: round(statistics.fmean(u[name] for u in updates[-LAST:]), 4) for name in DIGITS}
+
+    wanted = [{"fork": fork, "seed": seed} for seed in SEEDS for fork in forks]
+    results = complete(OUTPUT, forks, wanted, measure, MINUTES, args.list)
+    put_tables(PAGE, {"forks": table(results)})
     print(table(results))
 
 
