@@ -48,7 +48,8 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline
 from diffusers.utils import make_image_grid
 from tqdm import trange
 
-TOY = Path(globals().get("__file__", "ddpo.py")).resolve().parent.parent / "toy"  # notebooks, too
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
@@ -148,6 +149,7 @@ def policy_loss(logprobs, old_logprobs, advantages, cliprange):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 pipe = StableDiffusionPipeline.from_pretrained(
     args.model, dtype=torch.float32, safety_checker=None, requires_safety_checker=False
@@ -201,7 +203,6 @@ def draw_examples():
 
 # %% The loop: its numbers are those of the steps above
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
-METRICS = "loss approx_kl clipfrac".split()
 history = []  # of the metrics, one dict for each epoch
 first_examples = draw_examples()
 for epoch in (bar := trange(1, args.num_epochs + 1)):
@@ -227,7 +228,7 @@ for epoch in (bar := trange(1, args.num_epochs + 1)):
     advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
 
     # 4. Loss, and 5. update
-    logs, norms = [], []
+    logs, norms = [], []  # of all images and steps, and of the updates
     for _ in range(args.train_num_inner_epochs):
         batch = torch.randperm(B)
         steps = torch.stack([torch.randperm(N) for _ in range(B)])  # (B, N) an order for each image
@@ -247,13 +248,13 @@ for epoch in (bar := trange(1, args.num_epochs + 1)):
                     mean_loss.backward()  # adds to the gradient
                     approx_kl = 0.5 * (logprobs - old_logprobs[i, k]) ** 2
                     outside = (ratio - 1).abs() > args.train_clip_range
-                    new = torch.stack([loss, approx_kl, outside])  # (3, b)
-                    logs.append(new.detach())
+                    seen = {"loss": loss, "approx_kl": approx_kl, "clipfrac": outside}  # (b,) each
+                    logs.append({name: x.detach().float() for name, x in seen.items()})
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             norms.append(norm)
             optimizer.step()
 
-    stats = dict(zip(METRICS, torch.cat(logs, 1).mean(1).tolist()))  # over all images and steps
+    stats = {name: torch.cat([log[name] for log in logs]).mean().item() for name in seen}
     stats["grad_norm"] = torch.stack(norms).mean().item()
     stats["reward_mean"] = scores.mean().item()
     stats["reward_std"] = scores.std(correction=0).item()
@@ -270,3 +271,5 @@ pictures = pipe.numpy_to_pil(images.permute(0, 2, 3, 1).cpu().numpy())
 file = Path(args.output_dir, "images.png")
 make_image_grid(pictures, 2, 8).save(file)
 print(file)
+for name, first in history[0].items():
+    print(f"{name:11s} {first:9.3f} -> {history[-1][name]:9.3f}")

@@ -46,7 +46,8 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
-TOY = Path(globals().get("__file__", "dpo.py")).resolve().parent.parent / "toy"  # notebooks, too
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
@@ -119,6 +120,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # Without .train() dropout stays off: policy and reference must begin as one, with a loss of log 2
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -142,21 +144,10 @@ def shuffled(n, seed, number):
     return torch.randperm(n, generator=generator).tolist()
 
 
-def length_grouped(lengths, size, seed, number):
-    """The batches of pass `number`, lists of rows, each of texts of similar length: little padding.
-
-    Shuffled rows are sorted by length within groups of 50 batches; then the batches are shuffled.
-    """
-    rows = shuffled(len(lengths), seed, 2 * number)
-    groups = [rows[i : i + 50 * size] for i in range(0, len(rows), 50 * size)]
-    rows = [i for group in groups for i in sorted(group, key=lengths.__getitem__)]
-    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-    return [batches[i] for i in shuffled(len(batches), seed, 2 * number + 1)]
-
-
-lengths = [max(len(chosen), len(rejected)) for (chosen, _), (rejected, _) in pairs]
+B = args.batch_size
 passes = range(math.ceil(args.num_train_epochs))
-batches = [rows for i in passes for rows in length_grouped(lengths, args.batch_size, args.seed, i)]
+orders = [shuffled(len(pairs), args.seed, number) for number in passes]
+batches = [order[i : i + B] for order in orders for i in range(0, len(pairs), B)]  # row numbers
 num_steps = math.ceil(args.num_train_epochs * len(batches) / len(passes))
 
 optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0)
@@ -208,3 +199,5 @@ for i, prompt in enumerate(data["prompt"][:3]):
     for name, model in {"reference": reference, "policy": policy}.items():
         torch.manual_seed(make_seed(args.seed, i))
         print(f"{name:9s} {tokenizer.decode(model.generate(ids, **options)[0])}")
+for name, first in history[0].items():
+    print(f"{name:18s} {first:9.3f} -> {history[-1][name]:9.3f}")

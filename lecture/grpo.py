@@ -7,7 +7,8 @@ and answers that beat the others to the same prompt are made likelier. For each 
   2. score      one number for each whole response, here whether its answer is right
   3. advantage  A_i = score_i - mean of the group's scores, divided by their standard deviation
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy that drew the batch
-                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps)) [+ beta * KL_t]
+                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps)) [+ beta ratio_t KL_t],
+                KL_t = q/p - 1 - log(q/p), for q = pi_ref(y_t), p = pi(y_t), a frozen first pi_ref
                 added up with the weights of the `loss_type`, in `token_weights`
   5. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
 
@@ -46,7 +47,8 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TOY = Path(globals().get("__file__", "grpo.py")).resolve().parent.parent / "toy"  # notebooks, too
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
@@ -151,7 +153,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     It is flat where the ratio has left the range on the side that A favours: an old batch says
     little about a policy so far away. On the other side the ratio is led back.
     """
-    ratio = ((logprobs - old_logprobs) * mask).exp()
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
@@ -174,6 +176,8 @@ def token_weights(mask, num_tokens, args):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -205,7 +209,6 @@ order = [i for number in passes for i in shuffled(len(prompts), args.seed, numbe
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, G = args.batch_size, args.num_generations
 num_updates = args.total_episodes // B
-METRICS = "clip_ratio/region_mean val/ratio kl".split()
 history = []  # of the metrics, one dict for each update
 for update in (bar := trange(1, num_updates + 1)):
     torch.manual_seed(make_seed(args.seed, update))
@@ -239,7 +242,7 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 4. Loss, and 5. update
     num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
-    logs = []
+    logs = []  # of the steps, each a mean over tokens
     for _ in range(args.num_ppo_epochs):
         for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
@@ -255,10 +258,10 @@ for update in (bar := trange(1, num_updates + 1)):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            seen = torch.stack([clipped, ratio, kl]).detach()  # (3, b, T)
-            logs.append(seen[:, mask[i]].mean(1))  # (3,)
+            seen = {"clip_ratio/region_mean": clipped, "val/ratio": ratio, "kl": kl}  # (b, T) each
+            logs.append({name: x.detach()[mask[i]].float().mean() for name, x in seen.items()})
 
-    stats = dict(zip(METRICS, torch.stack(logs).mean(0).tolist()))  # over the steps
+    stats = {name: torch.stack([log[name] for log in logs]).mean().item() for name in seen}
     stats["reward"] = scores.mean().item()
     is_equal = scores.view(-1, G) == scores[::G, None]  # (B/G, G)
     stats["frac_reward_zero_std"] = is_equal.all(1).float().mean().item()
@@ -272,3 +275,5 @@ policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
 for i in range(3):
     print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")
+for name, first in history[0].items():
+    print(f"{name:23s} {first:9.3f} -> {history[-1][name]:9.3f}")

@@ -4,26 +4,23 @@ A policy pi (a language model) answers prompts, a reward model gives each answer
 tokens of good answers are made likelier, a little with each batch of B prompts:
 
   1. sample     response y_1..y_T ~ pi(. | prompt), up to and including the stop token
-  2. score      ref_logprobs of the reference, a frozen copy of the first pi; values V_t of the
-                critic, which predicts the reward still to come; one score for the whole text
-  3. reward     r_t = -kl_coef * KL_t, with KL_t = log pi(y_t) / pi_ref(y_t); at the last real
-                token also the score
-  4. advantage  delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1};
-                return R_t = A_t + V_t;  then whiten A
-  5. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy that drew the batch
+  2. score      ref_logprobs of the reference, a frozen copy of the first pi; values V_old,t of the
+                critic, the reward still to come; one score, lower if the response never stops
+  3. reward     r_t = -kl_coef * KL_t, plus the score at the end; KL_t = log pi(y_t) / pi_ref(y_t)
+  4. advantage  delta_t = r_t + gamma V_old,t+1 - V_old,t,  A_t = delta_t + gamma lam A_t+1;
+                return R_t = A_t + V_old,t;  then whiten A
+  5. loss       ratio_t = pi(y_t) / pi_old(y_t), with pi_old and V_old those that made the batch
                 policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
-                value, now v_t:  mean_t 1/2 max((v_t - R_t)^2, (clip(v_t, V_t -+ eps_v) - R_t)^2)
+                value:  mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ eps_v) - R_t)^2)
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
-  (7. adapt     kl_coef, towards a target: only in ../ppo.py, and off by default)
 
 Where everything stands, for a prompt of 3 tokens (left-padded to P = 4) and a response that stops
 after 4 tokens (the longest has T = 6). A dot may be anything, until the mask takes it out.
 
   input_ids     PAD  p1  p2  p3 | y1  y2  y3  EOS  .   .    prompts (B, P), then responses (B, T)
   mask                          |  1   1   1   1   0   0    true up to and including the stop token
-  logprobs                      |  *   *   *   *   .   .    of y_t, read one position left of it
+  logprobs, KL                  |  *   *   *   *   .   .    of y_t, read one position left of it
   values                        |  *   *   *   *   .   .    of the text before y_t, also one left
-  -kl_coef*KL                   |  *   *   *   *   .   .    one per token
   score                         |              *            one per text, on the last real token
 
   python lecture/ppo.py    # the toy world: a minute on a CPU, score 0 -> 5.3, KL 0 -> 21 nats
@@ -46,7 +43,8 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-TOY = Path(globals().get("__file__", "ppo.py")).resolve().parent.parent / "toy"  # notebooks, too
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
@@ -55,9 +53,10 @@ class Args:
     num_mini_batches: int = 1  # optimiser steps in one pass
     cliprange: float = 0.2  # eps: a ratio that has moved further earns nothing more
     cliprange_value: float = 0.2  # eps_v: the same for a value, in units of the reward
-    vf_coef: float = 0.1  # weight of the value loss; AdamW hardly heeds it
+    vf_coef: float = 0.1  # weight of the value loss; Adam, dividing by gradients' size, undoes it
     gamma: float = 1.0  # discount; 1 because an episode is short
     lam: float = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
+    missing_eos_penalty: float = 1.0  # what a response that never stops loses of its score
     kl_coef: float = 0.05  # weight of KL in the reward. 0: the reward model is exploited
     response_length: int = 53  # most tokens in a response
     temperature: float = 0.7  # divides the logits, wherever they are used. Lower: less exploration
@@ -135,25 +134,21 @@ def read_head(model, input_ids, attention_mask):
 
 
 # %% 3. Reward
-def kl_estimate(logprobs, ref_logprobs, estimator):
-    """(B, T) KL(policy || reference), estimated from the drawn token alone (Schulman 2020)."""
-    k1 = logprobs - ref_logprobs
-    return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
-
-
 def shape_rewards(scores, kl, mask, kl_coef):
     """(B, T) rewards: -kl_coef * KL, on the last real token the score (B,), too; 0 on padding."""
     is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]  # real, and the next one is not
-    return -kl_coef * kl * mask + scores[:, None] * is_last
+    return (scores[:, None] * is_last - kl_coef * kl).masked_fill(~mask, 0.0)
 
 
 # %% 4. Advantage
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (2016, eq. 16): advantages and returns (B, T).
 
+    A response that was cut off counts as ended, not as truncated: behind it V is 0, too. Its score
+    is final, and the critic's guess at a rest would pay for rewards that never come.
     For gamma = 1, lam = .5, values .5: rewards [0, 0, 1] -> deltas [0, 0, .5], A [.125, .25, .5]
     """
-    values = values * mask  # the episode ends at the last real token, stopped or cut off
+    values = values.masked_fill(~mask, 0.0)
     advantages = rewards + gamma * F.pad(values, (0, 1))[:, 1:] - values  # so far, delta_t
     for t in reversed(range(rewards.shape[1] - 1)):
         advantages[:, t] += gamma * lam * advantages[:, t + 1]
@@ -167,7 +162,7 @@ def masked_mean(x, mask):
 
 def masked_whiten(x, mask):
     """(B, T) with mean 0 and variance 1 over real tokens, at any scale of rewards; 0 on padding."""
-    return (x - masked_mean(x, mask)) * torch.rsqrt(x[mask].var() + 1e-8) * mask
+    return torch.where(mask, (x - masked_mean(x, mask)) * torch.rsqrt(x[mask].var() + 1e-8), 0.0)
 
 
 # %% 5. Loss
@@ -177,7 +172,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     It is flat where the ratio has left the range on the side that A favours: an old batch says
     little about a policy so far away. On the other side the ratio is led back.
     """
-    ratio = ((logprobs - old_logprobs) * mask).exp()
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
@@ -186,13 +181,14 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 def value_loss(values, old_values, returns, mask, cliprange_value):
     """Half the squared errors (B, T), flat once a value has gone eps_v towards R; and where."""
     near_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    unclipped = (values - returns) ** 2 * mask
-    clipped = (near_values - returns) ** 2 * mask
+    unclipped = (values - returns).masked_fill(~mask, 0.0) ** 2
+    clipped = (near_values - returns).masked_fill(~mask, 0.0) ** 2
     return 0.5 * torch.max(unclipped, clipped), clipped > unclipped
 
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -205,8 +201,7 @@ reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device)
 critic = deepcopy(reward_model)  # it knows what is good; rloo.py does without a critic
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-same = policy.config.vocab_size == reward_model.config.vocab_size
-assert same, "the reward model must read the policy's tokens (../ppo.py translates)"
+assert reward_model.config.vocab_size == policy.config.vocab_size, "tokens differ (see ../ppo.py)"
 
 optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], weight_decay=0.0)
 prompts = tokenizer(list(load_dataset(args.dataset, split="train")["prompt"]))["input_ids"]
@@ -230,7 +225,6 @@ order = [i for number in passes for i in shuffled(len(prompts), args.seed, numbe
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B = args.batch_size
 num_updates = args.total_episodes // B
-METRICS = "loss/policy_avg policy/clipfrac_avg loss/value_avg val/clipfrac_avg val/ratio".split()
 history = []  # of the metrics, one dict for each update
 for update in (bar := trange(1, num_updates + 1)):
     torch.manual_seed(make_seed(args.seed, update))
@@ -254,9 +248,10 @@ for update in (bar := trange(1, num_updates + 1)):
         old_values = read_head(critic, ids, attention_mask)[:, P - 1 : -1]  # (B, T)
         last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) where the last real token stands
         scores = read_head(reward_model, ids, attention_mask).gather(1, last).squeeze(1)  # (B,)
+    scores = scores - args.missing_eos_penalty * ~ended  # (B,)
 
     # 3. Reward
-    kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
+    kl = old_logprobs - ref_logprobs  # (B, T) of the drawn tokens alone; on average, it is the KL
     rewards = shape_rewards(scores, kl, mask, args.kl_coef)  # (B, T)
 
     # 4. Advantage
@@ -264,7 +259,7 @@ for update in (bar := trange(1, num_updates + 1)):
     advantages = masked_whiten(advantages, mask)
 
     # 5. Loss, and 6. update
-    logs = []
+    logs = []  # of all tokens and steps
     for _ in range(args.num_ppo_epochs):
         for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
@@ -282,10 +277,11 @@ for update in (bar := trange(1, num_updates + 1)):
             for model in (policy, critic):  # apart, or a large gradient of one shrinks the other's
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            new = torch.stack([pg_loss, pg_clipped, vf_loss, vf_clipped, ratio])  # (5, b, T)
-            logs.append(new.detach()[:, mask[i]])  # (5, tokens)
+            seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": pg_clipped}  # (b, T) each
+            seen |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped, "val/ratio": ratio}
+            logs.append({name: x.detach()[mask[i]].float() for name, x in seen.items()})
 
-    stats = dict(zip(METRICS, torch.cat(logs, 1).mean(1).tolist()))  # over all tokens and steps
+    stats = {name: torch.cat([log[name] for log in logs]).mean().item() for name in seen}
     stats["objective/scores"] = scores.mean().item()
     stats["objective/kl"] = (kl * mask).sum(1).mean().item()
     stats["val/eos_share"] = ended.float().mean().item()
@@ -298,3 +294,5 @@ policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
 for i in range(3):
     print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")
+for name, first in history[0].items():
+    print(f"{name:20s} {first:9.3f} -> {history[-1][name]:9.3f}")

@@ -41,7 +41,8 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
 
-TOY = Path(globals().get("__file__", "reward_model.py")).resolve().parent.parent / "toy"
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
@@ -103,6 +104,7 @@ def preference_loss(chosen, rejected, margin, center_rewards_coefficient):
 
 # %% Model and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(args.seed)
 # The head is new, which the library reports as a weight that is missing
@@ -133,21 +135,10 @@ def shuffled(n, seed, number):
     return torch.randperm(n, generator=generator).tolist()
 
 
-def length_grouped(lengths, size, seed, number):
-    """The batches of pass `number`, lists of rows, each of texts of similar length: little padding.
-
-    Shuffled rows are sorted by length within groups of 50 batches; then the batches are shuffled.
-    """
-    rows = shuffled(len(lengths), seed, 2 * number)
-    groups = [rows[i : i + 50 * size] for i in range(0, len(rows), 50 * size)]
-    rows = [i for group in groups for i in sorted(group, key=lengths.__getitem__)]
-    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-    return [batches[i] for i in shuffled(len(batches), seed, 2 * number + 1)]
-
-
-lengths = [max(len(chosen), len(rejected)) for chosen, rejected in pairs]
+B = args.batch_size
 passes = range(math.ceil(args.num_train_epochs))
-batches = [rows for i in passes for rows in length_grouped(lengths, args.batch_size, args.seed, i)]
+orders = [shuffled(len(pairs), args.seed, number) for number in passes]
+batches = [order[i : i + B] for order in orders for i in range(0, len(pairs), B)]  # row numbers
 num_steps = math.ceil(args.num_train_epochs * len(batches) / len(passes))
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
@@ -196,3 +187,5 @@ model.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
 for row, a, b in zip(data.select(range(3)), chosen, rejected):
     print(f"{row['prompt']}\n  {a:5.2f} {row['chosen']}\n  {b:5.2f} {row['rejected']}")
+for name, first in history[0].items():
+    print(f"{name:9s} {first:9.3f} -> {history[-1][name]:9.3f}")

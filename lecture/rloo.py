@@ -5,13 +5,12 @@ score, and answers that beat the others to the same prompt are made likelier. Fo
 
   1. sample     response y_1..y_T ~ pi(. | prompt), up to and including the stop token
   2. score      ref_logprobs of the reference, a frozen copy of the first pi; one score for each
-                whole text
+                text, lower if the response never stops
   3. reward     R_i = score_i - kl_coef * sum_t KL_t: one number for the whole response
   4. advantage  A_i = R_i - mean of R over the other K-1 responses to the same prompt
   5. loss       ratio_i = exp(sum_t log pi(y_t) - log pi_old(y_t)), where pi_old drew the batch
                 mean_i max(-A_i ratio_i, -A_i clip(ratio_i, 1-eps, 1+eps))
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
-  (7. adapt     kl_coef, towards a target: only in ../rloo.py, and off by default)
 
 Where everything stands, for K = 2, a prompt of 3 tokens (left-padded to P = 4) and responses of 4
 and 6 tokens (T = 6). A dot may be anything, until the mask takes it out.
@@ -45,7 +44,8 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-TOY = Path(globals().get("__file__", "rloo.py")).resolve().parent.parent / "toy"  # notebooks, too
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
@@ -54,6 +54,7 @@ class Args:
     num_ppo_epochs: int = 4  # passes over each batch
     num_mini_batches: int = 1  # optimiser steps in one pass
     cliprange: float = 0.2  # eps: a ratio that has moved further earns nothing more
+    missing_eos_penalty: float = 1.0  # what a response that never stops loses of its score
     kl_coef: float = 0.05  # weight of KL in the reward. 0: the reward model is exploited
     response_length: int = 53  # most tokens in a response
     temperature: float = 0.7  # divides the logits, wherever they are used. Lower: less exploration
@@ -130,14 +131,7 @@ def read_head(model, input_ids, attention_mask):
     return model.score(states).squeeze(-1)
 
 
-# %% 3. Reward
-def kl_estimate(logprobs, ref_logprobs, estimator):
-    """(B, T) KL(policy || reference), estimated from the drawn token alone (Schulman 2020)."""
-    k1 = logprobs - ref_logprobs
-    return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
-
-
-# %% 4. Advantage
+# %% 3. Reward, and 4. advantage
 def leave_one_out(rewards, k):
     """(B,) each reward less the mean of the other k-1 of its group (Ahmadian et al. 2024, sec. 3).
 
@@ -155,7 +149,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     It is flat where the ratio has left the range on the side that A favours: an old batch says
     little about a policy so far away. On the other side the ratio is led back.
     """
-    ratio = ((logprobs - old_logprobs) * mask).exp()
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
@@ -163,6 +157,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert args.batch_size % args.rloo_k == 0, "batch_size: a multiple of rloo_k"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -174,8 +170,7 @@ bias = getattr(reward_model.config, "reward_bias", 0.0)  # ../reward_model.py ce
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-same = policy.config.vocab_size == reward_model.config.vocab_size
-assert same, "the reward model must read the policy's tokens (../rloo.py translates)"
+assert reward_model.config.vocab_size == policy.config.vocab_size, "tokens differ (see ../rloo.py)"
 
 optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
 prompts = tokenizer(list(load_dataset(args.dataset, split="train")["prompt"]))["input_ids"]
@@ -199,7 +194,6 @@ order = [i for number in passes for i in shuffled(len(prompts), args.seed, numbe
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, K = args.batch_size, args.rloo_k
 num_updates = args.total_episodes // B
-METRICS = "loss/policy_avg policy/clipfrac_avg val/ratio".split()
 history = []  # of the metrics, one dict for each update
 for update in (bar := trange(1, num_updates + 1)):
     torch.manual_seed(make_seed(args.seed, update))
@@ -222,9 +216,10 @@ for update in (bar := trange(1, num_updates + 1)):
         ref_logprobs = response_logprobs(logits, ids, P, args.temperature)  # (B, T)
         last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) where the last real token stands
         scores = read_head(reward_model, ids, attention_mask).gather(1, last).squeeze(1)  # (B,)
+    scores = scores - args.missing_eos_penalty * ~ended  # (B,)
 
     # 3. Reward
-    kl = kl_estimate(old_logprobs, ref_logprobs, "k1")  # (B, T)
+    kl = old_logprobs - ref_logprobs  # (B, T) of the drawn tokens alone; on average, it is the KL
     rewards = scores - args.kl_coef * (kl * mask).sum(1)  # (B,)
 
     # 4. Advantage
@@ -233,13 +228,13 @@ for update in (bar := trange(1, num_updates + 1)):
     actions = torch.ones_like(old, dtype=torch.bool)  # (B, 1) none of them is padding
 
     # 5. Loss, and 6. update
-    logs = []
+    logs = []  # of all responses and steps
     for _ in range(args.num_ppo_epochs):
         for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
             logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
             new = (logprobs * mask[i]).sum(1, keepdim=True)  # (b, 1)
-            pg_loss, ratio, pg_clipped = policy_loss(
+            pg_loss, ratio, clipped = policy_loss(
                 new, old[i], advantages[i], actions[i], args.cliprange
             )
             loss = pg_loss.mean()
@@ -247,9 +242,10 @@ for update in (bar := trange(1, num_updates + 1)):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            logs.append(torch.cat([pg_loss, pg_clipped, ratio], 1).detach())  # (b, 3)
+            seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": clipped, "val/ratio": ratio}
+            logs.append({name: x.detach().float() for name, x in seen.items()})  # (b, 1) each
 
-    stats = dict(zip(METRICS, torch.cat(logs).mean(0).tolist()))  # over all responses and steps
+    stats = {name: torch.cat([log[name] for log in logs]).mean().item() for name in seen}
     stats["objective/scores"] = scores.mean().item()
     stats["objective/kl"] = (kl * mask).sum(1).mean().item()
     stats["val/eos_share"] = ended.float().mean().item()
@@ -262,3 +258,5 @@ policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
 for i in range(3):
     print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")
+for name, first in history[0].items():
+    print(f"{name:20s} {first:9.3f} -> {history[-1][name]:9.3f}")

@@ -38,7 +38,8 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
-TOY = Path(globals().get("__file__", "sft.py")).resolve().parent.parent / "toy"  # notebooks, too
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
@@ -90,6 +91,7 @@ def token_logprobs(logits, tokens):
 
 # %% Model and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(args.seed)
 if args.model:
@@ -136,7 +138,7 @@ for step in (bar := trange(1, num_steps + 1)):
     # 1. Encode
     rows = sorted([texts[i] for i in batches[step - 1]], key=lambda text: len(text[0]))
     num_labels = sum(len(ids) - start for ids, start in rows)
-    totals = 0
+    loss = accuracy = 0
     optimizer.zero_grad()
     for part in [rows[i : i + b] for i in range(0, len(rows), b)]:  # of like length: little padding
         ids, attention_mask, mask = pad(part)  # (b, S) each
@@ -144,17 +146,18 @@ for step in (bar := trange(1, num_steps + 1)):
         # 2. Loss. Not the mean of each part: then labels in a part with few would count for more
         logits = policy(input_ids=ids, attention_mask=attention_mask).logits  # (b, S, V)
         logits, targets, mask = logits[:, :-1], ids[:, 1:], mask[:, 1:]  # each predicts the next
-        loss = -token_logprobs(logits, targets)[mask].sum() / num_labels
-        loss.backward()  # gradients add up over the parts
+        part_loss = -token_logprobs(logits, targets)[mask].sum() / num_labels
+        part_loss.backward()  # gradients add up over the parts
+        loss += part_loss.detach()
         is_hit = logits.argmax(-1) == targets  # (b, S-1) whether the likeliest token was right
-        totals += torch.stack([loss.detach(), is_hit[mask].sum() / num_labels])  # (2,)
+        accuracy += is_hit[mask].sum() / num_labels
 
     # 3. Update
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
 
-    stats = dict(zip(["loss", "mean_token_accuracy"], totals.tolist()))
-    stats["grad_norm"] = grad_norm.item()
+    stats = {"loss": loss.item(), "grad_norm": grad_norm.item()}
+    stats["mean_token_accuracy"] = accuracy.item()
     stats["lr"] = optimizer.param_groups[0]["lr"]
     schedule.step()
     history.append(stats)
@@ -171,3 +174,5 @@ options |= dict(max_new_tokens=53, eos_token_id=tokenizer.eos_token_id)
 for prompt in data["prompt"][:3]:
     ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)  # (1, P)
     print(tokenizer.decode(policy.generate(ids, **options)[0]))
+for name, first in history[0].items():
+    print(f"{name:20s} {first:9.3f} -> {history[-1][name]:9.3f}")
