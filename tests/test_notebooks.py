@@ -1,0 +1,23 @@
+"""lecture/*.py as notebooks, in a real Jupyter kernel: there is no command line, and no __file__."""
+
+import jupytext
+import nbclient
+import pytest
+from sources import ROOT
+
+FILES = [path for path in sorted((ROOT / "lecture").glob("*.py")) if path.stem != "fork"]
+AGENT = dict(batch_size=8, total_episodes=24, num_generations=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_notebook_runs(file, tiny, tmp_path):
+    """As `jupytext --to ipynb` makes it, in the folder of the file, for three steps; its last cell prints."""
+    settings = AGENT if file.stem == "agent" else {k: v for k, v in tiny[file.stem].items() if k != "num_eval_prompts"}
+    notebook = jupytext.read(file)
+    [cell] = [cell for cell in notebook.cells if "args = Args()" in cell.source]
+    cell.source = cell.source.replace("Args()", f"Args(**{settings}, output_dir={str(tmp_path)!r})")
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(file.parent)}}).execute()
+    assert len(notebook.cells) >= 6
+    assert [output for output in notebook.cells[-1].outputs if output.get("name") == "stdout"]
+    assert list(tmp_path.rglob("*.safetensors"))
