@@ -1,32 +1,42 @@
 """A pretend accelerator, for machines that have none: `--device pretend`, once this file is imported.
 
 Its tensors hold memory of the host, and behave as CUDA's do where a program for a CPU goes wrong:
-- an operator on tensors of both devices raises, with the operator's name; numbers (0-dim CPU tensors) and CPU indices
-  are allowed;
-- `.numpy()` and generators of the CPU raise;
+- an operator on tensors of both devices raises, with its name, but for numbers (0-dim CPU tensors) and CPU indices;
+- `.numpy()` and generators of the CPU raise; what is drawn on the device is not what the CPU draws from the same seed;
 - what makes the host wait for the device (`item`, `tolist`, `bool`, boolean masks, copies to the CPU) is counted as a
-  read, every operator as a launch, by the line of the script that asked for it: `with count() as counts`.
+  read, every kernel as a launch, by the line of the script that asked for it: `with count() as counts`;
+- processes speak through gloo, if their group was made for this device; for tensors of the CPU it needs another one.
 Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). What they cannot do: run on a
-stream of their own, so nothing is asynchronous; measure memory; compile; give the address of a tensor. Times say
-nothing, and there is one process: what several do is tested on CPUs (test_processes.py).
+stream of their own, so nothing is asynchronous, and a race is not seen; measure memory; compile; give the address of a
+tensor (diffusers and peft save by it). Backward passes run in a thread of autograd's, outside of any line of a script.
+All processes share device 0. Kernels are the CPU's: times, and the rounding of TF32 and of bfloat16, say nothing.
 """
 
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
+HERE = torch.device("privateuseone", 0)  # which it is called until the name is registered
+CPU = torch.device("cpu")
 ROOT = str(Path(__file__).resolve().parent.parent)
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
+FACTORIES = {aten.empty.memory_format, aten.empty_strided.default}
+PRODUCTS = ["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scaled_dot_product_attention"]
+own_generator = torch.Generator()
 counting = []  # the counts that are open
 
 
@@ -60,13 +70,12 @@ def line_of_script() -> str:
     return "elsewhere"
 
 
-def note(is_read: bool) -> None:
-    """Counts an operator, and a read if it is one."""
-    if counting:
+def note(is_launch: bool, is_read: bool) -> None:
+    """Counts an operator."""
+    for counts in counting:
         line = line_of_script()
-        for counts in counting:
-            counts.launches[line] += 1
-            counts.reads[line] += is_read
+        counts.launches[line] += is_launch
+        counts.reads[line] += is_read
 
 
 class PretendTensor(torch.Tensor):
@@ -76,14 +85,8 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor):
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            raw.shape,
-            strides=raw.stride(),
-            storage_offset=raw.storage_offset(),
-            dtype=raw.dtype,
-            device=torch.device(NAME, 0),
-        )
+        layout = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, raw.shape, **layout, device=HERE)
         tensor.raw = raw
         return tensor
 
@@ -92,7 +95,7 @@ class PretendTensor(torch.Tensor):
 
     def tolist(self) -> list:
         """Numbers, as of any tensor; PyTorch does not do it for subclasses."""
-        note(is_read=True)
+        note(is_launch=False, is_read=True)
         return self.raw.tolist()
 
     def numpy(self, **_):
@@ -130,10 +133,11 @@ def check(operator, args: tuple, kwargs: dict) -> None:
     """Refuses what CUDA refuses: tensors of two devices, and random numbers of the CPU's generator."""
     if operator in COPIES:
         return
-    if operator in INDEXING:
+    is_written = operator._schema.is_mutable
+    if operator in INDEXING and is_ours(args[0]):
         args = (args[0], *args[2:])  # the indices may be anywhere
     tensors = tensors_in(args, kwargs)
-    others = [x for x in tensors if not is_ours(x) and x.dim() > 0]
+    others = [x for i, x in enumerate(tensors) if not is_ours(x) and (x.dim() > 0 or (i == 0 and is_written))]
     if others and any(map(is_ours, tensors)):
         raise RuntimeError(f"{operator.name()}: expected all tensors to be on one device, but found {NAME} and cpu")
     if kwargs.get("generator") is not None:
@@ -142,6 +146,8 @@ def check(operator, args: tuple, kwargs: dict) -> None:
 
 def execute(operator, args: tuple, kwargs: dict) -> object:
     """Runs an operator on the CPU tensors behind those of the device."""
+    schema = operator._schema
+    takes = {argument.name for argument in schema.arguments}
     tensors = tensors_in(args, kwargs)
     device = kwargs.pop("device", None)
     stays = is_ours(args[0]) if operator is aten.copy_.default else any(map(is_ours, tensors))
@@ -149,42 +155,67 @@ def execute(operator, args: tuple, kwargs: dict) -> object:
         stays = torch.device(device).type == NAME
     if stays:
         check(operator, args, kwargs)
+        if "generator" in takes:
+            kwargs["generator"] = own_generator
     has_boolean_mask = operator in INDEXING and any(x.dtype == torch.bool for x in tensors_in(args[1]))
     comes_back = operator in COPIES and not stays
-    note(is_read=operator in READS or has_boolean_mask or comes_back)
-    if "device" in [argument.name for argument in operator._schema.arguments]:
-        kwargs["device"] = torch.device("cpu")
+    is_view = any(x.alias_info and not x.alias_info.is_write for x in schema.returns)
+    note(not is_view and operator not in FACTORIES, operator in READS or has_boolean_mask or comes_back)
+    if "c10d" in operator.namespace:
+        args, kwargs = pytree.tree_map(host_group, (args, kwargs))
+    if "device" in takes:
+        kwargs["device"] = CPU
     result = operator(*pytree.tree_map(raw, args), **pytree.tree_map(raw, kwargs))
     if isinstance(result, torch.Tensor) and result is raw(args[0]):  # in place
         return args[0]
     return pytree.tree_map(wrap, result) if stays else result
 
 
+def host_group(x: object) -> object:
+    """In the place of a process group of the device, one for the CPU tensors behind its tensors."""
+    is_group = isinstance(x, torch.ScriptObject) and x._type().name() == "ProcessGroup"
+    return host_group_of(dist.ProcessGroup.unbox(x).group_name).boxed() if is_group else x
+
+
+@cache
+def host_group_of(name: str) -> dist.ProcessGroup:
+    """That group."""
+    group = dist.distributed_c10d._resolve_process_group(name)
+    group._get_backend(HERE)  # raises if the group was not made for this device
+    place = dist.PrefixStore(NAME, group.get_group_store()), group.rank(), group.size()
+    ours = dist.ProcessGroup(*place)
+    ours._register_backend(CPU, ours.BackendType.GLOO, dist.ProcessGroupGloo(*place))
+    ours._set_group_name(f"{NAME} {name}")
+    return ours
+
+
+class Stream:
+    """A stream, or an event of one. Nothing waits: everything is done already."""
+
+    def __init__(self, *_, **__):
+        self.wait_stream = self.wait_event = self.wait = self.synchronize = lambda *_: None
+        self.record_event = self.record = lambda *_: self
+
+
 class Module(_DummyBackendModule):
-    """torch.pretend: what libraries ask of an accelerator's module. There is one stream, and it does all at once."""
+    """torch.pretend: what libraries ask of an accelerator's module."""
 
-    class Stream:
-        """Nothing waits."""
+    Stream = Event = current_stream = Stream
 
-        def synchronize(self) -> None:
-            """Everything is done already."""
+    def __init__(self):
+        self.stream = lambda _: nullcontext()
+        self.set_device = self.synchronize = lambda *_: None
+        self.manual_seed_all = lambda seed: own_generator.manual_seed(seed + 1)
+        self.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
 
-    the_stream = Stream()
 
-    def current_stream(self, *_) -> Stream:
-        """The only one."""
-        return self.the_stream
-
-    def stream(self, _) -> nullcontext:
-        """A context in which work goes to that stream."""
-        return nullcontext()
-
-    def synchronize(self, *_) -> None:
-        """Everything is done already."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Types for autocast."""
-        return [torch.bfloat16, torch.float16]
+def lowered(operator, *args, **kwargs):
+    """A product under autocast: its tensors in float32 are cast."""
+    lower = torch.get_autocast_dtype(NAME)
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    with torch._C._ExcludeDispatchKeyGuard(autocast):
+        cast = [x.to(lower) if is_ours(x) and x.dtype == torch.float32 else x for x in args]
+        return operator(*cast, **kwargs)
 
 
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -193,19 +224,21 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     return target
 
 
-def made_here(operator):
-    """The factory `operator` for this device."""
-
-    def make(*args, **kwargs):
-        return execute(operator, args, kwargs | {"device": torch.device(NAME)})
-
-    return make
+def make(operator, *args, **kwargs):
+    """A new tensor of this device."""
+    return execute(operator, args, kwargs | {"device": HERE})
 
 
 _setup_privateuseone_for_python_backend(NAME, Module())
 torch.__future__.set_swap_module_params_on_conversion(True)  # a module's tied weights stay tied when it is moved
 torch.accelerator.synchronize = lambda *_: None
+_foreach_utils._foreach_supported_types.append(PretendTensor)
+for resize in (_fsdp_param.alloc_storage, _fsdp_param.free_storage):  # FSDP2's: our tensors have no storage
+    setattr(_fsdp_param, resize.__name__, lambda tensor, resize=resize: resize(raw(tensor)))
+dist.Backend.default_device_backend_map[NAME] = "gloo"
 library = torch.library.Library("aten", "IMPL")
-for factory in (aten.empty.memory_format, aten.empty_strided.default):
-    library.impl(factory.name().removeprefix("aten::"), made_here(factory), "PrivateUse1")
+for factory in FACTORIES:
+    library.impl(factory.name().removeprefix("aten::"), partial(make, factory), "PrivateUse1")
+for product in PRODUCTS:
+    library.impl(product, partial(lowered, getattr(aten, product)), "AutocastPrivateUse1")
 library.impl("_copy_from", copy_from, "PrivateUse1")
