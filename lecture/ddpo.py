@@ -272,4 +272,4 @@ file = Path(args.output_dir, "images.png")
 make_image_grid(pictures, 2, 8).save(file)
 print(file)
 for name, first in history[0].items():
-    print(f"{name:11s} {first:9.3f} -> {history[-1][name]:9.3f}")
+    print(f"{name:11s} {first:9.3g} -> {history[-1][name]:9.3g}")

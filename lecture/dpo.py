@@ -200,4 +200,4 @@ for i, prompt in enumerate(data["prompt"][:3]):
         torch.manual_seed(make_seed(args.seed, i))
         print(f"{name:9s} {tokenizer.decode(model.generate(ids, **options)[0])}")
 for name, first in history[0].items():
-    print(f"{name:18s} {first:9.3f} -> {history[-1][name]:9.3f}")
+    print(f"{name:18s} {first:9.3g} -> {history[-1][name]:9.3g}")

@@ -276,4 +276,4 @@ tokenizer.save_pretrained(args.output_dir)
 for i in range(3):
     print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")
 for name, first in history[0].items():
-    print(f"{name:23s} {first:9.3f} -> {history[-1][name]:9.3f}")
+    print(f"{name:23s} {first:9.3g} -> {history[-1][name]:9.3g}")

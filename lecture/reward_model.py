@@ -188,4 +188,4 @@ tokenizer.save_pretrained(args.output_dir)
 for row, a, b in zip(data.select(range(3)), chosen, rejected):
     print(f"{row['prompt']}\n  {a:5.2f} {row['chosen']}\n  {b:5.2f} {row['rejected']}")
 for name, first in history[0].items():
-    print(f"{name:9s} {first:9.3f} -> {history[-1][name]:9.3f}")
+    print(f"{name:9s} {first:9.3g} -> {history[-1][name]:9.3g}")

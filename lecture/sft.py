@@ -175,4 +175,4 @@ for prompt in data["prompt"][:3]:
     ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)  # (1, P)
     print(tokenizer.decode(policy.generate(ids, **options)[0]))
 for name, first in history[0].items():
-    print(f"{name:20s} {first:9.3f} -> {history[-1][name]:9.3f}")
+    print(f"{name:20s} {first:9.3g} -> {history[-1][name]:9.3g}")

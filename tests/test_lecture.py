@@ -10,22 +10,24 @@ import re
 import shutil
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import wandb
 from float64 import float64, in_float64, load_in_float64
-from sources import ROOT, lines_of
+from sources import ROOT, lines_of, text_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ALL = dict(batch_size=8, total_episodes=24)
 RL = ALL | dict(num_ppo_epochs=2, num_mini_batches=2, temperature=0.9, response_length=8, learning_rate=2e-3)
-TEXTS = dict(batch_size=8, warmup_ratio=0.4, learning_rate=2e-3)  # the first of three steps has a rate of 0
+SCORED = RL | dict(kl_coef=0.3, missing_eos_penalty=0.4)
+TEXTS = dict(batch_size=8, num_train_epochs=1.5, warmup_ratio=0.4, learning_rate=2e-3)  # 3 steps, the first at rate 0
 SETTINGS = {  # away from the defaults
-    "ppo": RL | dict(gamma=0.9, missing_eos_penalty=0.4, lam=0.8, kl_coef=0.3, cliprange=0.05, cliprange_value=0.02, vf_coef=0.7),
-    "rloo": RL | dict(rloo_k=4, missing_eos_penalty=0.4, kl_coef=0.3, cliprange=0.05),
+    "ppo": SCORED | dict(gamma=0.9, lam=0.8, cliprange=0.05, cliprange_value=0.02, vf_coef=0.7),
+    "rloo": SCORED | dict(rloo_k=4, cliprange=0.05),
     "grpo": RL | dict(num_generations=4, epsilon=0.05, beta=0.3, scale_rewards="batch", loss_type="grpo"),
     "sft": TEXTS | dict(lr_scheduler_type="linear", micro_batch_size=3, max_length=40),
     "reward_model": TEXTS | dict(lr_scheduler_type="linear", center_rewards_coefficient=0.1, max_length=30),
@@ -103,7 +105,10 @@ def worlds(tmp_path_factory, uneven):
     shutil.copytree(ROOT / "toy/shapes/sd", folder / "stable")
     (folder / "stable/scheduler/scheduler_config.json").write_text(json.dumps(STABLE))
 
-    data = {"toy": f"{ROOT}/toy/data/prompts", "llama": uneven("prompts", 1600)}
+    few = folder / "prompts"  # so few that even groups of four responses take them in two passes
+    few.mkdir()
+    (few / "train.jsonl").write_text("\n".join(lines_of("toy/data/prompts/train.jsonl")[:5]))
+    data = {"toy": str(few), "llama": uneven("prompts", 1600)}
 
     def settings(script: str, world: str) -> dict[str, str]:
         if script == "ddpo":
@@ -119,10 +124,10 @@ def worlds(tmp_path_factory, uneven):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory, uneven):
-    """texts(script, world) -> settings: a model, and data of which three steps take one and a half passes.
+    """texts(script, world) -> settings: a model and data. sft.py is also given a text without a prompt.
 
     In the toy world EOS is the full stop, with which texts end, and the padding; its model is drawn for sft.py. The
-    tiny Llama reads 410 texts of the shell game, which length-grouped batches of 8 take in two groups.
+    tiny Llama reads texts of the shell game.
     """
     folder = tmp_path_factory.mktemp("texts")
     toy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
@@ -135,21 +140,23 @@ def texts(tmp_path_factory, uneven):
     cups = AutoTokenizer.from_pretrained(ROOT / "toy/shells/base")
     for world, parts in {"toy": (toy, tokenizer), "llama": (llama, cups)}.items():
         [part.save_pretrained(folder / world) for part in parts]
-    rows = {"toy": ("toy/data/preferences/train.jsonl", 12), "llama": (f"{uneven('sft', 410)}/train.jsonl", 410)}
-    for world, (file, n) in rows.items():
-        pairs = [json.loads(line) for line in lines_of(file)[:n]]
+    files = {"toy": "toy/data/preferences/train.jsonl", "llama": f"{uneven('sft', 12)}/train.jsonl"}
+    for world, file in files.items():
+        pairs = [json.loads(line) for line in lines_of(file)[:12]]
         for i, pair in enumerate(pairs):
             pair.setdefault("chosen", pair.get("completion"))
             pair.setdefault("completion", pair["chosen"])
             pair.setdefault("rejected", f" {i % 7}" * (i % 9 + 1))
             pair["margin"] = i % 3 / 4
-        (folder / world / "data").mkdir()
-        (folder / world / "data/train.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs))
+        for name in ("pairs", "texts"):
+            (folder / world / name).mkdir()
+            (folder / world / name / "train.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+            pairs[3]["prompt"] = ""  # from here on; without one, dpo.py looks for what two texts share
 
     def settings(script: str, world: str) -> dict:
         key = "from_scratch" if (script, world) == ("sft", "toy") else "model"
-        epochs = {"toy": 1.5, "llama": 3 / 52}[world]
-        return {key: f"{folder}/{world}", "dataset": f"{folder}/{world}/data", "num_train_epochs": epochs}
+        data = f"{folder}/{world}/{'texts' if script == 'sft' else 'pairs'}"
+        return {key: f"{folder}/{world}", "dataset": data}
 
     return settings
 
@@ -249,3 +256,21 @@ def test_the_short_form_is_the_script(script, world, seed, worlds, texts, tmp_pa
     print(f"{script} {world} {seed}: largest difference {errors[worst]:.1e}, {worst}")
     assert errors[worst] < 1e-8, (worst, errors[worst])
     assert len(full[1]) == 3
+
+
+@pytest.mark.parametrize("script", SETTINGS)
+def test_a_notebook_finds_the_toy_world(script, tmp_path, monkeypatch):
+    """From the root of the repository and from lecture/; elsewhere it says what is missing."""
+    beginning = text_of(f"lecture/{script}.py").split("\ndevice =")[0]  # as far as the settings are read
+
+    def begin():
+        names = {"__name__": "__main__", "get_ipython": None}
+        exec(beginning, names)
+        return names["args"]
+
+    for folder in (ROOT, ROOT / "lecture"):
+        monkeypatch.chdir(folder)
+        assert Path(begin().dataset).is_dir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match="toy is missing: copy it"):
+        begin()
