@@ -14,7 +14,7 @@ from runs import run
 from sources import ROOT, SCRIPTS, defined_in, nodes_of, text_of
 
 PLACES = ("benchmarks", "experiments", "tools", "tests", "tests/golden")
-FOLDERS = (".", "docs", "docs/diffs", "toy", "rewards", "exercises", *PLACES)
+FOLDERS = (".", "docs", "docs/diffs", "lecture", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 OTHER_TOOLS = {
     "--solutions": "pytest, in exercises/conftest.py",
@@ -22,6 +22,7 @@ OTHER_TOOLS = {
     "--nnodes": "torchrun",
     "--rdzv-endpoint": "torchrun",
     "--index-url": "pip",
+    "--to": "jupytext",
     "--exclude": "hf",
     "--private": "hf",
     "--help": "all",
@@ -325,3 +326,14 @@ def test_diffs_are_fresh():
     for before, after in make.STEPS:
         page = text_of(f"docs/diffs/{before}-{after}.md")
         assert page == make.page(before, after), f"docs/diffs/{before}-{after}.md is old: run docs/diffs/make.py"
+
+
+# --- Version
+
+
+def test_there_is_one_version():
+    """In each script, which may be copied alone, in CITATION.cff, and at the head of CHANGELOG.md."""
+    places = {script: r'^VERSION = "(.+?)"' for script in SCRIPTS}
+    places |= {"CITATION.cff": r'^version: "(.+)"', "CHANGELOG.md": r"^## (.+)"}
+    found = {file: re.search(pattern, text_of(file), re.M)[1] for file, pattern in places.items()}
+    assert len(set(found.values())) == 1, found

@@ -192,6 +192,7 @@ def test_inline_metadata_agrees_with_requirements(script):
     inline = set(re.findall(r'"([^"]+)"', header))
     pinned = {line.split("#")[0].strip() for line in text_of("requirements.txt").splitlines()} - {""}
     beside = {"pytest", "pytest-xdist", "hypothesis", "peft", "httpx2"}  # tests, --lora-r, tools/compare.py
+    beside |= {"jupytext", "nbclient", "ipykernel"}  # the short files as notebooks
     beside |= {"rich"} if script == "ddpo.py" else {"diffusers"}  # ddpo.py shows images, and no tables
     assert inline == {package for package in pinned if package.split("==")[0] not in beside}
 
