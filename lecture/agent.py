@@ -1,41 +1,41 @@
 """GRPO for a policy that is answered, in short: by a game, a tool or a user, over several turns.
 
 An environment starts from a row of the data. The policy pi (a language model) writes its turn, the
-environment answers, and so on; G such episodes start from the same row, and those that earn more
-than the others are made likelier. For each batch:
+environment answers, and so on: an episode. G episodes start from the same row, and those that earn
+more than the others are made likelier. For each batch:
 
-  1. play       one stream of tokens per episode: y_t ~ pi(. | all before it) where the policy
-                writes, given where it is told an answer
+  1. play       one stream of tokens for each episode: in turn, the policy writes y_t ~ pi(. | all
+                before it), up to a stop token, and is told an answer
   2. score      the sum of the rewards of its turns
   3. advantage  A_i = score_i - mean of the group's scores, divided by the batch's deviation
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy that drew the batch
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps))
-                mean over all tokens that the policy wrote
+                averaged over the tokens that the policy wrote
   5. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
 
-Where everything stands, for a group of two games about one number, 6 (higher or lower?). A dot may
-be anything, until a mask takes it out; E is EOS, the policy's sign that its turn is over.
+Where everything stands, for a group of two games about one number, 6: is it higher or lower? E is
+EOS, with which the policy ends its turn. A dot may be anything, until a mask takes it out.
 
-  input_ids   1 to 15 : |  8  E lower   4   E  higher   6   E     row 0: prompt (B, P), stream (B, T)
-              1 to 15 : |  4  E higher  6   E    .      .   .     row 1: a group's rows are neighbours
-  real                  |  1  1   1     1   1    1      1   1     until the episode is over
-                        |  1  1   1     1   1    0      0   0
-  mask                  |  1  1   0     1   1    0      1   1     the policy wrote it: only these
-                        |  1  1   0     1   1    0      0   0     have a loss
-  turn                  |  0  0   1     1   1    2      2   2     how many were over before
-                        |  0  0   1     1   1    .      .   .
-  reward                |  0  0   0     0   0    0      0  .75    on the token that ends a turn
-                        |  0  0   0     0  .88   0      0   0
+  input_ids  1 to 15 : | 8  E lower   4   E  higher  6   E    row 0: prompt (B, P), stream (B, T)
+             1 to 15 : | 4  E higher  6   E    .     .   .    row 1: a group's rows are neighbours
+  real                 | 1  1   1     1   1    1     1   1    until the episode is over
+                       | 1  1   1     1   1    0     0   0
+  mask                 | 1  1   0     1   1    0     1   1    what the policy wrote: the loss knows
+                       | 1  1   0     1   1    0     0   0    nothing else
+  turn                 | 0  0   1     1   1    2     2   2    how many turns were over before
+                       | 0  0   1     1   1    .     .   .
+  reward               | 0  0   0     0   0    0     0  .75   on the token that ends a turn
+                       | 0  0   0     0  .88   0     0   0
 
-Three mistakes here raise no error. Answers in the loss: the policy is moved to talk like its
-environment. Stop tokens left out of it: handing over is never learned. The stream as text, encoded
-anew each turn: its tokens are other ones than the policy drew, with other probabilities.
+Three mistakes make no noise. Answers in the loss: the policy learns to talk like its environment.
+Stop tokens out of it: handing over is never learned. The stream decoded, and encoded again for each
+turn: the loss may see other tokens than were drawn.
 
-  python lecture/agent.py    # higher or lower: a minute on a CPU, guesses 4.3 -> 3.3, the fewest
+  python lecture/agent.py    # higher or lower: a minute on a CPU, guesses 4.3 -> 3.5, then 3.3
   python lecture/agent.py --env mine.py:Tool --dataset MINE --model Qwen/Qwen3-0.6B \\
       --learning-rate 3e-6 --response-length 2048 --num-generations 8 --batch-size 64
 
-Papers: GRPO 2402.03300; for several turns RAGEN 2504.20073, Search-R1 2503.09516 (arXiv).
+Papers: GRPO 2402.03300; of several turns RAGEN 2504.20073, Search-R1 2503.09516 (arXiv).
 """
 
 # %% Settings, with the names of ../grpo.py
@@ -53,7 +53,8 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TOY = Path(globals().get("__file__", "agent.py")).resolve().parent.parent / "toy"  # notebooks, too
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
@@ -86,13 +87,12 @@ def forward(model, input_ids, attention_mask, **options):
 
 @torch.no_grad()
 def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
-    """Streams (B, T) after prompts (B, P), one per game, from uniforms (B, response_length).
+    """Streams (B, T) after prompts (B, P), one for each game, from uniforms (B, response_length).
 
-    Beside them, likewise (B, T): logprobs, real, mask, turn and rewards, as drawn above. In a step
-    a row writes a token, is told the next one of its queue, or, its episode being over, waits: so
-    all rows share one cache. No token is encoded twice: those of the policy are left as they were
-    drawn, and an answer is encoded alone. A turn that the end of the stream cuts off is handed over
-    as it is; an answer that nobody will reply to is not told.
+    With them, likewise (B, T): logprobs, real, mask, turn, rewards. In each step a row writes, is
+    told the next token of its queue, or, when its episode is over, waits: so all share one cache.
+    What was drawn is never encoded again, and an answer is encoded alone. A turn that the end of
+    the stream cuts off is handed over as it is. An answer to which nobody replies is not told.
     """
     B, T = uniforms.shape
     queues = [[] for _ in games]  # what each row is about to be told
@@ -117,15 +117,12 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
         writes = ~over & (told < 0)
         columns.append((distribution.gather(1, tokens), ~over, writes, turns.clone()))
 
-        is_last = tokens.cpu() == tokenizer.eos_token_id  # (B, 1) token of a turn
-        if t == T - 1:
-            is_last = torch.ones_like(is_last)
-        rows = (writes & is_last).squeeze(1).nonzero().squeeze(1).tolist()
-        texts = [stream[i, starts[i] :] for i in rows]
-        for i, said in zip(rows, tokenizer.batch_decode(texts, skip_special_tokens=True)):
+        ends = writes & ((tokens.cpu() == tokenizer.eos_token_id) | (t == T - 1))  # (B, 1) a turn
+        turns += ends
+        for i in ends.flatten().nonzero().flatten().tolist():
+            said = tokenizer.decode(stream[i, starts[i] :], skip_special_tokens=True)
             answer, reward, over[i] = games[i].step(said)
             rewards[i, t] = reward or 0.0  # None: neither good nor bad
-            turns[i] += 1
             if not over[i]:
                 queues[i] = tokenizer(answer, add_special_tokens=False)["input_ids"]
             starts[i] = t + 1 + len(queues[i])
@@ -141,8 +138,7 @@ def group_advantages(scores, G, scale):
     """(B,) each score less the mean of its group, over the deviation of the group or of the batch.
 
     With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By the group's deviation, .5,
-    it is [1.5, -.5, -.5, -.5]. A group in which luck alone made the difference counts for as much
-    then as one in which play did.
+    it is [1.5, -.5, -.5, -.5]: then a group in which little was at stake counts for as much.
     """
     groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
     groups = groups - groups[:, :1]  # so that equal scores give 0, whatever rounding does to a mean
@@ -155,13 +151,12 @@ def group_advantages(scores, G, scale):
 
 
 def turn_advantages(rewards, turn, mask, G):
-    """(B, T) for each turn what it and later ones earn, less the mean of the group's same turns.
+    """(B, T) what a turn and those after it earn, less the group's mean of that, over a deviation.
 
-    What was earned before a turn is not to its credit, and an episode that is over is no measure
-    for a fourth turn. Divided by the batch's deviation of scores: of a turn that few rows of a
-    group have, no deviation can be told.
+    What was earned before a turn is not to its credit, and episodes that had ended are no measure
+    of it. The deviation is that of the batch's scores: a turn that one row has, has none.
     """
-    K = turn.max() + 1
+    K = turn.max().item() + 1
     earned = rewards.new_zeros(len(turn), K).scatter_add(1, turn, rewards)  # (B, K) by each turn
     to_come = earned.flip(1).cumsum(1).flip(1)  # (B, K) by it and those after it
     is_played = rewards.new_zeros(len(turn), K).scatter_add(1, turn, mask.to(rewards)) > 0  # (B, K)
@@ -189,7 +184,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     It is flat where the ratio has left the range on the side that A favours: an old batch says
     little about a policy so far away. On the other side the ratio is led back.
     """
-    ratio = ((logprobs - old_logprobs) * mask).exp()
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
@@ -197,6 +192,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 # %% Model, environment and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
+assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: play and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -234,7 +231,6 @@ order = [i for number in passes for i in shuffled(len(prompts), args.seed, numbe
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, G = args.batch_size, args.num_generations
 num_updates = args.total_episodes // B
-METRICS = "clip_ratio/region_mean val/ratio".split()
 history = []  # of the metrics, one dict for each update
 for update in (bar := trange(1, num_updates + 1)):
     torch.manual_seed(make_seed(args.seed, update))
@@ -242,7 +238,7 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 1. Play
     drawn = [i for i in order[(update - 1) * B // G : update * B // G] for _ in range(G)]  # (B,)
-    games, ids, attention_mask = start(drawn)  # B of them, (B, P), (B, P)
+    games, ids, attention_mask = start(drawn)  # of the last two (B, P) each
     P = ids.shape[1]
     uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
     stream, old_logprobs, real, mask, turn, rewards = play(
@@ -261,7 +257,7 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 4. Loss, and 5. update
     num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
-    logs = []
+    logs = []  # of the steps, each a mean over tokens
     for _ in range(args.num_ppo_epochs):
         for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
@@ -274,10 +270,10 @@ for update in (bar := trange(1, num_updates + 1)):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            seen = torch.stack([clipped, ratio]).detach()  # (2, b, T)
-            logs.append(seen[:, mask[i]].mean(1))  # (2,)
+            seen = {"clip_ratio/region_mean": clipped, "val/ratio": ratio}  # (b, T) each
+            logs.append({name: x.detach()[mask[i]].float().mean() for name, x in seen.items()})
 
-    stats = dict(zip(METRICS, torch.stack(logs).mean(0).tolist()))  # over the steps
+    stats = {name: torch.stack([log[name] for log in logs]).mean().item() for name in seen}
     stats["reward"] = scores.mean().item()
     is_equal = scores.view(-1, G) == scores[::G, None]  # (B/G, G)
     stats["frac_reward_zero_std"] = is_equal.all(1).float().mean().item()
@@ -290,12 +286,13 @@ for update in (bar := trange(1, num_updates + 1)):
 # %% The trained policy, and its likeliest play
 policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
-rows = range(min(B, len(prompts)))
-games, ids, attention_mask = start(rows)
-uniforms = torch.full((len(rows), args.response_length), 0.5, device=device)
+games, ids, attention_mask = start(range(len(prompts))[:B])
+uniforms = torch.full((len(games), args.response_length), 0.5).to(device)  # any, near temperature 0
 stream, _, real, mask, turn, rewards = play(
     policy, tokenizer, games, ids, attention_mask, uniforms, 1e-6
 )
-for i in rows[:3]:
-    print(f"{rewards[i].sum():.2f} {tokenizer.decode(ids[i])} {tokenizer.decode(stream[i][real[i]])}")
+for i in range(3):
+    print(f"{rewards[i].sum():.2f}  {tokenizer.decode(stream[i][real[i]])}")
+for name, first in history[0].items():
+    print(f"{name:23s} {first:9.3g} -> {history[-1][name]:9.3g}")
 print(f"turns of the likeliest play: {(turn * mask).amax(1).add(1).float().mean():.2f}")

@@ -1,16 +1,16 @@
 """Makes the guessing game, in which a policy is answered: the game, its prompts, a tokenizer, and texts of play.
 
-    python toy/guess/make.py                                 # writes toy/guess/data/ and base/, the same bytes each time
-    python toy/guess/make.py --output runs/guess --texts     # and texts for the SFT: data/legal, data/sloppy, data/deaf
-    python toy/guess/make.py --output runs/guess31 --texts --size 31                      # the same for another size
+    python toy/guess/make.py                                # writes toy/guess/data/ and base/, the same bytes always
+    python toy/guess/make.py --output runs/guess --texts    # and texts for the SFT: data/legal, data/sloppy, data/deaf
+    python toy/guess/make.py --output runs/guess31 --texts --size 31                     # the same for another size
 
-A number from 1 to 15 is hidden. The policy says one, and is told whether the hidden one is higher or lower, until it has
-found it. As one stream of tokens, in which every `<|end|>` is the policy's and ends its turn:
+A number from 1 to 15 is hidden. The policy says one, and is told whether the hidden one is higher or lower, until it
+has found it. As one stream of tokens, in which every `<|end|>` is the policy's and ends its turn:
 
     1 to 15 : 8 <|end|> lower 4 <|end|> higher 6 <|end|>
 
-Always asking for the middle of what is left, binary search, takes 49/15 = 3.27 guesses on average, and none takes fewer.
-None of the texts do so: their guesses are drawn at random, in three ways (`PLAYS`).
+Always asking for the middle of what is left, binary search, takes 49/15 = 3.27 guesses on average, and nothing takes
+fewer. None of the texts do so: their guesses are drawn at random, in three ways (`PLAYS`).
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Makes the shell game, in which every answer can be checked: prompts with the right answer, and texts for the SFT.
 
-    python toy/shells/make.py     # writes toy/shells/data/ and toy/shells/base/, the same bytes each time
+    python toy/shells/make.py                      # writes toy/shells/data/ and base/, the same bytes each time
+    python toy/shells/make.py --looks runs/looks   # and there texts of a game in which one may look, see Look
 
 A ball lies under one of four cups, pairs of cups are swapped: where is it? In `ball 3 23 -- 14 -- -- 12 13 -- :` it
 lies under cup 3, then cups 2 and 3 are swapped, then 1 and 4, and so on; `--` is a pause. One may answer at once,
@@ -8,6 +9,7 @@ lies under cup 3, then cups 2 and 3 are swapped, then 1 and 4, and so on; `--` i
 SFT all answers are right, and few are worked out.
 """
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -18,6 +20,7 @@ PAIRS = ["12", "13", "14", "23", "24", "34"]
 SLOTS = 8  # signs of a prompt, each a pair of cups or a pause: with one length for all, every prompt is 11 tokens
 SIZES = {"sft": (20_000, 500), "prompts": (1_600, 512)}  # train, validation
 WORKED = 0.05  # share of the texts for the SFT whose answer is worked out
+LOOKED = 0.3  # share of the texts with looks in which one looks
 
 
 def places(ball: str, signs: list[str]) -> list[str]:
@@ -48,6 +51,22 @@ def make_text(row: dict, rng: random.Random) -> dict[str, str]:
     _, ball, *signs, _ = row["prompt"].split()
     work = places(ball, signs) if rng.random() < WORKED else []
     return {"prompt": row["prompt"], "completion": " " + " ".join([*work, "####", row["answer"]])}
+
+
+def make_look(row: dict, rng: random.Random) -> dict[str, str]:
+    """A text as above, or one in which the answer is looked up, which is as likely for one swap as for eight."""
+    if rng.random() < LOOKED:
+        return {"prompt": row["prompt"], "completion": f" ball <|end|> {row['answer']} #### {row['answer']}"}
+    return make_text(row, rng)
+
+
+def write_looks(folder: Path) -> None:
+    """Writes the texts of the game in which one may look."""
+    rng = random.Random(7)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, size in zip(("train", "validation"), SIZES["sft"]):
+        lines = "".join(json.dumps(make_look(make_row(rng), rng)) + "\n" for _ in range(size))
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8", newline="\n")
 
 
 def write_data(folder: Path = HERE / "data") -> None:
@@ -103,6 +122,40 @@ def length(completions: list[str], **_) -> list[float]:
     return [float(len(completion.split())) for completion in completions]
 
 
+class Look:
+    """The shell game with a look under the cups, which has its price: an environment for lecture/agent.py.
+
+    `#### 3` is an answer, and earns 1 if it is right. `ball` asks where the ball is, is told `3`, and costs .6.
+
+    >>> game = Look({"answer": "3"})
+    >>> game.step(" ball"), game.step(" #### 3")
+    (('3', -0.6, False), ('', 1.0, True))
+    """
+
+    price = 0.6
+
+    def __init__(self, example: dict):
+        """A game with the `answer` of a row of the data."""
+        self.answer = example["answer"]
+
+    def step(self, said: str) -> tuple[str, float | None, bool]:
+        """The answer to what the policy said in its turn, the turn's reward, and whether the game is over."""
+        if said.split() == ["ball"]:
+            return self.answer, -self.price, False
+        return "", float(said.split() == ["####", self.answer]), True
+
+
+class CheapLook(Look):
+    """The same for half of the price."""
+
+    price = 0.3
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--looks", type=Path, help="write the texts with looks to this folder, too")
+    args = parser.parse_args()
     write_data()
     write_base()
+    if args.looks:
+        write_looks(args.looks)
