@@ -39,12 +39,17 @@ class Arm(NamedTuple):
     script: str
     fork: str  # the heading of its diff, or "default"
     flags: str
+    seeds: tuple[int, ...] = SEEDS
 
 
 def arms() -> list[Arm]:
     """All of them."""
     found = []
-    of_teacher = f"--teacher {TEACHER.relative_to(ROOT)} --num-generations 1 --batch-size 16 --total-episodes 3200"
+    teacher = TEACHER.relative_to(ROOT)
+    for name, flags in {"before": "", "the teacher": f" --model {teacher}"}.items():
+        flags = f"--learning-rate 0 --total-episodes 64{flags}"  # nothing is learned, so that it is judged as it is
+        found.append(Arm("teacher", name, GRPO, "default", flags, seeds=(1,)))
+    of_teacher = f"--teacher {teacher} --num-generations 1 --batch-size 16 --total-episodes 3200"
     for name, fork, flags in (
         ("on-policy distillation", "On-policy distillation", of_teacher),
         ("the teacher's answers", "The teacher's answers", of_teacher),
@@ -55,10 +60,10 @@ def arms() -> list[Arm]:
 
     samplers = {weights: f"--weights {weights}" for weights in ("bf16", "int8", "int4")}
     samplers |= {"1 update old": "--age 1", "4 updates old": "--age 4", "16 updates old": "--age 16"}
-    found.append(Arm("sampler", "the policy itself", GRPO, "Another sampler", "--total-episodes 6400"))
+    found.append(Arm("sampler", "the policy itself", GRPO, "Another sampler", "--total-episodes 3200"))
     for name, flags in samplers.items():
         for correction in ("none", "clip", "tis"):
-            flags_of_arm = f"--total-episodes 6400 {flags} --correction {correction}"
+            flags_of_arm = f"--total-episodes 3200 {flags} --correction {correction}"
             found.append(Arm("sampler", f"{name}, {correction}", GRPO, "Another sampler", flags_of_arm))
 
     found.append(Arm("liar", "honest", GRPO, "A lying verifier", "--total-episodes 6400"))
@@ -73,13 +78,22 @@ def arms() -> list[Arm]:
             found.append(arm)
     found.append(found[-1]._replace(name="both 20%, by prompt", flags=f"{found[-1].flags} --by-prompt"))
 
-    for script, flag, episodes, seconds in ((GRPO, "num-generations", 6400, 6), (RLOO, "rloo-k", 2048, 30)):
+    for script, flag, episodes, seconds in ((GRPO, "num-generations", 3200, 3), (RLOO, "rloo-k", 1024, 20)):
         for size in SIZES:
             flags = f"--{flag} {size} --total-episodes {episodes}"
             found.append(Arm(f"episodes {script}", str(size), script, "default", flags))
             flags = f"--{flag} {size} --batch-size {8 * size} --total-episodes 64000 --seconds {seconds}"
             found.append(Arm(f"seconds {script}", str(size), script, "Stop by the clock", flags))
     return found
+
+
+def wanted() -> list[dict]:
+    """The runs, by question, and then by seed."""
+    runs = []
+    for question in dict.fromkeys(arm.question for arm in arms()):
+        own = [arm for arm in arms() if arm.question == question]
+        runs += [(arm, seed) for seed in SEEDS for arm in own if seed in arm.seeds]
+    return [dict(zip(arm._fields[:-1], arm)) | {"seed": seed} for arm, seed in runs]
 
 
 def judge(names: dict, copies: int) -> dict[str, float]:
@@ -157,19 +171,10 @@ def main() -> None:
     }  # before torch is imported
     os.chdir(ROOT)
     sys.path.append(str(ROOT / "toy"))  # for its make.py
-    every = arms()
-    asked = dict.fromkeys(arm.question for arm in every)
-    wanted = [
-        arm._asdict() | {"seed": seed}
-        for question in asked
-        for seed in SEEDS
-        for arm in every
-        if arm.question == question
-    ]
     diffs = {"default": ""} | read_diffs(QUESTIONS.read_text("utf-8"))
     if not args.list:
         make_teacher()
-    complete(OUTPUT, diffs, wanted, measure, MINUTES, args.list)
+    complete(OUTPUT, diffs, wanted(), measure, MINUTES, args.list)
 
 
 if __name__ == "__main__":
