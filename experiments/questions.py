@@ -138,10 +138,12 @@ def measure(question: str, name: str, script: str, fork: str, flags: str, seed: 
         nonlocal begin, spent
         start = time.process_time()
         begin = begin or start
-        found = {metric: stats[metric] for metric in METRICS.get(question, ()) if metric in stats}
         episode = len(names["history"]) * names["args"].batch_size
+        found = {}
+        if question in METRICS:
+            found = {"episode": episode} | {metric: stats[metric] for metric in METRICS[question]}
         if question == "teacher" and episode % EVERY == 0:
-            found |= {"episode": episode, "seconds": start - begin - spent, "right": judge(names, 1)["right"]}
+            found = {"episode": episode, "seconds": start - begin - spent, "right": judge(names, 1)["right"]}
             spent += time.process_time() - start
         return found
 
