@@ -4,8 +4,9 @@
   python -m pytest exercises -k gae     grades one
 
 Shapes: B rows of a batch, P tokens of a prompt, T tokens of a response, V words in the vocabulary. `mask` (B, T) is a
-boolean tensor, true on real tokens and false on padding. What stands on padding means nothing: it may be any number,
-and even NaN, which is still NaN after a multiplication by 0. No function may change the tensors that it is given.
+boolean tensor, true on real tokens and false on padding. What a model says of padding (log-probabilities, KL, values)
+means nothing: it may be any number, and even NaN, which is still NaN after a multiplication by 0. What functions of
+this file make of it (rewards, advantages, returns) is 0 there. No function may change the tensors that it is given.
 
 In the examples 1 and 0 stand for true and false, and most numbers are rounded to three digits. All logarithms are
 natural: log 2 = .693, log 3 = 1.099. sigmoid(x) = 1 / (1 + exp(-x)).
@@ -34,11 +35,11 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     raise NotImplementedError("masked_mean")
 
 
-def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
+def response_mask(responses: Tensor, stop_token_id: int) -> tuple[Tensor, Tensor]:
     """Which tokens of the responses (B, T) are real: mask (B, T), and whether a response ended: (B,), both boolean.
 
     Sampling fills all T positions of a row. What the model said goes up to and including the first stop token; the
-    policy chose that token, too, and has to learn when to choose it. If stop_token_id is None, nothing ever stops.
+    policy chose that token, too, and has to learn when to choose it.
 
     Example, with stop token 9: responses = [[5, 6, 9, 7, 9],    mask = [[1, 1, 1, 0, 0],    ended = [1, 0]
                                              [5, 6, 7, 8, 5]]            [1, 1, 1, 1, 1]]
@@ -203,18 +204,16 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
     raise NotImplementedError("group_advantages")
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """(B, T) x, shifted and scaled to mean 0 and variance 1 over the real tokens of the batch; 0 on padding.
 
         (x - mean) / sqrt(variance + 1e-8)
 
-    with Bessel's correction: the variance is the sum of (x - mean)^2 over n - 1, for n real tokens. If shift_mean is
-    false, the mean is added again at the end, so that only the spread changes.
+    with Bessel's correction: the variance is the sum of (x - mean)^2 over n - 1, for n real tokens.
 
-    Example: x = [[2, 4, 6, 100]], mask = [[1, 1, 1, 0]]: mean 4, variance (4 + 0 + 4) / 2 = 4
-        [[-1, 0, 1, 0]];   without shifting the mean [[3, 4, 5, 0]]
+    Example: x = [[2, 4, 6, 100]], mask = [[1, 1, 1, 0]]: mean 4, variance (4 + 0 + 4) / 2 = 4, so [[-1, 0, 1, 0]]
 
-    Hint: the variance is masked_mean of something, times n / (n - 1).
+    Hint: the variance is masked_mean of something, times n / (n - 1), or a method of x[mask].
     Source: ppo.py (with `masked_var`).
     """
     raise NotImplementedError("masked_whiten")
@@ -234,8 +233,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         delta_1 = 0 + .6 - .4 = .2      A_1 = .2 + .5 * .4 = .4       R_1 = .4 + .4 = .8
         delta_0 = 0 + .4 - 0 = .4       A_0 = .4 + .5 * .4 = .6       R_0 = .6 + 0 = .6
 
-    Hint: A_t needs A_{t+1}, so walk from the end to the start, a column at a time. If rewards and values are 0 on
-    padding, the end needs no case of its own.
+    Hint: A_t needs A_{t+1}, so walk from the end to the start, a column at a time. Rewards are 0 on padding; if values
+    are, too, the end needs no case of its own.
     Source: ppo.py; Schulman et al. 2016 (1506.02438, eq. 16).
     """
     raise NotImplementedError("gae")
@@ -256,15 +255,16 @@ def policy_loss(
 
     The paper maximises a minimum; a loss is minimised, so signs turn and the minimum becomes a maximum. Being the
     larger of two losses, it is flat where the advantage has already moved the ratio beyond the range (no reason to go
-    on), and slopes back where the ratio has gone the wrong way. On padding the loss is 0, the ratio 1, and `clipped`
-    (boolean) false.
+    on), and slopes back where the ratio has gone the wrong way. `clipped` is boolean. What the results are on padding
+    does not matter, since a mean over real tokens follows; but its gradient must not be NaN because of them.
 
     Example, with cliprange .2 and the ratios 1.5, .5, 1.5, .5 (give logprobs their logarithms, old_logprobs zeros):
         A       =   1      1     -1     -1
         losses  =  -1.2   -.5    1.5    .8
         clipped =   1      0      0      1
 
-    Hint: a ratio of probabilities is the exponential of a difference. Clean the padding first, then all goes through.
+    Hint: a ratio of probabilities is the exponential of a difference. Make the difference 0 on padding, before its
+    exponential is infinite there.
     Source: ppo.py; Schulman et al. 2017 (1707.06347, eq. 7).
     """
     raise NotImplementedError("policy_loss")
@@ -278,8 +278,8 @@ def value_loss(
         near = old value + clip(value - old value, -cliprange_value, +cliprange_value)
         loss = 1/2 max((value - return)^2, (near - return)^2)
 
-    As for the policy: whoever is already further than the clip range from the old value gains nothing by going on. On
-    padding the loss is 0 and `clipped` false.
+    As for the policy: whoever is already further than the clip range from the old value gains nothing by going on. And
+    as there, the results on padding do not matter, but must not make a NaN of the gradient.
 
     Example, with cliprange_value .2, old values 1 and returns 2:
         values  =  1.1               1.5               .5

@@ -108,11 +108,18 @@ def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
 
 
 def grade(
-    student, name: str, outputs: tuple[str, ...], cases: list, mistakes: dict, read: Callable | None = None
+    student,
+    name: str,
+    outputs: tuple[str, ...],
+    cases: list,
+    mistakes: dict,
+    read: Callable | None = None,
+    clean: tuple[int, ...] = (),
 ) -> Callable:
     """Compares all cases, and ends at the first mismatch; returns the student's function, to look at its properties.
 
-    `read` makes results by name of a function and its inputs, if they are not simply its outputs.
+    `read` makes results by name of a function and its inputs, if they are not simply its outputs. `clean` are the
+    places of inputs that other functions have made, and made 0 on padding.
     """
     function, read = guarded(student, name, outputs), read or partial(read_outputs, outputs)
     trouble = ""
@@ -128,24 +135,25 @@ def grade(
             if not equal(own[output], expected):
                 seen = [(inputs, x[output]) for (_, inputs, _), x in zip(cases, results)]
                 sentence = diagnose(mistakes, read, output, seen) or f"`{output}` is not right."
-                if sentence not in mistakes and equal(read(function, *on_padding(inputs, 0.0))[output], expected):
+                if sentence not in mistakes and equal(
+                    read(function, *on_padding(inputs, 0.0, clean))[output], expected
+                ):
                     sentence = "What stands on padding gets into it. With zeros there it would be right."
                 fail(f"{sentence}\n{difference(output, own[output], expected, where)}")
-    _, inputs, right = cases[0]
-    spoiled = read(function, *on_padding(inputs, torch.nan))
+    spoiled = read(function, *on_padding(cases[0][1], torch.nan, clean))
     must(
-        all(equal(spoiled[output], right[output]) for output in right),
-        "NaN on padding gets into the result. NaN * 0 "
+        all(equal(spoiled[output], x) for output, x in results[0].items()),
+        "NaN on padding gets into the result, or into its gradient. NaN * 0 "
         "is NaN, so that multiplying by the mask does not keep it out; masked_fill and torch.where do.",
     )
     return function
 
 
-def on_padding(inputs: tuple, value: float) -> list:
-    """Inputs with a value on padding, in all that has the shape of a mask that is among them."""
+def on_padding(inputs: tuple, value: float, clean: tuple[int, ...] = ()) -> list:
+    """Inputs with a value on padding, in all that has the shape of a mask among them, but for those that are clean."""
     mask = find_mask(inputs)
     fits = [isinstance(x, Tensor) and x.is_floating_point() and x.shape == mask.shape for x in inputs]
-    return [x.masked_fill(~mask, value) if fit else x for x, fit in zip(inputs, fits)]
+    return [x.masked_fill(~mask, value) if fits[n] and n not in clean else x for n, x in enumerate(inputs)]
 
 
 def find_mask(inputs: tuple) -> Tensor:
@@ -163,10 +171,12 @@ def read_outputs(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[
 
 
 def read_loss(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str, Tensor]:
-    """The results of a loss by name, and what other people's code says of it: its mean over real tokens, the gradient
-    of that with respect to the first input (0 where none flows), and the share of real tokens that are clipped."""
+    """The results of a loss by name, 0 on padding, where they do not matter; and what other people's code says of it:
+    its mean over real tokens, the gradient of that with respect to the first input (0 where none flows), and the share
+    of real tokens that are clipped."""
     first, mask = inputs[0].clone().requires_grad_(), find_mask(inputs)
     results = read_outputs(outputs, function, first, *inputs[1:])
+    results = {name: x.masked_fill(~mask, 0) if x.shape == mask.shape else x for name, x in results.items()}
     mean, grad = (results["losses"] * mask).sum() / mask.sum(), torch.zeros_like(first)
     if mean.requires_grad:
         (grad,) = torch.autograd.grad(mean, first, materialize_grads=True)

@@ -1,5 +1,6 @@
-"""The exercises: the scripts solve them, an edit of a script is named for what it is, and an empty file is not red."""
+"""The exercises: lecture/ and the scripts solve them, an edit is named for what it is, an empty file is not red."""
 
+import ast
 import inspect
 import json
 import subprocess
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import dpo
 import grpo
@@ -66,16 +68,31 @@ def test_the_scripts_solve_the_exercises(name):
     grade(name, solution(name))
 
 
-def test_every_function_has_an_exercise_and_the_scripts_parameters():
-    """dpo_loss takes beta where the script takes its Args; response_logprobs is two functions of the script in one."""
+OF_THE_LECTURE = [
+    (file.stem, name)
+    for file in sorted(ROOT.glob("lecture/*.py"))
+    for name in capstone.functions_of(file.read_text("utf-8"))
+    if name in NAMES and file.stem != "ddpo"  # images have no padding
+]
+
+
+@pytest.mark.parametrize(("script", "name"), OF_THE_LECTURE)
+def test_the_lecture_solves_the_exercises(script, name):
+    """Its functions as they are pasted, beside those that they call."""
+    tree = ast.parse(capstone.path_of(script).read_text("utf-8"))
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = {"torch": torch, "F": F}
+    exec(compile(tree, script, "exec"), names)
+    grade(name, names[name])
+    assert list(inspect.signature(names[name]).parameters) == list(inspect.signature(vars(functions)[name]).parameters)
+
+
+def test_every_function_is_an_exercise_of_the_lecture():
     emptied = {name: f for name, f in vars(functions).items() if inspect.isfunction(f)}
-    assert list(emptied) == NAMES
-    for name in set(NAMES) - {"response_logprobs"}:
-        theirs = inspect.signature(getattr(SCRIPTS.get(name, ppo), name)).parameters
-        theirs = ["beta" if parameter == "args" else parameter for parameter in theirs]
-        assert list(inspect.signature(emptied[name]).parameters) == theirs, name
+    assert list(emptied) == NAMES and {name for _, name in OF_THE_LECTURE} == set(NAMES)
+    for f in emptied.values():
         with pytest.raises(NotImplementedError):
-            emptied[name](*theirs)
+            f(*inspect.signature(f).parameters)
 
 
 # exercise | a part of its solution | what a student writes instead | what the grader says
@@ -102,7 +119,9 @@ shape_rewards | kl.masked_fill(~mask, 0.0) | kl | What stands on padding
 leave_one_out | groups.sum(1, keepdim=True) - groups) / (k - 1) | groups.mean(1, keepdim=True)) | includes the reward
 group_advantages | keepdim=True) + 1e-4 | keepdim=True) | 0 / 0
 masked_whiten | masked_var(x, mask) | x[mask].var(correction=0) | biased
-masked_whiten | whitened + mean | whitened | makes no difference
+masked_whiten | whitened.masked_fill(~mask, 0.0) | whitened | Padding is not 0
+masked_whiten | whitened.masked_fill(~mask, 0.0) | whitened * mask | NaN * 0 is NaN
+policy_loss | .masked_fill(~mask, 0.0)\n    advantages |  * mask\n    advantages | or into its gradient
 gae | rewards.masked_fill(~mask, 0.0)\n    values = values.masked_fill(~mask, 0.0) | rewards | What stands on padding
 gae | reversed(range(rewards.shape[1])) | range(rewards.shape[1]) | The loop runs forwards
 gae | gamma * lam * next_advantage | gamma * min(lam, 0.97) * next_advantage | With lam = 1
@@ -127,7 +146,7 @@ def test_a_planted_mistake_is_named(mistake):
 def test_no_mistake_hides_another(name, monkeypatch):
     """Whoever makes a mistake of the grader's list reads its sentence, and not that of one before it."""
     calls = []
-    monkeypatch.setattr(graders, "grade", lambda *arguments: calls.append(arguments) or solution(name))
+    monkeypatch.setattr(graders, "grade", lambda *arguments, clean=(): calls.append(arguments) or solution(name))
     grade(name, None)
     _, _, outputs, cases, mistakes, *rest = calls[0]
     read = rest[0] if rest else partial(grading.read_outputs, outputs)
