@@ -99,9 +99,8 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
     starts = [0] * B  # where its present turn begins
     over = torch.zeros(B, 1, dtype=torch.bool)  # whether its episode is
     turns = torch.zeros(B, 1, dtype=torch.long)  # how many of its turns are
-    rewards = torch.zeros(B, T)
-    columns = []
-    stream = prompts[:, :0]  # (B, 0), then as far as it has come
+    stream, rewards = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T)
+    columns = []  # of logprobs, real, mask and turn
     tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
     attention_mask = prompt_mask  # (B, P), after each pass one wider
     cache = None
@@ -113,14 +112,14 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
         drawn = (cdf[:, :-1] <= uniforms[:, [t]]).sum(1, keepdim=True)  # (B, 1) u = .6: token 1
         told = torch.tensor([[queue.pop(0) if queue else -1] for queue in queues])  # (B, 1)
         tokens = torch.where(told.to(drawn) < 0, drawn, told.to(drawn))
-        stream = torch.cat([stream, tokens], 1)
+        stream[:, [t]] = tokens.cpu()
         writes = ~over & (told < 0)
         columns.append((distribution.gather(1, tokens), ~over, writes, turns.clone()))
 
-        ends = writes & ((tokens.cpu() == tokenizer.eos_token_id) | (t == T - 1))  # (B, 1) a turn
+        ends = writes & ((stream[:, [t]] == tokenizer.eos_token_id) | (t == T - 1))  # (B, 1) a turn
         turns += ends
         for i in ends.flatten().nonzero().flatten().tolist():
-            said = tokenizer.decode(stream[i, starts[i] :], skip_special_tokens=True)
+            said = tokenizer.decode(stream[i, starts[i] : t + 1], skip_special_tokens=True)
             answer, reward, over[i] = games[i].step(said)
             rewards[i, t] = reward or 0.0  # None: neither good nor bad
             if not over[i]:
@@ -129,8 +128,9 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
         if over.all():
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
-    logprobs, *others = (torch.cat(column, 1).to(prompts.device) for column in zip(*columns))
-    return stream, logprobs, *others, rewards[:, : t + 1].to(prompts.device)
+    columns = [torch.cat(column, 1) for column in zip(*columns)]  # (B, T) each
+    everything = stream[:, : t + 1], *columns, rewards[:, : t + 1]
+    return [x.to(prompts.device) for x in everything]
 
 
 # %% 3. Advantage

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes every model that is shipped in toy/ again, with the scripts' own commands, and puts each where it belongs.
 #
-#   toy/models.sh [FOLDER]      runs go to FOLDER, by default runs/models; nine minutes on one thread of a CPU
+#   toy/models.sh [FOLDER]      runs go to FOLDER, by default runs/models; ten minutes on one thread of a CPU
 #
 # One thread, because rounding depends on their number: on the same processor the same weights come out again.
 # Run it again after an interruption, and it goes on where it stopped. PYTHON=... chooses another interpreter.
@@ -31,6 +31,10 @@ train reward_model reward_model.py --num-train-epochs 2 --learning-rate 1e-3 --e
 "$python" toy/shells/make.py
 train shells/sft sft.py --from-scratch toy/shells/base --num-train-epochs 4 --batch-size 32 --learning-rate 2e-3 \
     --dataset toy/shells/data/sft
+"$python" toy/guess/make.py
+"$python" toy/guess/make.py --output "$out/guess-texts" --texts
+train guess/sft sft.py --from-scratch toy/guess/base --num-train-epochs 3 --batch-size 64 --learning-rate 4e-3 \
+    --dataset "$out/guess-texts/data/legal"
 if [ ! -e "$out/shapes.done" ]; then
     echo "== toy/shapes"
     "$python" toy/shapes/make.py
