@@ -30,7 +30,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     Every loss of the scripts ends in a mean like this one. Padding must neither be added nor be counted.
 
     Hint: a boolean tensor can stand in the brackets of another, and picks where it is true.
-    Source: ppo.py.
+    Source: lecture/ppo.py.
     """
     raise NotImplementedError("masked_mean")
 
@@ -45,7 +45,7 @@ def response_mask(responses: Tensor, stop_token_id: int) -> tuple[Tensor, Tensor
                                              [5, 6, 7, 8, 5]]            [1, 1, 1, 1, 1]]
 
     Hint: a token is real if no stop token stands before it. `cumsum` counts.
-    Source: ppo.py; Huang et al. 2024 (the N+ implementation details, arXiv 2403.17031).
+    Source: lecture/ppo.py; Huang et al. 2024 (the N+ implementation details, arXiv 2403.17031).
     """
     raise NotImplementedError("response_mask")
 
@@ -60,7 +60,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Hint: one function of torch turns logits into log-probabilities; a softmax followed by a log gives -inf where a
     probability is too small for a float. `gather` picks, and wants its index to have as many dimensions as its input.
-    Source: ppo.py.
+    Source: lecture/ppo.py.
     """
     raise NotImplementedError("token_logprobs")
 
@@ -80,7 +80,7 @@ def response_logprobs(logits: Tensor, tokens: Tensor, prompt_length: int, temper
         temperature .5:  p(y1 = 1) = 9/10 and p(y2 = 0) = 16/17   ->  [[-.105, -.061]]
 
     Hint: cut out the logits that predict the T response tokens; the function above does the rest.
-    Source: ppo.py (`response_forward`, then `token_logprobs`; there the model is asked for no other logits).
+    Source: lecture/ppo.py. In ppo.py the model is asked for no other logits than those of the response.
     """
     raise NotImplementedError("response_logprobs")
 
@@ -102,7 +102,7 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, center_rew
              the first with c = .1                                  ->  .288 + .1 * 1.099^2 = [.408]
 
     Hint: sigmoid(-1000) is 0 in floating point, and its log is -inf. torch has the logarithm of a sigmoid in one piece.
-    Source: reward_model.py; Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1).
+    Source: lecture/reward_model.py; Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1).
     """
     raise NotImplementedError("preference_loss")
 
@@ -123,7 +123,7 @@ def dpo_loss(
         rewards [.5 * 2] = [1] and [.5 * -1] = [-.5], losses [-log sigmoid(1.5)] = [.201]
 
     Hint: compute the two log-ratios first. What is returned for looking only wants `detach`.
-    Source: dpo.py, whose function has other losses besides; Rafailov et al. 2023 (2305.18290, eq. 7).
+    Source: lecture/dpo.py; dpo.py has other losses besides; Rafailov et al. 2023 (2305.18290, eq. 7).
     """
     raise NotImplementedError("dpo_loss")
 
@@ -144,7 +144,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         k1 = log 2 = [[.693]],   k2 = .693^2 / 2 = [[.240]],   k3 = 1/2 - 1 + .693 = [[.193]]
 
     Hint: only logarithms are given; q / p is the exponential of a difference. Mind which one is subtracted from which.
-    Source: ppo.py, which knows more names; Schulman 2020, "Approximating KL divergence".
+    Source: lecture/grpo.py; Schulman 2020, "Approximating KL divergence".
     """
     raise NotImplementedError("kl_estimate")
 
@@ -161,7 +161,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 
     Hint: a token is the last if it is real and the one after it is not. In a full row nothing comes after it at all:
     F.pad can put something there.
-    Source: ppo.py; Ziegler et al. 2019 (1909.08593, sec. 2.2).
+    Source: lecture/ppo.py; Ziegler et al. 2019 (1909.08593, sec. 2.2).
     """
     raise NotImplementedError("shape_rewards")
 
@@ -180,7 +180,7 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
         second group   1 - (1 + 4) / 2 = -1.5,   1 - (1 + 4) / 2 = -1.5,   4 - (1 + 1) / 2 = 3
 
     Hint: one `view` makes a row of each group. The sum of the others is the sum of all, less one.
-    Source: rloo.py; Ahmadian et al. 2024 (2402.14740, sec. 3).
+    Source: lecture/rloo.py; Ahmadian et al. 2024 (2402.14740, sec. 3).
     """
     raise NotImplementedError("leave_one_out")
 
@@ -199,7 +199,7 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
         "group"  [1.4997, -.4999, -.4999, -.4999, 0, 0, 0, 0]
 
     Hint: `keepdim=True` lets a number per group be subtracted from the rows of that group.
-    Source: grpo.py; Shao et al. 2024 (DeepSeekMath, 2402.03300); "none" is Dr. GRPO (Liu et al. 2025, 2503.20783).
+    Source: lecture/grpo.py; Shao et al. 2024 (2402.03300); "none" is Dr. GRPO (Liu et al. 2025, 2503.20783).
     """
     raise NotImplementedError("group_advantages")
 
@@ -214,7 +214,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     Example: x = [[2, 4, 6, 100]], mask = [[1, 1, 1, 0]]: mean 4, variance (4 + 0 + 4) / 2 = 4, so [[-1, 0, 1, 0]]
 
     Hint: the variance is masked_mean of something, times n / (n - 1), or a method of x[mask].
-    Source: ppo.py (with `masked_var`).
+    Source: lecture/ppo.py.
     """
     raise NotImplementedError("masked_whiten")
 
@@ -235,7 +235,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
     Hint: A_t needs A_{t+1}, so walk from the end to the start, a column at a time. Rewards are 0 on padding; if values
     are, too, the end needs no case of its own.
-    Source: ppo.py; Schulman et al. 2016 (1506.02438, eq. 16).
+    Source: lecture/ppo.py; Schulman et al. 2016 (1506.02438, eq. 16).
     """
     raise NotImplementedError("gae")
 
@@ -265,7 +265,7 @@ def policy_loss(
 
     Hint: a ratio of probabilities is the exponential of a difference. Make the difference 0 on padding, before its
     exponential is infinite there.
-    Source: ppo.py; Schulman et al. 2017 (1707.06347, eq. 7).
+    Source: lecture/ppo.py; Schulman et al. 2017 (1707.06347, eq. 7).
     """
     raise NotImplementedError("policy_loss")
 
@@ -288,6 +288,6 @@ def value_loss(
         clipped =  0                 1                 0
 
     Hint: `clamp` takes tensors as bounds, too.
-    Source: ppo.py; it comes from OpenAI's code of PPO, not from the paper.
+    Source: lecture/ppo.py; it comes from OpenAI's code of PPO, not from the paper.
     """
     raise NotImplementedError("value_loss")

@@ -225,7 +225,7 @@ for update in (bar := trange(1, num_updates + 1)):
     # 4. Advantage
     advantages = leave_one_out(rewards, K)[:, None]  # (B, 1)
     old = (old_logprobs * mask).sum(1, keepdim=True)  # (B, 1) the response as one action
-    actions = torch.ones_like(old, dtype=torch.bool)  # (B, 1) none of them is padding
+    real = torch.ones_like(old, dtype=torch.bool)  # (B, 1) no response is padding
 
     # 5. Loss, and 6. update
     logs = []  # of all responses and steps
@@ -235,7 +235,7 @@ for update in (bar := trange(1, num_updates + 1)):
             logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
             new = (logprobs * mask[i]).sum(1, keepdim=True)  # (b, 1)
             pg_loss, ratio, clipped = policy_loss(
-                new, old[i], advantages[i], actions[i], args.cliprange
+                new, old[i], advantages[i], real[i], args.cliprange
             )
             loss = pg_loss.mean()
             optimizer.zero_grad()
