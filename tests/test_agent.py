@@ -65,12 +65,12 @@ def test_with_one_turn_and_no_answer_it_is_grpo(credit, scale, uneven, tmp_path,
     """Some responses are cut off, prompts differ in length; three updates of four steps."""
     (tmp_path / "once.py").write_text(ONCE)
     settings = SETTINGS | dict(model=f"{ROOT}/toy/shells/sft", scale_rewards=scale)
-    settings |= dict(dataset=uneven("prompts", 64), temperature=2.0)
+    settings |= dict(dataset=uneven("prompts", 64), temperature=3.0, response_length=4)
     reward, env = f"{tmp_path}/once.py:reward", f"{tmp_path}/once.py:Once"
     grpo = run("grpo", monkeypatch, tmp_path, reward_fn=reward, **settings)
     agent = run("agent", monkeypatch, tmp_path, "# %% The trained policy", env=env, credit=credit, **settings)
     assert torch.equal(agent["ids"], grpo["ids"])
-    assert torch.equal(agent["mask"], grpo["mask"]) and not grpo["ended"].all()
+    assert torch.equal(agent["mask"], grpo["mask"]) and set(grpo["ended"].tolist()) == {True, False}
     for ours, theirs in zip(agent["history"], grpo["history"], strict=True):
         assert ours.pop("turns") == 1
         assert ours == pytest.approx({name: theirs[name] for name in ours}, rel=1e-9)
@@ -96,8 +96,8 @@ def test_the_drawing(tmp_path, monkeypatch):
     """The docstring's two games, played by its own functions: every row of the drawing."""
     names = run("agent", monkeypatch, tmp_path, "# %% The loop")
     tokenizer = names["tokenizer"]
-    drawing = re.search(r"  input_ids.*?\n\n", names["__doc__"], re.S)[0].replace(".75", "0.75").replace(".88", "0.88")
-    cells = [line[23:62].split() for line in drawing.strip("\n").splitlines()]
+    drawing = re.search(r"  input_ids.*?\n\n", names["__doc__"], re.S)[0].strip("\n").splitlines()
+    cells = [line.split("|")[1].split()[:8] for line in drawing]
     rows = [[word.replace("E", "<|end|>").replace(".", "1") for word in row] for row in cells[:2]]
     policy = Scripted([tokenizer.convert_tokens_to_ids(row) for row in rows], len(tokenizer))
     games, ids, attention_mask = names["start"]([5, 5])
@@ -105,12 +105,10 @@ def test_the_drawing(tmp_path, monkeypatch):
     stream, _, real, mask, turn, rewards = played
     assert stream.shape == (2, 8)
     assert [tokenizer.convert_ids_to_tokens(row) for row in stream] == rows
-    for found, (first, second) in zip((real, mask, turn, rewards), (cells[2:4], cells[4:6], cells[6:8], cells[8:10])):
-        drawn = torch.tensor(
-            [[float(x.replace(".", "nan")) if x == "." else float(x) for x in y] for y in (first, second)]
-        )
+    for found, pair in zip((real, mask, turn, rewards), (cells[2:4], cells[4:6], cells[6:8], cells[8:10]), strict=True):
+        drawn = torch.tensor([[float("nan" if word == "." else word) for word in row] for row in pair])
         known = ~drawn.isnan()
-        assert torch.allclose(found.double()[known], drawn.double()[known], atol=0.006)
+        assert torch.allclose(found.float()[known], drawn[known], atol=0.006)
 
 
 def test_no_token_is_encoded_again(tmp_path, monkeypatch):
@@ -216,8 +214,9 @@ def test_an_update_by_hand(credit, talk, tmp_path, monkeypatch):
             advantage = (sum(rewards[first:]) - sum(others) / len(others)) / deviation
             for place in places:
                 at = len(prompt) + place
-                assert logprobs[at - 1, ids[0, at]].item() == pytest.approx(names["old_logprobs"][i, place], abs=1e-9)
-                losses.append(-advantage * logprobs[at - 1, ids[0, at]])
+                logprob = logprobs[at - 1, ids[0, at]]
+                assert abs(logprob - names["old_logprobs"][i, place]) < 1e-9
+                losses.append(-advantage * logprob)
                 count += 1
     assert {len(turns) for turns, _ in episodes} == {1, 2, 3, 4}
     assert P > min(map(len, names["prompts"]))
