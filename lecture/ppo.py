@@ -5,7 +5,7 @@ tokens of good answers are made likelier, a little with each batch of B prompts:
 
   1. sample     response y_1..y_T ~ pi(. | prompt), up to and including the stop token
   2. score      ref_logprobs of the reference, a frozen copy of the first pi; values V_old,t of the
-                critic, the reward still to come; one score, lower if the response never stops
+                critic, its guess at what is to come; one score, lower if the response never stops
   3. reward     r_t = -kl_coef * KL_t, plus the score at the end; KL_t = log pi(y_t) / pi_ref(y_t)
   4. advantage  delta_t = r_t + gamma V_old,t+1 - V_old,t,  A_t = delta_t + gamma lam A_t+1;
                 return R_t = A_t + V_old,t;  then whiten A

@@ -137,7 +137,7 @@ def shuffled(n, seed, number):
 
 B = args.batch_size
 passes = range(math.ceil(args.num_train_epochs))
-orders = [shuffled(len(pairs), args.seed, number) for number in passes]
+orders = [shuffled(len(pairs), args.seed, number) for number in passes]  # the script: by length
 batches = [order[i : i + B] for order in orders for i in range(0, len(pairs), B)]  # row numbers
 num_steps = math.ceil(args.num_train_epochs * len(batches) / len(passes))
 
