@@ -52,6 +52,7 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -88,6 +89,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributions import Normal
 from tqdm import tqdm
 from transformers import get_scheduler, set_seed
+
+VERSION = "2026.11"  # as in CITATION.cff
 
 # Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
 # and draw the same random numbers; of every batch, each computes its share
@@ -676,7 +679,11 @@ ALIASES = {  # TRL's spellings
     "--num-checkpoint-limit": "--save-total-limit",
     "--resume-from": "--resume",
 }
-CURVES = ["reward_mean|/mean$", "objective/kl$", "approx_kl|clipfrac"]  # a panel each: patterns of the metrics in it
+CURVES = {  # title of a panel: pattern of the metrics in it
+    "reward": "reward_mean|/mean$",
+    "KL, nats": "objective/kl$",
+    "update": "approx_kl|clipfrac",
+}
 
 
 def load_prompts(args: Args) -> list[dict]:
@@ -756,7 +763,9 @@ def load_function(spec: str) -> Callable:
     """file.py:name -> the function."""
     file, _, name = spec.rpartition(":")
     require(file, f"--reward-fn {spec!r} should be file.py:name")
-    names = runpy.run_path(locate(file))
+    path = locate(file)
+    sys.path.append(str(Path(path).resolve().parent))  # its neighbours can be imported, as those of a script can
+    names = runpy.run_path(path)
     require(name in names, f"{file} has no {name!r}")
     return names[name]
 
@@ -892,7 +901,7 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(origin() | asdict(args), indent=2) + "\n")
             (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -1058,10 +1067,17 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     pipe.save_pretrained(folder)
 
 
+def origin() -> dict[str, str]:
+    """The version of this script, and the git revision of its folder, if there is one."""
+    command = "git describe --always --dirty"  # dirty: with changes that are not committed
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return {"version": VERSION, "revision": git.stdout.strip()}
+
+
 def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
     """README.md, the model card: the last metrics and all settings."""
     metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(asdict(args), indent=2)
+    settings = json.dumps(origin() | asdict(args), indent=2)
     script = Path(__file__).name
     text = f"""---
 library_name: diffusers
@@ -1084,11 +1100,13 @@ The settings:
 
 
 def draw_curves(folder: Path, lines: pandas.DataFrame) -> None:
-    """curves.png: for each pattern of CURVES a panel with the metrics whose names it matches."""
+    """curves.png: for each title of CURVES a panel with the metrics that match its pattern; evaluations are points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines.index += 1
-    for axis, pattern in zip(figure.subplots(1, len(CURVES)), CURVES):
-        lines.filter(regex=pattern).interpolate().plot(ax=axis, xlabel="step")
+    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
+        shown = lines.filter(regex=pattern)
+        styles = ["o" if name.startswith("eval") else "-" for name in shown]
+        shown.plot(ax=axis, style=styles, title=title, xlabel="step")
     figure.savefig(folder / "curves.png", dpi=120)
 
 
@@ -1100,7 +1118,8 @@ def read_command_line() -> Args:
     args = read()
     if args.resume is None:
         return args
-    saved = Args(**json.loads(Path(args.resume, "args.json").read_text()))
+    settings = json.loads(Path(args.resume, "args.json").read_text())
+    saved = Args(**{name: x for name, x in settings.items() if name not in origin()})
     args = read(default=saved)
     require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():

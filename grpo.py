@@ -56,15 +56,17 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache, partial
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -99,9 +101,12 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
+from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput, logging
+
+VERSION = "2026.11"  # as in CITATION.cff
 
 # Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
 # and draw the same random numbers; of every batch, each computes its share
@@ -239,7 +244,7 @@ def train(args: Args) -> None:
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     G = args.num_generations
-    args = choose_sizes(args, policy, len(prompts) * G)
+    args = choose_sizes(args, policy, repeat(prompts, G))
     require(args.batch_size % G == 0, f"--num-generations {G} does not divide a batch of {args.batch_size} responses")
     reward_fns = make_reward_fns(args, policy, reward_model)
     num_updates = args.total_episodes // args.batch_size
@@ -405,6 +410,7 @@ def sample(
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
+    look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
     for t in range(T):
         output = policy(
             input_ids=tokens,
@@ -420,11 +426,13 @@ def sample(
         logprobs[rows, t] = logprob
         if policy.stop_token_id is not None:
             going &= token != policy.stop_token_id
-        left = int(going.sum())  # the only number that the host waits for
-        if not all_reduce(torch.tensor(left)):  # all processes stop together, since sharded weights need all of them
-            break
         tokens = token[:, None]
         positions = positions[:, -1:] + 1
+        if (t + 1) % look_every:
+            continue
+        left = int(going.sum())
+        if not all_reduce(torch.tensor(left)):  # all processes stop together, since sharded weights need all of them
+            break
         if 0 < left < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
             cache.reorder_cache(going.nonzero().squeeze(1))
             rows, tokens, positions, attention_mask = (x[going] for x in (rows, tokens, positions, attention_mask))
@@ -487,8 +495,9 @@ def sample_groups(
         num_differing += int((~equal_groups(part.scores, G)).sum())
         if num_differing >= num_groups:
             break
-    rollout = join(parts)
+    rollout = parts[0]
     if args.dynamic_sampling:
+        rollout = join(parts)
         is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # of each row's group
         rows = is_equal.long().argsort(stable=True)  # those that differ come first
         rollout = rollout.select(rows[: args.batch_size])
@@ -729,7 +738,7 @@ def mini_batch_gradient(
             if args.use_bias_correction_kl:
                 kl = kl * ratio
         weights = token_weights(mask, num_rows, num_tokens, args)  # (b, 1)
-        loss = ((losses + args.beta * kl) * weights)[mask].sum()
+        loss = masked_sum((losses + args.beta * kl) * weights, mask)
         (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
         total_loss += loss.detach()
         lower, upper = clip_bounds(args)
@@ -748,7 +757,7 @@ def mini_batch_gradient(
         }
         for name, x in stats.items():
             where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)  # what a row has one of counts once
-            sums[name] += torch.stack([x.detach()[where].sum(), where.sum()])
+            sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
     totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
     low, high = all_gather(torch.cat(shares)).unbind(1)  # (rows,)
     return dict(zip(sums, (totals / counts.clamp(min=1)).tolist())) | {
@@ -756,6 +765,11 @@ def mini_batch_gradient(
         "clip_ratio/low_min": min(low[low >= 0].tolist(), default=0.0),
         "clip_ratio/high_max": max(high[high >= 0].tolist(), default=0.0),
     }
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum over real tokens. Whatever stands on padding, even NaN, does not enter."""
+    return x.masked_fill(~mask, 0.0).sum()
 
 
 def row_share(where: Tensor, mask: Tensor) -> Tensor:
@@ -773,9 +787,8 @@ def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollo
         stats = mini_batch_gradient(policy, rollout, mini_batch, args)
         if not sums:
             check_first_ratio(stats["ratio_error"], args)  # it is 1: nothing has moved yet
-        policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
-        stats["grad_norm"] = policy_norm.item()
-        if policy_norm.isfinite():  # else the weights would be NaN for good
+        stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+        if math.isfinite(stats["grad_norm"]):  # else the weights would be NaN for good
             optimizer.step()
             steps += 1
         sums.update(stats)
@@ -894,6 +907,9 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
             "no response ends with the stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
             "or check that the policy was taught to end its texts"
         )
+    for name, rewards in rollout.rewards_by_name.items():
+        if rewards.isnan().all():
+            warnings.warn(f"{name} gave no response of a batch a reward, only None or NaN")
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
 
@@ -1043,6 +1059,8 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
     dataset: lists with one value per row. If the prompts are messages, so are the completions. It is given copies.
     """
     function = load_function(spec)
+    is_open = any(x.kind == x.VAR_KEYWORD for x in signature(function).parameters.values())
+    require(is_open, f"{spec} is given more columns than it names: let it take (prompts, completions, **columns)")
 
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, of which each process asks for its share; NaN for None."""
@@ -1056,7 +1074,10 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
         with torch.random.fork_rng(devices=[]):  # whatever it draws, all processes go on with the same numbers
             values = function(**given)
-        require(len(values) == len(rows), f"{spec} gave {len(values)} rewards for {len(rows)} completions")
+        is_fit = isinstance(values, Sized) and len(values) == len(rows)
+        require(
+            is_fit, f"{spec} should give a list of {len(rows)} rewards, one for each completion, not {values!r:.80}"
+        )
         return all_gather(torch.tensor([math.nan if x is None else float(x) for x in values], device=args.device))
 
     return reward
@@ -1077,7 +1098,12 @@ ALIASES = {  # other libraries' spellings
     "--resume-from-checkpoint": "--resume",
 }
 # a panel each: patterns of the metrics in it
-CURVES = ["^reward$|/mean$|accuracy$|pass@1$", "zero_std$|clipped_ratio$", "mean_length$", "^entropy$"]
+CURVES = {  # title of a panel: pattern of the metrics in it
+    "reward": "^reward$|/mean$|accuracy$|pass@1$",
+    "shares": "zero_std$|clipped_ratio$",
+    "tokens": "mean_length$",
+    "entropy of a token, nats": "^entropy$",
+}
 
 
 def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[list[dict], list[dict]]:
@@ -1100,6 +1126,13 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
 def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
     """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
     prompts = read_column(data, args.prompt_column, "--prompt-column")
+    taken = {"input_ids", "prompts", "completions", "completion_ids"} - {
+        args.prompt_column
+    }  # given to reward functions
+    clash = sorted(taken & set(data.column_names))
+    require(
+        not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions get others of these names"
+    )
     kept = []
     for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False, disable=RANK > 0)):
         row["input_ids"] = encode_prompt(prompt, tokenizer)
@@ -1127,7 +1160,7 @@ def check_args(args: Args) -> None:
     require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
 
 
-def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
+def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict]) -> Args:
     """The settings with learning rate, batch sizes and number of episodes filled in; prints them in words."""
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
@@ -1136,18 +1169,18 @@ def choose_sizes(args: Args, policy: nn.Module, num_prompts: int) -> Args:
 
     parts = args.num_mini_batches * WORLD_SIZE
     per_device = args.per_device_train_batch_size
-    on_cpu = args.device == "cpu"
-    batch_size = args.batch_size or (8 if on_cpu and size > 30e6 else 64)
+    batch_size = args.batch_size or (8 if args.device == "cpu" and size > 30e6 else 64)
     if per_device and args.batch_size is None:
         batch_size = per_device * args.gradient_accumulation_steps * parts
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
-    fits_cpu = 4 if policy.config.get_text_config().vocab_size > 10_000 else 16  # logits take most of the memory
-    micro_batch_size = args.micro_batch_size or per_device or (fits_cpu if on_cpu else batch_size // parts)
+    longest = max(len(prompt["input_ids"]) for prompt in prompts) + args.response_length
+    fitting = min(batch_size // parts, rows_that_fit(policy, longest, args))
+    micro_batch_size = args.micro_batch_size or per_device or fitting
 
     episodes = args.total_episodes
     if args.num_train_epochs:
-        episodes = max(batch_size, round(args.num_train_epochs * num_prompts))
+        episodes = max(batch_size, round(args.num_train_epochs * len(prompts)))
     num_updates = episodes // batch_size
     require(num_updates, f"--total-episodes {episodes} is less than one batch of {batch_size} responses")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
@@ -1241,6 +1274,18 @@ def checkpoint_layers(model: nn.Module) -> None:
             recompute_activations(module)
 
 
+def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
+    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass (on a
+    CPU 128 MB): of each token some 20 numbers per layer and hidden unit, and three times its logits."""
+    config = model.config.get_text_config()
+    per_unit = 2 if args.gradient_checkpointing else 20
+    head = model.get_output_embeddings()
+    num_logits = 0 if head is None else len(head.weight)
+    numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
+    limit = 2**25 if args.device == "cpu" else 2**30
+    return max(1, limit // numbers)
+
+
 def use_bfloat16(model: nn.Module) -> None:
     """Casts once what autocast would cast at each use: the weights of matrix products, but for those of embeddings."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -1269,7 +1314,9 @@ def load_function(spec: str) -> Callable:
     """file.py:name -> the function."""
     file, _, name = spec.rpartition(":")
     require(file, f"--reward-fn {spec!r} should be file.py:name")
-    names = runpy.run_path(locate(file))
+    path = locate(file)
+    sys.path.append(str(Path(path).resolve().parent))  # its neighbours can be imported, as those of a script can
+    names = runpy.run_path(path)
     require(name in names, f"{file} has no {name!r}")
     return names[name]
 
@@ -1335,6 +1382,7 @@ def autocast(args: Args) -> torch.autocast:
 
 def start(args: Args) -> None:
     """Joins the processes of torchrun, if it started this one, and tells the libraries how to behave."""
+    ACT2FN["gelu_new"] = GELUTanh  # GPT-2's, in one operator instead of eight
     logging.set_verbosity_error()  # of transformers, to which a fresh head is news
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -1511,7 +1559,7 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(origin() | asdict(args), indent=2) + "\n")
             (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -1701,10 +1749,17 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
+def origin() -> dict[str, str]:
+    """The version of this script, and the git revision of its folder, if there is one."""
+    command = "git describe --always --dirty"  # dirty: with changes that are not committed
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return {"version": VERSION, "revision": git.stdout.strip()}
+
+
 def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
     """README.md, the model card: the last metrics and all settings."""
     metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(asdict(args), indent=2)
+    settings = json.dumps(origin() | asdict(args), indent=2)
     script = Path(__file__).name
     text = f"""---
 library_name: transformers
@@ -1727,11 +1782,13 @@ The settings:
 
 
 def draw_curves(folder: Path, lines: pandas.DataFrame) -> None:
-    """curves.png: for each pattern of CURVES a panel with the metrics whose names it matches."""
+    """curves.png: for each title of CURVES a panel with the metrics that match its pattern; evaluations are points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines.index += 1
-    for axis, pattern in zip(figure.subplots(1, len(CURVES)), CURVES):
-        lines.filter(regex=pattern).interpolate().plot(ax=axis, xlabel="step")
+    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
+        shown = lines.filter(regex=pattern)
+        styles = ["o" if name.startswith("eval") else "-" for name in shown]
+        shown.plot(ax=axis, style=styles, title=title, xlabel="step")
     figure.savefig(folder / "curves.png", dpi=120)
 
 
@@ -1743,7 +1800,8 @@ def read_command_line() -> Args:
     args = read()
     if args.resume is None:
         return args
-    saved = Args(**json.loads(Path(args.resume, "args.json").read_text()))
+    settings = json.loads(Path(args.resume, "args.json").read_text())
+    saved = Args(**{name: x for name, x in settings.items() if name not in origin()})
     args = read(default=saved)
     require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():

@@ -43,6 +43,7 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -84,9 +85,12 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from transformers import get_scheduler, set_seed
+from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
+
+VERSION = "2026.11"  # as in CITATION.cff
 
 # Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
 # and draw the same random numbers; of every batch, each computes its share
@@ -185,7 +189,7 @@ def train(args: Args) -> None:
 
     pairs, eval_pairs = load_pairs(args, model)  # 1
     lengths = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
-    args = choose_sizes(args, model, len(pairs), fits_cpu=8192 // max(lengths))
+    args = choose_sizes(args, model, len(pairs), 2 * max(lengths))
     steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
 
@@ -460,7 +464,11 @@ ALIASES = {  # other libraries' spellings
     "--dataset-config-name": "--dataset-config",
     "--resume-from-checkpoint": "--resume",
 }
-CURVES = ["loss$", "accuracy$", "margin$"]  # a panel each: patterns of the metrics in it
+CURVES = {  # title of a panel: pattern of the metrics in it
+    "loss": "loss$",
+    "share of pairs right": "accuracy$",
+    "margin": "margin$",
+}
 
 
 def default_rate(args: Args, model: nn.Module) -> float:
@@ -555,20 +563,15 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
     return by_length[start : start + size]
 
 
-def choose_sizes(args: Args, model: nn.Module, num_rows: int, fits_cpu: int) -> Args:
-    """The settings with learning rate and batch sizes filled in; prints them in words.
-
-    `fits_cpu` rows at a time go through the model on a CPU, unless the settings say otherwise.
-    """
+def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -> Args:
+    """The settings with learning rate and batch sizes filled in, for rows of up to num_tokens; prints them in words."""
     learning_rate = args.learning_rate or default_rate(args, model)
     per_device = args.per_device_train_batch_size
     batch_size = args.batch_size or 64
     if per_device and args.batch_size is None:
         batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
     share = math.ceil(batch_size / WORLD_SIZE)  # rows of a batch that each process computes
-    if args.device == "cpu":
-        share = max(1, min(share, fits_cpu))
-    micro_batch_size = args.micro_batch_size or per_device or share
+    micro_batch_size = args.micro_batch_size or per_device or min(share, rows_that_fit(model, num_tokens, args))
     size = model.num_parameters() / 1e6
     print(f"model: {model.name_or_path}, {size:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
     print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time")
@@ -670,6 +673,18 @@ def checkpoint_layers(model: nn.Module) -> None:
             recompute_activations(module)
 
 
+def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
+    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass (on a
+    CPU 128 MB): of each token some 20 numbers per layer and hidden unit, and three times its logits."""
+    config = model.config.get_text_config()
+    per_unit = 2 if args.gradient_checkpointing else 20
+    head = model.get_output_embeddings()
+    num_logits = 0 if head is None else len(head.weight)
+    numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
+    limit = 2**25 if args.device == "cpu" else 2**30
+    return max(1, limit // numbers)
+
+
 def use_bfloat16(model: nn.Module) -> None:
     """Casts once what autocast would cast at each use: the weights of matrix products, but for those of embeddings."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -749,6 +764,7 @@ def autocast(args: Args) -> torch.autocast:
 
 def start(args: Args) -> None:
     """Joins the processes of torchrun, if it started this one, and tells the libraries how to behave."""
+    ACT2FN["gelu_new"] = GELUTanh  # GPT-2's, in one operator instead of eight
     logging.set_verbosity_error()  # of transformers, to which a fresh head is news
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -910,7 +926,7 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(origin() | asdict(args), indent=2) + "\n")
             (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -1100,10 +1116,17 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
+def origin() -> dict[str, str]:
+    """The version of this script, and the git revision of its folder, if there is one."""
+    command = "git describe --always --dirty"  # dirty: with changes that are not committed
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return {"version": VERSION, "revision": git.stdout.strip()}
+
+
 def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
     """README.md, the model card: the last metrics and all settings."""
     metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(asdict(args), indent=2)
+    settings = json.dumps(origin() | asdict(args), indent=2)
     script = Path(__file__).name
     text = f"""---
 library_name: transformers
@@ -1126,11 +1149,13 @@ The settings:
 
 
 def draw_curves(folder: Path, lines: pandas.DataFrame) -> None:
-    """curves.png: for each pattern of CURVES a panel with the metrics whose names it matches."""
+    """curves.png: for each title of CURVES a panel with the metrics that match its pattern; evaluations are points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines.index += 1
-    for axis, pattern in zip(figure.subplots(1, len(CURVES)), CURVES):
-        lines.filter(regex=pattern).interpolate().plot(ax=axis, xlabel="step")
+    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
+        shown = lines.filter(regex=pattern)
+        styles = ["o" if name.startswith("eval") else "-" for name in shown]
+        shown.plot(ax=axis, style=styles, title=title, xlabel="step")
     figure.savefig(folder / "curves.png", dpi=120)
 
 
@@ -1142,7 +1167,8 @@ def read_command_line() -> Args:
     args = read()
     if args.resume is None:
         return args
-    saved = Args(**json.loads(Path(args.resume, "args.json").read_text()))
+    settings = json.loads(Path(args.resume, "args.json").read_text())
+    saved = Args(**{name: x for name, x in settings.items() if name not in origin()})
     args = read(default=saved)
     require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():
