@@ -1,7 +1,6 @@
 """Four questions: short files of lecture/ with a few lines changed, or other flags, on the toy world over five seeds.
 
     python experiments/questions.py          # 220 short runs, an hour on one thread; goes on where it stopped
-    python experiments/questions.py --draw   # only writes tables and pictures again
 
 The changes are the diffs of docs/questions.md, each under a heading, its name; a run without one is of the file as it
 is. Each run ends with answers to prompts that it has not seen.
@@ -17,7 +16,8 @@ import sys
 import time
 from typing import NamedTuple
 
-from forks import LEARNED, QUESTIONS, ROOT, apply, complete, read_diffs, run
+from forks import LEARNED, QUESTIONS, ROOT, apply, complete, put_tables, read_diffs, run
+from tables import OTHERS, OURS, draw_band, figure_of, markdown, number, until
 
 OUTPUT = LEARNED / "questions.json"
 TEACHER = ROOT / "runs/questions/teacher"
@@ -26,7 +26,12 @@ SEEDS = (1, 2, 3, 4, 5)
 GOAL = 0.9  # of right answers
 GRPO = "lecture/grpo.py"
 RLOO = "lecture/rloo.py"
+SAMPLERS = {weights: f"--weights {weights}" for weights in ("bf16", "int8", "int4")}
+SAMPLERS |= {"1 update old": "--age 1", "4 updates old": "--age 4", "16 updates old": "--age 16"}
+CORRECTIONS = ("none", "clip", "tis")
+RATES = (0.05, 0.1, 0.2)
 SIZES = (2, 4, 8, 16, 32)  # of groups
+COLOURS = (OURS, OTHERS, "#b58900", "#5b8c3e", "#8e5ba6", "#444444")
 EVERY = 64  # episodes between two looks at what a learner from a teacher can do
 METRICS = {"sampler": ("reward", "first_ratio", "approxkl"), "liar": ("truth",)}  # whose curves are kept
 
@@ -58,16 +63,14 @@ def arms() -> list[Arm]:
     ):
         found.append(Arm("teacher", name, GRPO, fork, flags))
 
-    samplers = {weights: f"--weights {weights}" for weights in ("bf16", "int8", "int4")}
-    samplers |= {"1 update old": "--age 1", "4 updates old": "--age 4", "16 updates old": "--age 16"}
     found.append(Arm("sampler", "the policy itself", GRPO, "Another sampler", "--total-episodes 3200"))
-    for name, flags in samplers.items():
-        for correction in ("none", "clip", "tis"):
+    for name, flags in SAMPLERS.items():
+        for correction in CORRECTIONS:
             flags_of_arm = f"--total-episodes 3200 {flags} --correction {correction}"
             found.append(Arm("sampler", f"{name}, {correction}", GRPO, "Another sampler", flags_of_arm))
 
     found.append(Arm("liar", "honest", GRPO, "A lying verifier", "--total-episodes 6400"))
-    for rate in (0.05, 0.1, 0.2):
+    for rate in RATES:
         for name, sides in {
             "false +": ["positives"],
             "false −": ["negatives"],
@@ -161,8 +164,177 @@ def make_teacher() -> None:
         run(GRPO, source, ["--output-dir", str(TEACHER)], lambda *_: {})
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables
+
+
+def runs_of(results: dict, question: str, name: str) -> list[dict]:
+    """The seeds of an arm."""
+    return [run for run in results["runs"] if (run["question"], run["name"]) == (question, name)]
+
+
+def mean_end(runs: list[dict], metric: str, digits: int = 2) -> str:
+    """A cell: what the policies earn in the end."""
+    return number([run["end"][metric] for run in runs], digits)
+
+
+def mean_until(runs: list[dict], metric: str, width: int, axis: str = "episode", digits: int = 0) -> str:
+    """A cell: where on an axis the mean of so many points reaches the goal, and in how many seeds if not in all."""
+    curves = [{axis: run["curves"][axis], metric: run["curves"][metric]} for run in runs]
+    found = [until({"curves": curve}, metric, GOAL, width) for curve in curves]
+    there = [x for x in found if x is not None]
+    missing = f" ({len(there)} of {len(found)} seeds)" if len(there) < len(found) else ""
+    return number(there, digits) + missing if there else "never"
+
+
+def teacher_table(results: dict) -> str:
+    """Of each way to learn: how soon, and how well in the end."""
+    lines = [["", "episodes to .9 right", "CPU seconds to .9 right", "right in the end"], ["---", *["---:"] * 3]]
+    for name in dict.fromkeys(arm.name for arm in arms() if arm.question == "teacher"):
+        runs = runs_of(results, "teacher", name)
+        times = ["", ""]
+        if len(runs) > 1:
+            times = [mean_until(runs, "right", 1), mean_until(runs, "right", 1, "seconds", 1)]
+        lines.append([name, *times, mean_end(runs, "right", 3)])
+    return markdown(lines)
+
+
+def sampler_table(results: dict) -> str:
+    """Of each sampler: how far it is from the policy, and what that does without and with the corrections."""
+    heads = ["sampler", "first ratio", "approxkl", *(f"to .9: {name}" for name in CORRECTIONS)]
+    lines = [[*heads, *(f"right: {name}" for name in CORRECTIONS)], ["---", *["---:"] * 8]]
+    for sampler in ("the policy itself", *SAMPLERS):
+        of = {name: runs_of(results, "sampler", f"{sampler}, {name}") for name in CORRECTIONS}
+        if sampler not in SAMPLERS:
+            of = {"none": runs_of(results, "sampler", sampler)}
+        curves = [run["curves"] for run in of["none"]]
+        ratio = statistics.fmean(x for curve in curves for x in curve["first_ratio"])
+        distance = statistics.fmean(x for curve in curves for x in curve["approxkl"])
+        line = [sampler, f"{ratio:.3f}", f"{distance:.1g}"]
+        line += [mean_until(of[name], "reward", 5) if name in of else "" for name in CORRECTIONS]
+        lines.append(line + [mean_end(of[name], "right", 3) if name in of else "" for name in CORRECTIONS])
+    return markdown(lines)
+
+
+def liar_table(results: dict) -> str:
+    """By how often it lies, and on which side."""
+    sides = ("false +", "false −", "both")
+    heads = ["lies", *(f"to .9: {side}" for side in sides), *(f"right: {side}" for side in sides)]
+    lines = [heads, ["---", *["---:"] * 6]]
+    honest = runs_of(results, "liar", "honest")
+    lines.append(["none", *[mean_until(honest, "truth", 5)] * 3, *[mean_end(honest, "right", 3)] * 3])
+    for rate in RATES:
+        of = [runs_of(results, "liar", f"{side} {rate:.0%}") for side in sides]
+        lines.append([f"{rate:.0%}", *(mean_until(runs, "truth", 5) for runs in of)])
+        lines[-1] += [mean_end(runs, "right", 3) for runs in of]
+    runs = runs_of(results, "liar", "both 20%, by prompt")
+    lines.append(["20%, by prompt", "", "", mean_until(runs, "truth", 5), "", "", mean_end(runs, "right", 3)])
+    return markdown(lines)
+
+
+def groups_table(results: dict) -> str:
+    """By the size of groups: each algorithm at equal episodes and at equal seconds."""
+    heads = ["answers to a prompt", "GRPO, 3,200 episodes: right", "GRPO, 3 s: episodes", "right"]
+    heads += ["RLOO, 1,024 episodes: gold score", "KL", "RLOO, 20 s: episodes", "gold score", "KL"]
+    lines = [heads, ["---:"] * 9]
+    for size in map(str, SIZES):
+        line = [size]
+        for script, metrics in {GRPO: {"right": 3}, RLOO: {"gold score": 2, "KL": 1}}.items():
+            for limit in ("episodes", "seconds"):
+                runs = runs_of(results, f"{limit} {script}", size)
+                line += [number([run["episodes"] for run in runs], 0)] if limit == "seconds" else []
+                line += [mean_end(runs, metric, digits) for metric, digits in metrics.items()]
+        lines.append(line)
+    return markdown(lines)
+
+
+TABLES = {"teacher": teacher_table, "sampler": sampler_table, "liar": liar_table, "groups": groups_table}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pictures
+
+
+def finish(figure, name: str) -> None:
+    """Legends, and the file."""
+    for panel in figure.axes:
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(frameon=False, fontsize=8)
+    figure.savefig(ROOT / f"docs/questions-{name}.png", dpi=100)
+
+
+def draw_teacher(results: dict) -> None:
+    """Right answers against episodes, and against seconds."""
+    figure, axes = figure_of(1, 2, 9, 3.4)
+    names = [arm.name for arm in arms() if arm.question == "teacher" and len(arm.seeds) > 1]
+    for panel, axis in zip(axes[0], ("episode", "seconds")):
+        for name, colour in zip(names, COLOURS):
+            runs = [
+                {"curves": {axis: run["curves"][axis], "right": run["curves"]["right"]}}
+                for run in runs_of(results, "teacher", name)
+            ]
+            draw_band(panel, runs, "right", colour, name)
+        panel.set_xlabel({"episode": "episodes", "seconds": "CPU seconds"}[axis], fontsize=9)
+        panel.set_title("right answers to unseen prompts", fontsize=10)
+    axes[0, 0].set_xscale("log"), axes[0, 1].set_xlim(0, 4)
+    finish(figure, "teacher")
+
+
+def draw_sampler(results: dict) -> None:
+    """How far the samplers are from the policy, and what is learned from the worst two."""
+    figure, axes = figure_of(1, 3, 13, 3.4)
+    for name, colour in zip(SAMPLERS, COLOURS):
+        draw_band(axes[0, 0], runs_of(results, "sampler", f"{name}, none"), "approxkl", colour, name)
+    axes[0, 0].set_yscale("log"), axes[0, 0].set_title("approxkl, sampler and policy", fontsize=10)
+    for panel, name in zip(axes[0, 1:], ("int4", "16 updates old")):
+        draw_band(panel, runs_of(results, "sampler", "the policy itself"), "reward", "grey", "the policy itself")
+        for correction, colour in zip(CORRECTIONS, COLOURS):
+            draw_band(
+                panel, runs_of(results, "sampler", f"{name}, {correction}"), "reward", colour, f"{name}, {correction}"
+            )
+        panel.set_title("right answers, of the sampler", fontsize=10), panel.set_ylim(0, 1)
+    for panel in axes[0]:
+        panel.set_xlabel("episodes", fontsize=9)
+    finish(figure, "sampler")
+
+
+def draw_liar(results: dict) -> None:
+    """Right answers while a verifier lies in 20 % of the cases, and in the end against how often it lies."""
+    figure, axes = figure_of(1, 2, 9, 3.4)
+    honest = runs_of(results, "liar", "honest")
+    draw_band(axes[0, 0], honest, "truth", "grey", "honest")
+    for side, colour in zip(("false +", "false −", "both"), COLOURS):
+        draw_band(axes[0, 0], runs_of(results, "liar", f"{side} 20%"), "truth", colour, f"{side} 20%")
+        of = [honest, *(runs_of(results, "liar", f"{side} {rate:.0%}") for rate in RATES)]
+        draw_ends(axes[0, 1], [0, *RATES], of, "right", colour, side)
+    axes[0, 0].set_title("right answers while it learns", fontsize=10), axes[0, 0].set_xlabel("episodes", fontsize=9)
+    axes[0, 1].set_title("right answers to unseen prompts in the end", fontsize=10)
+    axes[0, 1].set_xlabel("share of lies", fontsize=9)
+    finish(figure, "liar")
+
+
+def draw_groups(results: dict) -> None:
+    """What is learned in the end, against the size of groups."""
+    figure, axes = figure_of(1, 2, 9, 3.4)
+    limits = {GRPO: ("3,200 episodes", "3 CPU seconds"), RLOO: ("1,024 episodes", "20 CPU seconds")}
+    for panel, (script, metric) in zip(axes[0], {GRPO: "right", RLOO: "gold score"}.items()):
+        for limit, label, colour in zip(("episodes", "seconds"), limits[script], COLOURS):
+            of = [runs_of(results, f"{limit} {script}", str(size)) for size in SIZES]
+            draw_ends(panel, SIZES, of, metric, colour, label)
+        panel.set_xscale("log", base=2), panel.set_xticks(SIZES, SIZES)
+        panel.set_xlabel("answers to a prompt", fontsize=9), panel.set_title(f"{script}: {metric}", fontsize=10)
+    finish(figure, "groups")
+
+
+def draw_ends(panel, x: list[float], of: list[list[dict]], metric: str, colour: str, label: str) -> None:
+    """What the policies of some arms earn in the end: mean and range of the seeds."""
+    ends = [[run["end"][metric] for run in runs] for runs in of]
+    panel.plot(x, [statistics.fmean(values) for values in ends], "o-", color=colour, label=label, markersize=4)
+    panel.fill_between(x, *[[choose(values) for values in ends] for choose in (min, max)], color=colour, alpha=0.15)
+
+
 def main() -> None:
-    """Makes the runs that are missing."""
+    """Makes the runs that are missing, and writes tables and pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="only say how many runs are missing")
     args = parser.parse_args()
@@ -176,7 +348,10 @@ def main() -> None:
     diffs = {"default": ""} | read_diffs(QUESTIONS.read_text("utf-8"))
     if not args.list:
         make_teacher()
-    complete(OUTPUT, diffs, wanted(), measure, MINUTES, args.list)
+    results = complete(OUTPUT, diffs, wanted(), measure, MINUTES, args.list)
+    put_tables(QUESTIONS, {name: table(results) for name, table in TABLES.items()})
+    for draw in (draw_teacher, draw_sampler, draw_liar, draw_groups):
+        draw(results)
 
 
 if __name__ == "__main__":
