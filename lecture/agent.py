@@ -190,7 +190,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
 
 
-# %% Model, environment and data
+# %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"

@@ -65,7 +65,7 @@ def test_with_one_turn_and_no_answer_it_is_grpo(credit, scale, uneven, tmp_path,
     """Some responses are cut off, prompts differ in length; three updates of four steps."""
     (tmp_path / "once.py").write_text(ONCE)
     settings = SETTINGS | dict(model=f"{ROOT}/toy/shells/sft", scale_rewards=scale)
-    settings |= dict(dataset=uneven("prompts", 64), temperature=3.0, response_length=4)
+    settings |= dict(dataset=uneven("prompts", 64), temperature=2.0, response_length=4)
     reward, env = f"{tmp_path}/once.py:reward", f"{tmp_path}/once.py:Once"
     grpo = run("grpo", monkeypatch, tmp_path, reward_fn=reward, **settings)
     agent = run("agent", monkeypatch, tmp_path, "# %% The trained policy", env=env, credit=credit, **settings)

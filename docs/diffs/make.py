@@ -22,6 +22,12 @@ group's standard deviation. The first only multiplies the advantages by (K − 1
 is a choice, which gives hard and easy prompts the same weight, and `--scale-rewards none` undoes it. The ratio is
 again one per token, and the KL, if there is one, has moved from the reward into the loss, where it is no longer part of
 what the group compares.""",
+    ("grpo", "agent"): """A response becomes a stream in which the policy is answered, by an environment that takes the
+place of the reward function. The environment's tokens are read like a prompt's, so that they are in the attention mask;
+they are no actions, so that they are not in `mask`, with which everything about the loss goes on as before. Where the
+policy ends its turn it no longer ends the text: EOS hands over, and the environment says when all is over. With an
+environment that answers nothing and ends after one turn, the numbers are GRPO's; a test holds them together. Left out
+to make room: the KL term, and all ways to add up tokens but one.""",
     (
         "sft",
         "reward_model",
@@ -34,7 +40,12 @@ reward for which it is the best policy that stays near the reference. In the sam
 becomes a difference of two log-ratios. The price: a reference must read every pair, and nobody ever judges what the
 policy itself would write.""",
 }
-SAME_ROLE = {"Preference": "Pair", "encode_preference": "encode_pair", "dpo_loss": "preference_loss"}  # new -> old name
+SAME_ROLE = {  # new -> old name
+    "Preference": "Pair",
+    "encode_preference": "encode_pair",
+    "dpo_loss": "preference_loss",
+    "play": "sample",
+}
 
 
 def parts(script: str) -> dict[str, list[str]]:
