@@ -137,8 +137,8 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
 def group_advantages(scores, G, scale):
     """(B,) each score less the mean of its group, over the deviation of the group or of the batch.
 
-    With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By the group's deviation, .5,
-    it is [1.5, -.5, -.5, -.5]: then a group in which little was at stake counts for as much.
+    With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By their deviation, .5, it is
+    [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures.
     """
     groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
     groups = groups - groups[:, :1]  # so that equal scores give 0, whatever rounding does to a mean
@@ -172,8 +172,8 @@ def token_logprobs(logits, tokens):
 
 
 def response_logprobs(logits, tokens, prompt_length, temperature):
-    """(B, T) log-probabilities of the streams, from logits (B, P+T, V) and tokens (B, P+T). The
-    logits at a position predict the next token: those of the streams begin at P-1."""
+    """(B, T) log-probabilities of the responses, from logits (B, P+T, V) and tokens (B, P+T). The
+    logits at a position predict the next token: those of the responses begin at P-1."""
     logits = logits[:, prompt_length - 1 : -1] / temperature
     return token_logprobs(logits, tokens[:, prompt_length:])
 

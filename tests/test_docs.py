@@ -54,7 +54,7 @@ def settings_of(node):
             continue
         name = field.target.id
         default = None
-        if field.value is not None and not isinstance(field.value, ast.Call):
+        if field.value is not None and not isinstance(field.value, (ast.Call, ast.JoinedStr)):
             default = ast.literal_eval(field.value)
         flag = name.replace("_", "-")
         found[f"--{flag}"] = name, default
@@ -77,7 +77,8 @@ def arguments(script):
     return found | {alias: found[flag] for alias, flag in aliases.items()}
 
 
-PROGRAMS = [str(path.relative_to(ROOT)) for folder in PLACES for path in (ROOT / folder).glob("*.py")]
+WITH_PROGRAMS = (*PLACES, "lecture", "toy/guess", "toy/shells")
+PROGRAMS = [str(path.relative_to(ROOT)) for folder in WITH_PROGRAMS for path in (ROOT / folder).glob("*.py")]
 ARGUMENTS = {path: arguments(path) for path in [*SCRIPTS, *PROGRAMS]}
 ALL_FLAGS = set().union(*ARGUMENTS.values())
 
