@@ -36,11 +36,11 @@ ROWS = {  # name -> flags, number of seeds
     "the default": ("", 5),
     FAULT: ("", 5),
     "each group's own deviation": ("--scale-rewards group", 3),
-    "a baseline for each turn": ("--credit turn", 3),
-    "start: sloppy play": (f"--model {MADE}/sloppy --learning-rate 1e-3", 2),
     "start: play that ignores the answers": (f"--model {MADE}/deaf --total-episodes 76800", 2),
     "a look for .6": (f"--env toy/shells/make.py:Look {LOOK} --total-episodes 102400", 3),
     "a look for .3": (f"--env toy/shells/make.py:CheapLook {LOOK} --total-episodes 25600", 3),
+    "start: sloppy play": (f"--model {MADE}/sloppy --learning-rate 1e-3", 2),
+    "a baseline for each turn": ("--credit turn", 3),
 }
 LOOKING = [name for name in ROWS if name.startswith("a look")]
 PRINTED = {"sampled": 2, "likeliest": 2, "found": 2}  # of guesses the mean and of games the share, and their digits
@@ -239,7 +239,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # before torch is imported
     os.chdir(ROOT)
     wanted = [{"fork": name, "seed": seed} for name, (_, n) in ROWS.items() for seed in range(1, n + 1)]
-    wanted.sort(key=lambda run: run["seed"])
+    wanted.sort(key=lambda run: (run["fork"] in list(ROWS)[6:], run["seed"]))
     changes = read_diffs(PAGE.read_text("utf-8"))
     diffs = {name: changes.get(name, "") or flags for name, (flags, _) in ROWS.items()}
     if not args.list:
