@@ -53,6 +53,7 @@ WATCHED = {  # flags of each run that names no --reward-fn: its reward, and a nu
 LITTLE_INK = "--reward-fn toy/shapes/make.py:little_ink toy/shapes/make.py:same_shape --reward-weights 1 0"
 GAME = "--from-scratch toy/shells/base --num-train-epochs 4 --batch-size 32 --learning-rate 2e-3"
 TIED = "--beta 0.1"
+UNPUNISHED = "--missing-eos-penalty 0"  # as in dpo.py and grpo.py, which have no such penalty
 PRICE = (
     f"{TIED} --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:length toy/shells/make.py:worked "
     "--reward-weights 1 -0.05 0"
@@ -147,10 +148,11 @@ RUNS += [
         "--num-ppo-epochs 8": 1.8,
         "--kl-coef 0.2": 1,
         "--kl-coef 0.01": 1,
+        f"{UNPUNISHED} --response-length 24": 0.7,
         "--response-length 24": 0.7,
         "--response-length 24 --missing-eos-penalty 3": 0.7,
-        "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0": 2,
-        "--learning-rate 1e-3 --total-episodes 4096": 2,
+        f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096 --kl-coef 0": 2,
+        f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096": 2,
     }.items()
 ]
 RUNS += [
@@ -212,8 +214,10 @@ RUNS += [
         ("dpo", "--num-train-epochs 0.0683", 0.15),
         ("grpo", f"{BY_MODEL} --beta 0.05 --total-episodes 2048", 1),
         ("sft", "--model toy/sft --dataset runs/learning/chosen --num-train-epochs 0.0683", 0.3),
-        ("ppo", "--total-episodes 5120", 2.3),
-        ("rloo", "--total-episodes 7168", 3),
+        ("ppo", UNPUNISHED, 1),
+        ("rloo", UNPUNISHED, 1),
+        ("ppo", f"{UNPUNISHED} --total-episodes 5120", 2.3),
+        ("rloo", f"{UNPUNISHED} --total-episodes 7168", 3),
         ("grpo", f"{BY_MODEL} --beta 0.05 --total-episodes 6144", 3),
         ("dpo", "--num-train-epochs 0.6", 0.6),
         ("sft", "--model toy/sft --dataset runs/learning/chosen", 1.4),
@@ -222,7 +226,8 @@ RUNS += [
 # Last, since they need the models of other runs
 RUNS += [Run("grpo", f"--model {folder_of(UNTAUGHT, 1).relative_to(ROOT)}", judged=True)]
 RUNS += [
-    Run("ppo", f"--reward-model runs/learning/{run}-1", ONE) for run in ("reward_model", "reward_model-eos-dropout-0.5")
+    Run("ppo", f"{UNPUNISHED} --reward-model runs/learning/{run}-1", ONE)
+    for run in ("reward_model", "reward_model-eos-dropout-0.5")
 ]
 
 
@@ -419,7 +424,8 @@ def save_start(ours: Path, output: Path) -> None:
 
 def args_of(script, ours: Path, **changes):
     """The settings of our run."""
-    return script.Args(**json.loads((ours / "args.json").read_text()) | changes)
+    settings = json.loads((ours / "args.json").read_text())
+    return script.Args(**{name: x for name, x in settings.items() if name not in script.origin()} | changes)
 
 
 def judge(algorithm: str, ours: Path, output: Path) -> None:

@@ -285,6 +285,8 @@ def optimise(reward_model: Path, seed: int, kl_coef: float, start: dict, folder:
         SETTINGS["temperature"],
         "--response-length",
         SETTINGS["response_length"],
+        "--missing-eos-penalty",
+        0,
         "--dataset-test-split",
         "none",
         "--num-sample-generations",

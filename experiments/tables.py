@@ -21,7 +21,7 @@ import learning
 import memory
 import throughput
 from common import LEARNED, RESULTS, ROOT, figure_of
-from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, read_record
+from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, UNPUNISHED, read_record
 
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
@@ -132,8 +132,8 @@ def ppo_results() -> str:
 
 def over_optimization() -> str:
     flags = {
-        "0": "--learning-rate 1e-3 --total-episodes 4096 --kl-coef 0",
-        "0.05": "--learning-rate 1e-3 --total-episodes 4096",
+        "0": f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096 --kl-coef 0",
+        "0.05": f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096",
     }
     text = sweep("ppo", "β", flags, [SCORE, *ENDS[:2]])
     runs = [RECORD.get(f"ppo {flag}", []) for flag in flags.values()]
@@ -243,7 +243,10 @@ def perplexities(flags: dict[str, str]) -> str:
 def cut_texts() -> str:
     runs = {"0 (default)": "runs/learning/reward_model-1", "0.5": "runs/learning/reward_model-eos-dropout-0.5-1"}
     return sweep(
-        "ppo", "`--eos-dropout`", {label: f"--reward-model {run}" for label, run in runs.items()}, [SCORE, *ENDS]
+        "ppo",
+        "`--eos-dropout`",
+        {label: f"{UNPUNISHED} --reward-model {run}" for label, run in runs.items()},
+        [SCORE, *ENDS],
     )
 
 
@@ -267,9 +270,9 @@ def which_episodes() -> str:
         {
             "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683",
             "`dpo.py`, 2,048 pairs": "dpo --num-train-epochs 0.0683",
-            "`rloo.py`, 2,048 responses": "rloo",
+            "`rloo.py`, 2,048 responses": f"rloo {UNPUNISHED}",
             "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048",
-            "`ppo.py`, 2,048 responses": "ppo",
+            "`ppo.py`, 2,048 responses": f"ppo {UNPUNISHED}",
             "`dpo.py`, all 30,000 pairs": "dpo",
         }
     )
@@ -280,9 +283,9 @@ def which_seconds() -> str:
         {
             "`sft.py`, 30,000 chosen texts": CHOSEN,
             "`dpo.py`, 18,000 pairs": "dpo --num-train-epochs 0.6",
-            "`rloo.py`, 7,168 responses": "rloo --total-episodes 7168",
+            "`rloo.py`, 7,168 responses": f"rloo {UNPUNISHED} --total-episodes 7168",
             "`grpo.py`, 6,144 responses": f"{BY_GRPO} --total-episodes 6144",
-            "`ppo.py`, 5,120 responses": "ppo --total-episodes 5120",
+            "`ppo.py`, 5,120 responses": f"ppo {UNPUNISHED} --total-episodes 5120",
         }
     )
 
@@ -488,7 +491,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "ppo-eos": lambda: sweep(
         "ppo",
         "penalty",
-        {"0": "--response-length 24", "3": "--response-length 24 --missing-eos-penalty 3"},
+        {
+            "0": f"{UNPUNISHED} --response-length 24",
+            "1 (default)": "--response-length 24",
+            "3": "--response-length 24 --missing-eos-penalty 3",
+        },
         [
             ("EOS share, first update", "start val/eos_share", 2),
             ("EOS share, last five", "end val/eos_share", 2),
@@ -730,7 +737,7 @@ def draw_price(docs: Path) -> None:
 def draw_no_kl(docs: Path) -> None:
     """no-kl.png: score and gold score with and without KL penalty."""
     figure, axes = figure_of(1, 2, 8, 3)
-    flags = "--learning-rate 1e-3 --total-episodes 4096"
+    flags = f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096"
     for panel, (title, name) in zip(axes[0], {"β = 0": f"{flags} --kl-coef 0", "β = 0.05": flags}.items()):
         for metric, colour in {"objective/scores": OURS, GOLD_MEAN: "#b58900"}.items():
             draw_band(panel, RECORD.get(f"ppo {name}", []), metric, colour, TITLES[metric])

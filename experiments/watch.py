@@ -25,7 +25,7 @@ OUTPUT = LEARNED / "watch.json"
 FIGURE = ROOT / "docs/watch.png"
 SEED = 1
 SCORE, GOLD = "objective/scores", "rewards/gold_score/mean"
-COMMON = f"--dataset-test-split none --total-episodes 1280 --seed {SEED}"
+COMMON = f"--dataset-test-split none --total-episodes 1280 --seed {SEED} --missing-eos-penalty 0"
 FAST = "--learning-rate 1e-3"  # at which a lack of KL shows within so few episodes
 
 
