@@ -254,6 +254,13 @@ def test_a_page_has_the_skeleton_and_names_functions_that_exist(script):
         assert held_by & set(defined_in(script)), point
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_plan_of_a_lecture_names_what_stands_in_the_short_file(script):
+    plan = text_of(f"docs/{Path(script).stem}.md").split("## A lecture of")[1]
+    for name in re.findall(r"`([a-zA-Z_]+)`", plan):
+        assert name in text_of(f"lecture/{script}"), name
+
+
 # --- Commands
 
 
