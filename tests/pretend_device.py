@@ -7,9 +7,9 @@ Its tensors hold memory of the host, and behave as CUDA's do where a program for
   read, every kernel as a launch, by the line of the script that asked for it: `with count() as counts`;
 - processes speak through gloo, if their group was made for this device; for tensors of the CPU it needs another one.
 Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). What they cannot do: run on a
-stream of their own, so nothing is asynchronous, and a race is not seen; measure memory; compile; give the address of a
-tensor (diffusers and peft save by it). Backward passes run in a thread of autograd's, outside of any line of a script.
-All processes share device 0. Kernels are the CPU's: times, and the rounding of TF32 and of bfloat16, say nothing.
+stream of their own, so nothing is asynchronous and no race is seen; measure memory; compile. Backward passes run in a
+thread of autograd's, outside of any line of a script. All processes share device 0. The kernels are the CPU's: times,
+and the rounding of TF32 and of bfloat16, say nothing of a GPU's.
 """
 
 import sys
@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -98,11 +97,18 @@ class PretendTensor(torch.Tensor):
         note(is_launch=False, is_read=True)
         return self.raw.tolist()
 
+    def __format__(self, spec: str) -> str:
+        return format(self.tolist(), spec)
+
     def numpy(self, **_):
         """Refused, as by CUDA's tensors."""
         raise TypeError(f"can't convert a tensor of the device {NAME} to numpy: copy it to the CPU first")
 
     __array__ = numpy
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The host's, which FSDP2 frees, and by which libraries know tied weights when they save."""
+        return self.raw.untyped_storage()
 
     @classmethod
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
@@ -233,12 +239,12 @@ _setup_privateuseone_for_python_backend(NAME, Module())
 torch.__future__.set_swap_module_params_on_conversion(True)  # a module's tied weights stay tied when it is moved
 torch.accelerator.synchronize = lambda *_: None
 _foreach_utils._foreach_supported_types.append(PretendTensor)
-for resize in (_fsdp_param.alloc_storage, _fsdp_param.free_storage):  # FSDP2's: our tensors have no storage
-    setattr(_fsdp_param, resize.__name__, lambda tensor, resize=resize: resize(raw(tensor)))
 dist.Backend.default_device_backend_map[NAME] = "gloo"
 library = torch.library.Library("aten", "IMPL")
 for factory in FACTORIES:
     library.impl(factory.name().removeprefix("aten::"), partial(make, factory), "PrivateUse1")
+everything = torch.library.Library("_", "IMPL")
+everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 for product in PRODUCTS:
     library.impl(product, partial(lowered, getattr(aten, product)), "AutocastPrivateUse1")
 library.impl("_copy_from", copy_from, "PrivateUse1")

@@ -1,0 +1,114 @@
+"""What test_device.py starts, in processes that know the pretend device: on_device.py JOBS.json does the jobs of one.
+
+Under torchrun, on_device.py JOBS.json are those of on_many_processes.py. PyTorch never forgets a device of this kind,
+so that the tests themselves, and the runs on the CPU, stay in processes that have not heard of it.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from runs import run, words_of  # noqa: E402 (they import what stands in the folder above)
+from sources import defined_in, text_of  # noqa: E402
+
+DEVICE = "pretend"
+
+
+def do(jobs: dict) -> dict:
+    """Trains on the device; what was counted there, and what came of mistakes."""
+    import pretend_device
+
+    counts = {}
+    for script, settings, output in jobs["scripts"]:
+        module = importlib.import_module(script)
+        module.draw_curves = lambda *_: None
+        with pretend_device.count() as counted:
+            run(module, output, device=DEVICE, **settings)
+        counts[Path(output).name] = by_function(script, vars(counted))
+    for script, settings, output in jobs["lecture"]:
+        lecture(script, settings, output, DEVICE)
+    return {"counts": counts, "reads_of_sampling": reads_of_sampling(), "mistakes": try_mistakes()}
+
+
+def by_function(script: str, counted: dict[str, Counter]) -> dict[str, Counter]:
+    """Launches and reads of each function and class at the top of a script; of what stands in none, by line."""
+    tops = defined_in(f"{script}.py").items()
+    names = {f"{script}.py:{line}": name for name, x in tops for line in range(x.lineno, x.end_lineno + 1)}
+    result = {kind: Counter() for kind in counted}
+    for kind, numbers in counted.items():
+        for line, n in numbers.items():
+            result[kind][names.get(line, line)] += n
+    return result
+
+
+def lecture(script: str, settings: dict, output: str, device: str) -> None:
+    """Runs the short form of a script on a device."""
+    import wandb
+
+    file = f"lecture/{script}.py"
+    choice = '"cuda" if torch.cuda.is_available() else "cpu"'
+    assert text_of(file).count(choice) == 1
+    names = {"__file__": str(ROOT / file), "__name__": "__main__"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [file, *words_of(**settings, output_dir=output)])
+        patch.setattr(wandb, "init", lambda **_: None)  # it would remember for good that it is disabled
+        patch.setattr(wandb, "log", lambda *_, **__: None)
+        exec(compile(text_of(file).replace(choice, repr(device)), ROOT / file, "exec"), names)
+    Path(output, "metrics.jsonl").write_text("\n".join(map(json.dumps, names["history"])))
+
+
+def reads_of_sampling() -> int:
+    """In 64 token steps of `sample`, in which no response ends."""
+    import torch
+    from pretend_device import count
+
+    import ppo
+
+    policy = ppo.load_policy(ppo.Args()).to(DEVICE)
+    policy.stop_token_id = -1
+    prompts = torch.ones(4, 8, dtype=torch.long).to(DEVICE)
+    with count() as counted:
+        ppo.sample(policy, prompts, prompts > 0, torch.rand(4, 64).to(DEVICE), 1.0)
+    return counted.reads.total()
+
+
+def try_mistakes() -> dict[str, str]:
+    """What comes of that which a program for CUDA must not do."""
+    import torch
+
+    ours = torch.ones(3, device=DEVICE)
+    mistakes = {
+        "a tensor of the CPU": lambda: ours + torch.ones(3),
+        "a mask of the CPU": lambda: ours.masked_fill(torch.ones(3) > 0, 0.0),
+        "an index on the device": lambda: torch.ones(3)[ours.long()],
+        "a sum on the CPU": lambda: torch.zeros(()).add_(ours.sum()),
+        "a generator of the CPU": lambda: torch.rand(3, device=DEVICE, generator=torch.Generator()),
+        "numpy": lambda: ours.numpy(),
+    }
+    outcomes = {}
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+            outcomes[name] = "allowed"
+        except (RuntimeError, TypeError):
+            outcomes[name] = "refused"
+    return outcomes
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        import pretend_device  # noqa: F401
+
+        runpy.run_path(str(ROOT / "tests/on_many_processes.py"), run_name="__main__")
+    else:
+        jobs = json.loads(Path(sys.argv[1]).read_text())
+        Path(sys.argv[1]).with_name("found.json").write_text(json.dumps(do(jobs)))
