@@ -51,7 +51,7 @@ def words_of(**settings) -> list[str]:
 def in_background(script: str, *words: object) -> BaseProcess:
     """Starts a run in a process of its own, forked from one that has imported all that it needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*(name.removesuffix(".py") for name in SCRIPTS), "runs"])
+    context.set_forkserver_preload([name.removesuffix(".py") for name in SCRIPTS])
     process = context.Process(target=quiet_main, args=(script, *map(str, words)))
     process.start()
     return process

@@ -274,7 +274,7 @@ def test_join():
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_evaluation(monkeypatch, processes):
-    """Four prompts: low temperature is right on 0 and 1; of two answers each, of prompt 0 both, of 1 and 2 one is."""
+    """Four prompts: low temperature is right on 0 and 1; of two answers each, of 0 and 1 both, of 2 one is."""
     args = grpo.Args(num_generations=2)
 
     def answer(policy, examples, answers):
@@ -284,7 +284,7 @@ def test_evaluation(monkeypatch, processes):
         right = ids < 2
         if k == 2:
             is_first = (torch.arange(len(ids)) % 2 == 0)[:, None]
-            right = (ids == 0) | ((ids == 1) | (ids == 2)) & is_first
+            right = (ids < 2) | (ids == 2) & is_first
         return grpo.Rollout(ids, ids > -1, ids, ids > -1, right[:, 0], right.float(), examples)
 
     monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
@@ -292,7 +292,7 @@ def test_evaluation(monkeypatch, processes):
     rewards = {"right": lambda r: r.old_logprobs[:, 0], "other": lambda r: r.prompts[:, 0].float()}
     prompts = [{"prompt": "", "n": n} for n in range(4)]
     stats = grpo.evaluate(None, rewards, prompts, args)
-    expected = {"eval/accuracy": 0.5, "eval/scores": 0.5 + 1.5, "eval/pass@1": 0.5, "eval/pass@2": 0.75}
+    expected = {"eval/accuracy": 0.5, "eval/scores": 0.5 + 1.5, "eval/pass@1": 0.625, "eval/pass@2": 0.75}
     assert stats == pytest.approx(expected)
 
 

@@ -407,9 +407,10 @@ class Plain:
         if not self.is_ppo:
             stats["val/clipfrac_avg"] = 0
         if number % args.eval_steps == 0 or number == num_updates:
-            answers = self.look(self.noted.next_rows(self, args.eval_temperature)).stats
-            for name in ("objective/scores", "objective/kl", "val/eos_share", "val/response_length"):
-                stats[f"eval/{name.split('/')[1]}"] = answers[name]
+            answers = self.look(self.noted.next_rows(self, args.eval_temperature))
+            for name in ("objective/scores", "val/eos_share", "val/response_length"):
+                stats[f"eval/{name.split('/')[1]}"] = answers.stats[name]
+            stats["eval/log_ratio"] = mean([(old - ref).sum() for old, ref in zip(answers.old, answers.ref)])
         if args.adaptive_kl:  # Ziegler et al.: by at most 20 % * episodes / horizon
             error = max(-0.2, min(0.2, stats["objective/kl"] / args.kl_target - 1))
             self.kl_coef *= 1 + error * args.batch_size / args.kl_horizon
@@ -540,7 +541,7 @@ def check_prompts(noted):
 @pytest.mark.parametrize("processes, num_rows", [(2, 4), (5, 5)])
 def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows, script):
     """All processes get equally many of three prompts' rows, and those that fill up the last are not counted."""
-    args = script.Args(response_length=8, response_length_min=4)
+    args = script.Args(response_length=8, response_length_min=4, missing_eos_penalty=0.0)
 
     def answer(policy, examples, answers):
         assert answers.temperature == args.eval_temperature and answers.response_length_min is None
@@ -552,8 +553,7 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows, sc
         return script.Rollout(ids, ids > 0, ids.repeat(1, 24), mask, ids.flatten() == 7, zeros, examples)
 
     def compare(rollout, *_):
-        rollout.ref_logprobs = torch.zeros(rollout.mask.shape)
-        rollout.kl = torch.ones(rollout.mask.shape)
+        rollout.ref_logprobs = -torch.ones(rollout.mask.shape)
 
     monkeypatch.setattr(script, "WORLD_SIZE", processes)
     monkeypatch.setattr(script, "sample_batch", answer)
@@ -561,5 +561,5 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows, sc
     monkeypatch.setattr(script, "score_reference", compare)
     examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
     stats = script.evaluate(None, None, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)
-    expected = {"eval/scores": 12.0, "eval/kl": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
+    expected = {"eval/scores": 12.0, "eval/log_ratio": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
     assert stats == pytest.approx(expected)

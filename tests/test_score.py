@@ -217,7 +217,7 @@ TEXTS = [" is good", " is bad", " a b c d", " of a man and a woman"]
 
 def ask(policy, *specs, rows=ROWS, **settings):
     """The rewards by name, and the scores, that functions give the four completions."""
-    args = ppo.Args(reward_fn=specs, device="cpu", **settings)
+    args = ppo.Args(reward_fn=specs, device="cpu", missing_eos_penalty=0.0, **settings)
     ppo.check_args(args)
     rollout = answered(policy, rows, TEXTS)
     ppo.score_responses(rollout, ppo.make_reward_fns(args, policy, None), args)
@@ -287,7 +287,7 @@ def test_several_add_up_with_their_weights(policy, write):
 WRONG = [
     ("three three", (), "two of them"),
     ("even three", (1.0,), "--reward-weights"),
-    ("few", (), "gave 1 rewards for 4"),
+    ("few", (), "a list of 4 rewards"),
     ("even", (), "no reward"),
 ]
 
@@ -323,6 +323,7 @@ def test_columns_belong_to_their_rows(name, tmp_path, write):
         total_episodes=16,
         response_length=6,
         reward_fn=(write(code),),
+        missing_eos_penalty=0.0,
     )
     for line in run(SCRIPTS[name], tmp_path / "out", **settings, **GROUPS[name]):
         assert line["objective/scores"] == pytest.approx(line["rewards/f/mean"])

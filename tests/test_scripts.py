@@ -110,7 +110,7 @@ def test_shared_arguments_have_the_same_help():
         cliprange ratio_threshold max_grad_norm learning_rate lr_scheduler_type batch_size micro_batch_size
         per_device_train_batch_size num_train_epochs model chosen_column rejected_column prompt_column max_length
         max_prompt_length seed eval_steps save_steps num_sample_generations total_episodes response_length
-        temperature lora_r loss_type beta num_ppo_epochs kl_coef reward_fn"""
+        temperature missing_eos_penalty lora_r loss_type beta num_ppo_epochs kl_coef reward_fn"""
     texts = defaultdict(set)
     for script in SCRIPTS:
         for name, words in helps(script).items():

@@ -153,7 +153,7 @@ WRONG = [
     (ppo, dict(reward_weights=(1.0, 2.0)), "reward-weights"),
     (ppo, dict(reward_fn=(GOLD, GOLD)), "gold_score"),
     (ppo, dict(reward_fn=("gold_score",)), "file.py:name"),
-    (ppo, dict(reward_fn=("r.py:f",)), "1 rewards for 64"),
+    (ppo, dict(reward_fn=("r.py:f",)), "a list of 64 rewards"),
     (ppo, dict(reward_fn=("r.py:g",)), "None"),
     (rloo, dict(rloo_k=5), "rloo-k"),
     (sft, dict(lora_r=2), "--model"),
@@ -233,13 +233,13 @@ def test_epochs_win_over_episodes(tmp_path, tiny):
 def test_sizes_of_batches(module):
     """TRL's way: a size per device, times accumulation, mini-batches and processes; a batch size wins."""
     model = ppo.load_policy(ppo.Args(device="cpu"))
-    more = {"fits_cpu": 9} if module is sft else {}
+    rows = [[{"input_ids": [5]}]] if module is ppo else [100, 9]  # prompts; number of texts, tokens of the longest
     parts = 2 if module is ppo else 1
 
     def sizes(**settings):
         if module is ppo:
             settings["num_mini_batches"] = 2
-        args = module.choose_sizes(module.Args(device="cpu", **settings), model, 100, **more)
+        args = module.choose_sizes(module.Args(device="cpu", **settings), model, *rows)
         return args.batch_size, args.micro_batch_size
 
     per_device = dict(per_device_train_batch_size=4, gradient_accumulation_steps=3)
