@@ -197,6 +197,9 @@ class Args:
     max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
 
     # --- Additions to GRPO ---
+    # file.py:name of a class whose step(said) -> answer, reward, is_over answers the policy, in place of --reward-fn
+    env: Name | None = None
+    max_turns: Count | None = None  # with --env, cut an episode after so many; --response-length counts answers, too
     # weight of a mixture of experts' load-balancing loss; depends on micro-batches
     aux_loss_coef: NonNegative = 0.0
     num_eval_prompts: Count = 256  # prompts of the test split that are answered in an evaluation
@@ -246,7 +249,7 @@ def train(args: Args) -> None:
     G = args.num_generations
     args = choose_sizes(args, policy, repeat(prompts, G))
     require(args.batch_size % G == 0, f"--num-generations {G} does not divide a batch of {args.batch_size} responses")
-    reward_fns = make_reward_fns(args, policy, reward_model)
+    reward_fns = {"env": lambda r: r.rewards.sum(1)} if args.env else make_reward_fns(args, policy, reward_model)
     num_updates = args.total_episodes // args.batch_size
 
     optimizer = make_optimizer(args, policy)
@@ -261,9 +264,9 @@ def train(args: Args) -> None:
             if args.beta:
                 score_reference(rollout, policy, reference, args)
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
-        rollout.loss_mask = rollout.mask
+        rollout.loss_mask = rollout.written
         if args.mask_truncated_completions:
-            rollout.loss_mask = rollout.mask & rollout.ended[:, None]
+            rollout.loss_mask = rollout.written & rollout.ended[:, None]
         with run.clock("update"):
             stats = optimize(policy, optimizer, rollout, args)  # 4 and 5
         stats |= rollout_stats(rollout, args)
@@ -297,6 +300,13 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
     advantages: Tensor | None = None  # (B, 1), those of a response's tokens are all alike
     loss_mask: Tensor | None = None  # (B, T), true on the tokens that the loss is about
+    written: Tensor | None = None  # (B, T), the mask, but with --env without the answers
+    rewards: Tensor | None = None  # (B, T), with --env: what a turn earned, on the token that ended it
+    num_turns: Tensor | None = None  # (B,), with --env
+
+    def __post_init__(self):
+        if self.written is None:
+            self.written = self.mask
 
     def inputs(self) -> dict[str, Tensor]:
         """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
@@ -489,7 +499,7 @@ def sample_groups(
     num_differing = 0
     for draw in range(1 + args.dynamic_sampling):
         examples = batch(prompts, first_draw + draw, num_groups, args.seed)
-        part = sample_batch(policy, repeat(examples, G), args)
+        part = (play_batch if args.env else sample_batch)(policy, repeat(examples, G), args)
         score_responses(part, reward_fns, args)
         parts.append(part)
         num_differing += int((~equal_groups(part.scores, G)).sum())
@@ -803,7 +813,7 @@ def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollo
 def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
     """The metrics that describe a batch before the update, under TRL's names."""
     scores = rollout.scores
-    lengths = rollout.mask.sum(1).float()
+    lengths = rollout.written.sum(1).float()
     terminated = lengths[rollout.ended]
     if len(terminated) == 0:
         terminated = torch.zeros(1)
@@ -823,8 +833,8 @@ def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
     }
     if args.beta:
         k1 = rollout.old_logprobs - rollout.ref_logprobs
-        stats["objective/kl"] = k1.masked_fill(~rollout.mask, 0.0).sum(1).mean()
-    return {name: x.item() for name, x in stats.items()} | reward_stats(rollout)
+        stats["objective/kl"] = k1.masked_fill(~rollout.written, 0.0).sum(1).mean()
+    return {name: x.item() for name, x in stats.items()} | reward_stats(rollout) | turn_stats(rollout)
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
@@ -843,14 +853,16 @@ def evaluate(
     """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
     at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right."""
     G = args.num_generations
-    scores, is_right = answer(policy, reward_fns, prompts, 1, args.eval_temperature, args)  # (N, 1)
-    _, are_right = answer(policy, reward_fns, prompts, G, args.temperature, args)  # (N, G)
+    likeliest = answer(policy, reward_fns, prompts, 1, args.eval_temperature, args)
+    sampled = answer(policy, reward_fns, prompts, G, args.temperature, args)
+    first = next(iter(reward_fns))  # a right answer is one to which the first of --reward-fn gives 1 or more
+    are_right = (sampled.rewards_by_name[first] >= 1).float().view(-1, G)  # (N, G)
     return {
-        "eval/scores": scores.mean().item(),
-        "eval/accuracy": is_right.mean().item(),
+        "eval/scores": likeliest.scores.mean().item(),
+        "eval/accuracy": (likeliest.rewards_by_name[first] >= 1).float().mean().item(),
         "eval/pass@1": are_right.mean().item(),
         f"eval/pass@{G}": are_right.amax(1).mean().item(),
-    }
+    } | {f"eval/{name}": x for name, x in turn_stats(likeliest).items()}
 
 
 def answer(
@@ -860,19 +872,16 @@ def answer(
     k: int,
     temperature: float,
     args: Args,
-) -> tuple[Tensor, Tensor]:
-    """Scores (N, k) of k answers to each of N prompts, and (N, k) 1 for a right one: one to which the first of
-    --reward-fn gives 1 or more."""
+) -> Rollout:
+    """k answers to each of N prompts, with their scores: N * k rows."""
     torch.manual_seed(torch.initial_seed() + k)  # its own, since how many rows are drawn depends on the processes
     N = len(prompts)
     eval_args = replace(args, temperature=temperature, response_length_min=None)
     extra = -N % WORLD_SIZE  # so that all processes have equally many
     examples = (prompts * WORLD_SIZE)[: N + extra]
-    rollout = sample_batch(policy, repeat(examples, k), eval_args)
+    rollout = (play_batch if args.env else sample_batch)(policy, repeat(examples, k), eval_args)
     score_responses(rollout, reward_fns, args)
-    first = list(rollout.rewards_by_name.values())[0]  # (N * k,)
-    is_right = (first >= 1).float()
-    return rollout.scores.view(-1, k)[:N], is_right.view(-1, k)[:N]
+    return rollout.select(torch.arange(N * k, device=rollout.mask.device))
 
 
 def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
@@ -893,7 +902,7 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
     texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
-        "response": texts(rollout.responses, rollout.mask),
+        "response": [transcript(*row, tokenizer) for row in zip(rollout.responses, rollout.mask, rollout.written)],
         "score": [f"{score:.2f}" for score in rollout.scores.tolist()],
     }
     rewards = {f"rewards/{name}": x for name, x in rollout.rewards_by_name.items()}
@@ -914,16 +923,117 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
 
 
+# --- Additions: --env, several turns, as in lecture/agent.py. What is `mask` there is `written` here ------------------
+
+
+def play_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
+    """`sample_batch` for episodes, each an object of the environment, made of a row of the dataset."""
+    prompts, prompt_mask = pad([x["input_ids"] for x in examples], policy.tokenizer, args, "left")  # (B, P)
+    uniforms = torch.rand(len(examples), args.response_length).to(prompts.device)
+    parts = []
+    with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # as in `function_reward`
+        for index in torch.arange(len(examples))[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size):
+            rows = [examples[i] for i in index]
+            parts.append(play(policy, rows, prompts[index], prompt_mask[index], uniforms[index], args))
+    *drawn, written, rewards, num_turns = (all_gather(torch.cat(x)) for x in zip(*parts))
+    turns = {"written": written, "rewards": rewards, "num_turns": num_turns}
+    rollout = Rollout(prompts, prompt_mask, *drawn, examples, **turns)
+    return rollout.select(torch.arange(len(examples), device=prompts.device))
+
+
+@torch.no_grad()
+def play(
+    policy: nn.Module, examples: list[dict], prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, args: Args
+) -> list[Tensor]:
+    """`sample` for episodes: streams (B, T), mask, ended, logprobs, and what Rollout calls written, rewards, num_turns.
+
+    In each step a row writes (its token is drawn), is told the next token of an answer, or waits, when its episode is
+    over: so all share one cache, and what was written is never encoded again. A turn ends with the stop token, or with
+    the stream. An episode that a limit cuts has not `ended`, and keeps what it has earned.
+    """
+    B, T = uniforms.shape
+    games = [policy.environment(deepcopy(example)) for example in examples]
+    queues = [[] for _ in games]  # what each row is about to be told
+    starts = [0] * B  # where its turn begins
+    going = torch.ones(B, dtype=torch.bool)  # on the host, as the environments are: it waits for each token of a GPU
+    ended = ~going
+    num_turns, rewards, logprobs = torch.zeros(B), torch.zeros(B, T), torch.zeros_like(uniforms)
+    responses = torch.zeros(B, T, dtype=torch.long)
+    mask, written = responses > 0, responses > 0
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    tokens = prompts  # (B, P), after the first pass (B, 1), as are their positions
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
+    attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)
+    for t in range(T):
+        output = policy(input_ids=tokens, attention_mask=attention_mask, position_ids=positions, **options)
+        drawn, logprobs[:, t] = sample_categorical(output.logits[:, -1].float() / args.temperature, uniforms[:, t])
+        told = torch.tensor([queue.pop(0) if queue else -1 for queue in queues])  # (B,)
+        responses[:, t] = torch.where(told < 0, drawn.cpu(), told)
+        mask[:, t] = going
+        written[:, t] = going & (told < 0)
+        ends = written[:, t] & ((responses[:, t] == policy.stop_token_id) | (t == T - 1))
+        for i in ends.nonzero().flatten().tolist():
+            said = policy.tokenizer.decode(responses[i, starts[i] : t + 1], skip_special_tokens=True)
+            answer, reward, ended[i] = games[i].step(said)
+            rewards[i, t] = reward or 0.0  # None: neither good nor bad
+            num_turns[i] += 1
+            going[i] = not ended[i] and num_turns[i] != args.max_turns
+            if going[i]:
+                queues[i] = encode_answer(answer, games[i], examples[i][args.prompt_column], policy)
+            starts[i] = t + 1 + len(queues[i])
+        if not all_reduce(going.sum()):  # all processes stop together, since sharded weights need all of them
+            break
+        tokens = responses[:, [t]].to(prompts.device)
+        positions = positions[:, -1:] + 1
+    responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
+    found = responses, mask, ended, logprobs.cpu().masked_fill(~written, 0.0), written, rewards, num_turns
+    return [x.to(prompts.device) for x in found]
+
+
+def encode_answer(answer: str, game: object, prompt: str | list[dict], policy: nn.Module) -> list[int]:
+    """Token ids of an answer; in a conversation, with what the chat template puts between two turns of the policy.
+
+    By so much is one rendered conversation longer than another, where a text with thoughts, which some templates delete
+    later, stands for what the policy said. An answer's role is "user", or the environment's own `role`.
+    """
+    if not isinstance(prompt, str):
+        render = partial(policy.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+        turn = {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}
+        begun = render(prompt).removesuffix("<think>\n")  # with which some let every turn begin
+        before = begun + turn["content"] + policy.tokenizer.decode(policy.stop_token_id)
+        after = render([*prompt, turn, {"role": getattr(game, "role", "user"), "content": answer}])
+        is_fit = after.startswith(before) and after != render([*prompt, turn])
+        require(is_fit, "--env: the chat template changes earlier turns, has another stop token, or drops an answer")
+        answer = after.removeprefix(before)
+    return policy.tokenizer(answer, add_special_tokens=False)["input_ids"]
+
+
+def turn_stats(rollout: Rollout) -> dict[str, float]:
+    """With --env, the mean number of turns, and the share of the episodes that the environment ended."""
+    if rollout.num_turns is None:
+        return {}
+    return {"turns": rollout.num_turns.mean().item(), "ended": rollout.ended.float().mean().item()}
+
+
+def transcript(ids: Tensor, mask: Tensor, written: Tensor, tokenizer: AutoTokenizer) -> str:
+    """The text of a response, with «answers» in guillemets."""
+    is_own, sizes = written[mask].unique_consecutive(return_counts=True)
+    texts = tokenizer.batch_decode(ids[mask].split(sizes.tolist()))
+    return "".join(text if own else f" «{text.strip()}» " for text, own in zip(texts, is_own))
+
+
 # --- Models and rewards -----------------------------------------------------------------------------------------------
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The policy in float32, with its stop token.
+    """The policy in float32, with its stop token, and with the class of --env, which answers it.
 
     It stays in evaluation mode: rollout, scoring and loss see one distribution, which dropout would change.
     """
     policy = load_model(AutoModelForCausalLM, args.model, args)
     policy.stop_token_id = find_stop_token(args, policy.tokenizer)
+    policy.environment = load_function(args.env) if args.env else None
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -1154,8 +1264,9 @@ def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[in
 
 def check_args(args: Args) -> None:
     """Ends the program for settings that make no sense together."""
-    can_end = args.stop_token != "none" or not args.mask_truncated_completions
-    require(can_end, "--mask-truncated-completions: with --stop-token none no response would be in the loss")
+    can_end = args.stop_token != "none" or not (args.mask_truncated_completions or args.env)
+    require(can_end, "--stop-token none leaves --mask-truncated-completions no response, and --env no turn that ends")
+    require(not (args.env and args.response_length_min), "--response-length-min: not with --env")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
     require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
 
