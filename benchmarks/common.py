@@ -31,12 +31,17 @@ def output_of(command: list[str]) -> str:
 
 
 def describe_machine() -> dict:
-    """Name, processor, cores and memory; whoever has torch adds the GPU."""
+    """Name, processor (of one name there are several kinds), cores and memory; whoever has torch adds the GPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    told = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }  # of the last core
+    cpu = told.get("model name", platform.processor())
+    kind = f"family {told.get('cpu family')}, model {told.get('model')}{', AVX-512' if 'avx512f' in str(told) else ''}"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"name": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "memory_gb": round(memory, 1), "gpu": None}
+    machine = {"name": platform.node(), "cpu": cpu, "kind": kind, "cores": os.cpu_count()}
+    return machine | {"memory_gb": round(memory, 1), "gpu": None}
 
 
 def describe_ours(folder: Path) -> dict:
