@@ -417,7 +417,8 @@ def caption() -> str:
     return f"""PPO teaches a small language model to write glowing reviews. Left: the **score**, a number that a reward model gives to
 each review, is what the model is trained on; it rises {from_to("objective/scores")}. The **gold score** is the truth of this toy
 world, which training never sees; it rises {from_to(GOLD_MEAN)}. Middle: **KL**, the distance from the model's first self, in
-nats. Right: the share of reviews that come to an end. (The picture is of `python ppo.py --reward-fn
+nats. Right: the share of reviews that come to an end. Points are evaluations: unseen prompts, answered with the likeliest
+words. (The picture is of `python ppo.py --reward-fn
 reward_model toy/make.py:gold_score --reward-weights 1 0`, the numbers are means of five seeds.)"""
 
 

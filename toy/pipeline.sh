@@ -38,8 +38,8 @@ mkdir -p "$out"
 train sft --num-train-epochs 2
 train reward_model --model "$out/sft" --num-train-epochs 2 --learning-rate 1e-3 --eos-dropout 0.5
 models=(--model "$out/sft" --reward-model "$out/reward_model" --reward-fn reward_model "$gold" --reward-weights 1 0)
-train ppo "${models[@]}" --missing-eos-penalty 1
-train rloo "${models[@]}" --missing-eos-penalty 1
+train ppo "${models[@]}"
+train rloo "${models[@]}"
 train grpo "${models[@]}" --missing-eos-penalty 1 --dataset toy/data/prompts --response-length 53 --temperature 0.7 \
     --beta 0.05 --total-episodes 4096
 train dpo --model "$out/sft"
