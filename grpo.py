@@ -1506,7 +1506,7 @@ def start(args: Args) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux":
+    elif sys.platform == "linux" and WORLD_SIZE == 1:
         keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
