@@ -63,12 +63,12 @@ SHORT = {  # of lecture/
     "ddpo": IMAGES,
 }
 DATA = {"sft": "sft", "dpo": "preferences", "reward_model": "preferences"}  # of which short forms read all
-MANY = {  # on two processes, beside one on the CPU: settings of a run of the same first word
-    "ppo 0": PROMPTS,
-    "ppo 2": PROMPTS | dict(zero_stage=2),
-    "ppo 3": PROMPTS | dict(zero_stage=3),
-    "grpo 0": GROUPS,
-    "ddpo 0": RUNS["ddpo"] | dict(sample_batch_size=4, train_batch_size=4),
+MANY = {  # on two processes, beside one on the CPU: with the settings of the run of that script
+    "ppo-0": PROMPTS,
+    "ppo-2": PROMPTS | dict(zero_stage=2),
+    "ppo-3": PROMPTS | dict(zero_stage=3),
+    "grpo-0": GROUPS,
+    "ddpo-0": RUNS["ddpo"] | dict(sample_batch_size=4, train_batch_size=4),
 }
 SAVED = PROMPTS | dict(total_episodes=32, save_steps=1, save_total_limit=9)
 
@@ -95,7 +95,7 @@ def wait_for(process: subprocess.Popen) -> None:
 def folder(tmp_path_factory, request, part_of):
     """A folder with the runs that are asked for, on both devices."""
     folder = tmp_path_factory.mktemp("devices")
-    names = {*asked(request, "name"), *(name.split()[0] for name in asked(request, "many"))}
+    names = {*asked(request, "name"), *(name.split("-")[0] for name in asked(request, "many"))}
     scripts = [[name.split()[0], RUNS[name], name] for name in sorted(names)]
     short_forms = []
     for script in asked(request, "short"):
@@ -123,7 +123,7 @@ def runs_of_many(folder, request):
     jobs = []
     for name in asked(request, "many"):
         settings = dict(device=DEVICE, output_dir=folder / "many" / name) | MANY[name]
-        jobs.append([name.split()[0], words_of(**settings)])
+        jobs.append([name.split("-")[0], words_of(**settings)])
     (folder / "many.json").write_text(json.dumps(jobs))
     wait_for(torchrun(folder, "tests/on_device.py", folder / "many.json"))
     return folder / "many"
@@ -188,7 +188,7 @@ def test_what_was_saved_there_can_be_read_anywhere(name, folder):
 @pytest.mark.parametrize("many", MANY)
 def test_two_processes_are_one(many, runs_of_many, folder):
     """In whose group are tensors of both devices."""
-    script = many.split()[0]
+    script = many.split("-")[0]
     assert_same_metrics(folder / "cpu" / script, runs_of_many / many, script)
     assert_same_weights(folder / "cpu" / script, runs_of_many / many)
 
