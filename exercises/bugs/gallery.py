@@ -1,0 +1,140 @@
+"""Trains with each bug of the museum and without it, over five seeds, and writes the gallery, docs/bugs.md.
+
+python exercises/bugs/gallery.py               # 95 runs, 40 minutes of one core; goes on where it stopped
+python exercises/bugs/gallery.py --redraw      # the pictures and the page again
+
+A run has the settings of play.py, shorter than the defaults. What comes out: results.json beside this file, to which
+each run is added as it ends; a bug whose text has changed is run again.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from statistics import fmean, stdev
+from textwrap import fill
+
+import checks
+import torch
+from play import BUGS, ROOT, RUNS, healthy, plant, run
+
+sys.path.append(str(ROOT / "experiments"))
+from forks import complete, put_tables
+
+PAGE = ROOT / "docs/bugs.md"
+OUTPUT = Path(__file__).resolve().parent / "results.json"
+SEEDS = (1, 2, 3, 4, 5)
+
+
+def name_of_healthy(bug: dict) -> str:
+    """The name of the runs beside which a bug's are held: the file's, and settings that are not those of play.py."""
+    return " ".join([bug["script"], *(f"{name} {value}" for name, value in bug.get("flags", {}).items())])
+
+
+def measure(fork: str, seed: int) -> dict:
+    """The metrics of each update of a run."""
+    bug = next(bug for bug in BUGS if fork in (bug["name"], name_of_healthy(bug)))
+    text = plant(bug) if fork == bug["name"] else healthy(bug["script"])
+    names = run(bug["script"], text, quiet=True, **RUNS[bug["script"]] | bug.get("flags", {}) | {"seed": seed})
+    history = names["history"]
+    result = {name: [float(f"{stats[name]:.4g}") for stats in history] for name in history[0]}
+    if bug["script"] == "sft":
+        result["texts that end"] = [share_that_ends(names)]
+    return {"history": result}
+
+
+def share_that_ends(names: dict) -> float:
+    """The share of 64 continuations, written by the fine-tuned policy, that stop within 53 tokens."""
+    tokenizer = names["tokenizer"]
+    tokenizer.padding_side = "left"
+    batch = tokenizer(list(names["data"]["prompt"][:64]), return_tensors="pt", padding=True)
+    torch.manual_seed(1)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 53, "pad_token_id": tokenizer.pad_token_id}
+    texts = names["policy"].generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
+    return (texts == tokenizer.eos_token_id).any(1).float().mean().item()
+
+
+def runs_of(results: dict, fork: str) -> list[dict]:
+    """The metrics of all runs of one name."""
+    return [run["history"] for run in results["runs"] if run["fork"] == fork]
+
+
+def end(history: dict, metric: str) -> float:
+    """The mean of a metric over the last eighth of a run."""
+    values = history[metric]
+    return fmean(values[-max(1, len(values) // 8) :])
+
+
+def draw(results: dict, bug: dict, file: Path) -> None:
+    """Score and metric of all runs with a bug, and of those without it, in grey; of a single number, the points."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((8, 2.6), layout="constrained")
+    for i, metric in enumerate([bug["score"], bug["metric"]]):
+        axis = figure.add_subplot(1, 2, i + 1, title=metric)
+        for x, (fork, colour) in enumerate(((name_of_healthy(bug), "0.6"), (bug["name"], "C3"))):
+            for history in runs_of(results, fork):
+                values = history[metric]
+                axis.plot(
+                    range(1, 1 + len(values)) if len(values) > 1 else [x],
+                    values,
+                    "" if values[1:] else "o",
+                    c=colour,
+                    lw=1,
+                )
+        if len(values) > 1:
+            axis.set_xlabel("update")
+        else:
+            axis.set_xticks([0, 1], ["healthy", "with the bug"])
+            axis.set_xlim(-0.5, 1.5)
+    figure.savefig(file, dpi=100)
+
+
+def both(results: dict, bug: dict, metric: str) -> str:
+    """A metric at the end of the runs, without and with a bug: means and standard deviations over the seeds."""
+    parts = []
+    for fork in (name_of_healthy(bug), bug["name"]):
+        values = [end(history, metric) for history in runs_of(results, fork)]
+        parts.append(f"{fmean(values):.3g} ± {stdev(values):.1g}")
+    return " → ".join(parts)
+
+
+def gallery(results: dict) -> str:
+    """The part of docs/bugs.md that is made: a table, and a section for each bug."""
+    lines = ["| | file | bug | score at the end, without and with it | what gives it away |", "|---:|---|---|---|---|"]
+    sections = []
+    for n, bug in enumerate(BUGS, 1):
+        scores, metrics = (f"`{name}` {both(results, bug, name)}" for name in (bug["score"], bug["metric"]))
+        lines.append(f"| {n} | `{bug['script']}.py` | [{bug['title']}](bugs/{n}.png) | {scores} | {metrics} |")
+        caught = " ".join(getattr(checks, bug["property"]).__doc__.split())
+        sections += [
+            f"### {n}. {bug['title']}",
+            f"“{bug['complaint']}”",
+            f"![{bug['score']} and {bug['metric']}](bugs/{n}.png)",
+        ]
+        text = f"{bug['giveaway']} *What would have caught it* (`{bug['property']}`): {caught[0].lower()}{caught[1:]}"
+        sections.append(
+            fill(
+                f"{text} *Where it shipped:* {bug['source']} *Why it shows so:* {bug['why']}",
+                120,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(lines) + "\n\n" + "\n\n".join(sections)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--redraw", action="store_true", help="do not train")
+    asked = parser.parse_args()
+    diffs = {name_of_healthy(bug): [] for bug in BUGS} | {bug["name"]: bug["edits"] for bug in BUGS}
+    wanted = [{"fork": fork, "seed": seed} for seed in SEEDS for fork in diffs]
+    results = json.loads(OUTPUT.read_text()) if asked.redraw else complete(OUTPUT, diffs, wanted, measure, 0.4, False)
+    for n, bug in enumerate(BUGS, 1):
+        draw(results, bug, ROOT / f"docs/bugs/{n}.png")
+    put_tables(PAGE, {"gallery": gallery(results)})
+
+
+if __name__ == "__main__":
+    main()
