@@ -1,0 +1,168 @@
+"""Do the scripts run on this GPU, with the numbers of the CPU, and how fast? Ten minutes; prints Markdown for an issue.
+
+    python benchmarks/gpu_report.py > report.md
+    python benchmarks/gpu_report.py --device cpu --quick        # the CPU beside itself: what a report looks like
+    python benchmarks/gpu_report.py --device pretend --quick    # the device that tests/pretend_device.py simulates
+    python benchmarks/gpu_report.py --only "GPT-2"              # the rows of the table with this in their names
+
+Each run is a process of its own: the default of each script, shortened; PPO resumed halfway; PPO on two processes, if
+there are two GPUs; PPO with a policy of GPT-2's size (random weights, the toy world's tokens), with and without --bf16.
+A GPU rounds otherwise than a CPU, above all in TF32 and bfloat16: here and there another token is drawn, and the rest
+of that response is another one. So first updates are compared, and not to many digits. An update's time is the median
+over all but the first, which warms up.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cache
+from pathlib import Path
+
+from common import ROOT, BenchmarkError, describe_machine, describe_ours, require
+
+TEXTS = "--dataset-train-split train[:384] --dataset-test-split validation[:64]"
+ROLLOUTS = "--total-episodes 384 --dataset-test-split none --save-steps 1 --save-total-limit 9"
+RUNS = dict.fromkeys(["sft", "reward_model", "dpo"], TEXTS)  # six updates, otherwise by default
+RUNS |= dict.fromkeys(["ppo", "rloo", "grpo"], ROLLOUTS) | {"ddpo": "--num-epochs 6"}
+GPT2 = "--batch-size 16 --dataset-test-split none --save-steps 99 --total-episodes"
+FEW_TEXTS = "--batch-size 8 --dataset-train-split train[:16] --dataset-test-split validation[:8]"
+FEW_ROLLOUTS = "--batch-size 8 --total-episodes 16 --response-length 8 --dataset-test-split none --save-steps 1"
+FEW_IMAGES = "--num-epochs 2 --sample-num-steps 2 --sample-batch-size 8 --train-batch-size 16"
+QUICK = {TEXTS: FEW_TEXTS, ROLLOUTS: FEW_ROLLOUTS, RUNS["ddpo"]: FEW_IMAGES}
+QUICK |= {f"{GPT2} {episodes}": FEW_ROLLOUTS for episodes in (16, 96)}
+METRICS = dict.fromkeys(["sft", "reward_model", "dpo"], "loss") | {"ddpo": "reward_mean"}
+CLOCKS = ("time/", "perf/", "eps")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a script in a folder of its own, from the start or from the middle of another one."""
+
+    script: str
+    device: str
+    flags: str
+    folder: Path
+    processes: int = 1
+    begun: "Run | None" = None
+
+    @cache
+    def lines(self) -> list[dict]:
+        """The metrics of its updates; raises BenchmarkError if it fails."""
+        command = [sys.executable]
+        if self.processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
+        if self.device == "pretend":
+            command.append("tests/pretend_device.py")
+        place = "--output-dir"
+        if self.begun:
+            self.begun.lines()
+            shutil.copytree(self.begun.folder, self.folder)
+            checkpoints = sorted(self.folder.glob("checkpoints/step-*"))
+            for checkpoint in checkpoints[len(checkpoints) // 2 :]:
+                shutil.rmtree(checkpoint)
+            place = "--resume"
+        command += [f"{self.script}.py", "--device", self.device, place, str(self.folder), *self.flags.split()]
+        print(*command[1:], file=sys.stderr)
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+        errors = [line for line in done.stderr.splitlines() if "rror" in line]
+        require(done.returncode == 0, (errors or ["it ended without a message"])[0])
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def seconds(self) -> float:
+        """Those of an update."""
+        lines = self.lines()
+        return statistics.median(sum(x for name, x in line.items() if "time/" in name) for line in lines[1:] or lines)
+
+
+def compare(title: str, expected: Run, run: Run) -> list[str]:
+    """A row of the table: a run beside another, in speed and in the metrics of an update."""
+    update = -1 if run.begun else 0
+    try:
+        a, b = expected.lines()[update], run.lines()[update]
+    except BenchmarkError as error:
+        return [title, "failed:", str(error).replace("|", "/"), *[""] * 6]
+    there, here = expected.seconds(), run.seconds()
+    memory = max(line["perf/peak_memory_mb"] for line in run.lines()) / 1000
+    metric = METRICS.get(run.script, "objective/scores")
+    names = [name for name in a if isinstance(a[name], float) and isinstance(b.get(name), float)]
+    apart = {name: abs(a[name] - b[name]) / max(1, abs(a[name])) for name in names if not name.startswith(CLOCKS)}
+    worst = max(apart, key=apart.get)
+    numbers = [f"{there:.3g}", f"{here:.3g}", f"{there / here:.2g}", f"{memory:.2f}"]
+    return [title, *numbers, metric, f"{a[metric]:.4g}", f"{b[metric]:.4g}", f"{apart[worst]:.1g}: {worst}"]
+
+
+def make_gpt2(folder: Path, quick: bool) -> Path:
+    """A policy of GPT-2's size with random weights, which knows the toy world's tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    size = {"n_layer": 2, "n_embd": 48, "vocab_size": 5000} if quick else {}
+    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    AutoModelForCausalLM.from_config(GPT2Config(**size, **ends)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def pairs(device: str, gpus: int, quick: bool, folder: Path) -> dict[str, tuple[Run, Run]]:
+    """Rows of the table by name: a run, and what it is compared with before it."""
+
+    def run(script: str, flags: str, name: str, **others) -> Run:
+        return Run(script, **{"device": device} | others, flags=QUICK[flags] if quick else flags, folder=folder / name)
+
+    rows = {x: (run(x, flags, f"{x}-cpu", device="cpu"), run(x, flags, x)) for x, flags in RUNS.items()}
+    ppo = rows["ppo"][1]
+    rows["ppo, resumed halfway: its end"] = ppo, replace(ppo, folder=folder / "resumed", begun=ppo)
+    for stage in (0, 2, 3) if gpus > 1 else ():
+        many = replace(ppo, processes=2, flags=f"{ppo.flags} --zero-stage {stage}", folder=folder / f"stage-{stage}")
+        rows[f"ppo on two, --zero-stage {stage}"] = ppo, many
+    gpt2 = f" --model {make_gpt2(folder / 'gpt2', quick)}"
+    on_cpu = run("ppo", f"{GPT2} 16", "gpt2-cpu", device="cpu")
+    on_cpu = replace(on_cpu, flags=on_cpu.flags + gpt2)
+    for flags in ("", " --bf16"):
+        on_device = run("ppo", f"{GPT2} 96", f"gpt2-run{flags.strip()}")
+        rows[f"ppo, GPT-2's size{flags}"] = on_cpu, replace(on_device, flags=on_device.flags + gpt2 + flags)
+    return rows
+
+
+def describe(device: str, gpus: int) -> str:
+    """What all this ran on."""
+    import torch
+
+    machine = describe_machine()
+    parts = [machine["cpu"], f"{machine['cores']} cores", f"torch {torch.__version__}", describe_ours(ROOT)["commit"]]
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        name = f"{gpus} × {gpu.name} ({gpu.major}.{gpu.minor}, {gpu.total_memory / 1e9:.0f} GB)"
+        parts = [name, f"CUDA {torch.version.cuda}", *parts]
+    return ", ".join([*parts, str(date.today())])
+
+
+def main() -> None:
+    """Prints the report, a row when it is known."""
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cpu or pretend")
+    parser.add_argument("--quick", action="store_true", help="a few rows, and a small policy: to see that it runs")
+    parser.add_argument("--only", default="", help="only rows with this in their names")
+    asked = parser.parse_args()
+    gpus = torch.cuda.device_count() if asked.device == "cuda" else 2
+    require(gpus, "there is no GPU that CUDA can see; --device cpu and --device pretend run without")
+    print(f"### `benchmarks/gpu_report.py` on {asked.device}\n\n{describe(asked.device, gpus)}\n")
+    there = f"on {asked.device}"
+    columns = ["run", "beside it, s per update", there, "times", "GB", "metric", "beside it", there, "most apart"]
+    print(f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", sep="\n")
+    with tempfile.TemporaryDirectory(prefix="gpu_report_") as folder:
+        for title, (expected, run) in pairs(asked.device, gpus, asked.quick, Path(folder)).items():
+            if asked.only in title:
+                print(f"| {' | '.join(compare(title, expected, run))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
