@@ -949,7 +949,7 @@ def play(
 
     In each step a row writes (its token is drawn), is told the next token of an answer, or waits, when its episode is
     over: so all share one cache, and what was written is never encoded again. A turn ends with the stop token, or with
-    the stream. An episode that a limit cuts has not `ended`, and keeps what it has earned.
+    the stream. An episode that a limit cuts, be it in its last turn, has not `ended`, and keeps what it has earned.
     """
     B, T = uniforms.shape
     games = [policy.environment(deepcopy(example)) for example in examples]
@@ -975,10 +975,11 @@ def play(
         ends = written[:, t] & ((responses[:, t] == policy.stop_token_id) | (t == T - 1))
         for i in ends.nonzero().flatten().tolist():
             said = policy.tokenizer.decode(responses[i, starts[i] : t + 1], skip_special_tokens=True)
-            answer, reward, ended[i] = games[i].step(said)
+            answer, reward, is_over = games[i].step(said)
             rewards[i, t] = reward or 0.0  # None: neither good nor bad
             num_turns[i] += 1
-            going[i] = not ended[i] and num_turns[i] != args.max_turns
+            ended[i] = is_over and responses[i, t] == policy.stop_token_id
+            going[i] = not is_over and num_turns[i] != args.max_turns
             if going[i]:
                 queues[i] = encode_answer(answer, games[i], examples[i][args.prompt_column], policy)
             starts[i] = t + 1 + len(queues[i])
