@@ -106,6 +106,15 @@ def test_every_number_of_a_token_is_a_colour(run):
     assert list(first["scores"].items()) == [("scores", 1), ("<i>fn</i>", 2)] and second["scores"]["scores"] is None
 
 
+def test_what_the_policy_was_told_has_no_numbers(run, tokenizer):
+    """That of a run with an environment: it is grey."""
+    written = torch.tensor([[True, False, True]])
+    write_samples(run, 9, tokenizer, [[5, 6, 7]], written=written, advantages=torch.ones(1, 1))
+    *others, last = data_of(xray.make_page(run))["samples"]
+    assert last["told"] == [1] and last["columns"] == {"advantages": [1, None, 1]}
+    assert not any(sample["told"] for sample in others)
+
+
 def test_the_page_loads_nothing(run):
     page = xray.make_page(run)
     assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)

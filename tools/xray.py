@@ -5,6 +5,7 @@
 
 For each table that a run shows it leaves the tensors behind it in samples/: `prompts` and `prompt_mask` (B, P), and
 `responses` and `mask` (B, T). Every further tensor (B, T) becomes a colour, and every (B,) a number beside the text.
+What the policy was told, where `written` (B, T) is false, stays grey and has no numbers (grpo.py --env).
 The curves are those of metrics.jsonl. The viewer is docs/xray/index.html: there it reads the data from files beside it,
 in a run's page they stand inside it. It shows data as text: whatever a model writes is not taken for HTML.
 """
@@ -40,7 +41,12 @@ QUANTITIES = {
         "How much likelier the policy has made this token than the reference, in nats. Blue: it says it more often. "
         "For DPO, the sum over a response, times beta, is the reward for which the policy is the best one.",
     ),
-    "rewards": ("reward", True, "What the token was paid: its KL times −kl_coef and, for the last one, the score."),
+    "rewards": (
+        "reward",
+        True,
+        "What the token was paid: its KL times −kl_coef and, for the last one, the score. In a conversation with an "
+        "environment, what a turn earned, on its last token.",
+    ),
     "kl": (
         "KL",
         True,
@@ -103,6 +109,7 @@ def read_samples(file: Path, tokenizer: AutoTokenizer) -> list[dict]:
     if "logprobs" in tensors and "ref_logprobs" in tensors:
         tensors["log_ratio"] = tensors["logprobs"] - tensors["ref_logprobs"]
     responses, mask, prompts, prompt_mask = map(tensors.pop, ("responses", "mask", "prompts", "prompt_mask"))
+    written = tensors.pop("written", mask)
     B, T = responses.shape
     colours = {}
     numbers = {}
@@ -116,13 +123,14 @@ def read_samples(file: Path, tokenizer: AutoTokenizer) -> list[dict]:
     names = sorted(numbers, key=lambda name: name != "scores")  # the score is the first
 
     def of_tokens(x: Tensor, i: int) -> list[float | None]:
-        return [rounded(number) for number in x[i][mask[i]].tolist()]
+        return [rounded(number) if own else None for number, own in zip(x[i][mask[i]].tolist(), written[i][mask[i]])]
 
     return [
         {
             "update": int(file.stem.split("-")[1]),
             "prompt": tokenizer.decode(prompts[i][prompt_mask[i]]),
             "tokens": [tokenizer.decode(token) for token in responses[i][mask[i]]],
+            "told": (~written[i][mask[i]]).nonzero().flatten().tolist(),  # which of them
             "scores": {name: rounded(numbers[name][i].item()) for name in names},
             "columns": {name: of_tokens(x, i) for name, x in colours.items()},
         }
