@@ -13,7 +13,6 @@ policies to start from, but for the one that is shipped, are first made in runs/
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -42,6 +41,7 @@ ROWS = {  # name -> flags, number of seeds
     "start: sloppy play": (f"--model {MADE}/sloppy --learning-rate 1e-3", 2),
     "a baseline for each turn": ("--credit turn", 3),
 }
+LABELS = {FAULT: "fault: answers in the loss"}
 LOOKING = [name for name in ROWS if name.startswith("a look")]
 PRINTED = {"sampled": 2, "likeliest": 2, "found": 2}  # of guesses the mean and of games the share, and their digits
 
@@ -60,7 +60,7 @@ def fewest(size: int, is_best: bool = True) -> float:
 
 
 def make_models() -> None:
-    """The policies to start from."""
+    """The policies to start from, as far as they are not there."""
     sft = "sft.py --num-train-epochs 3 --batch-size 64 --learning-rate 4e-3 --from-scratch"
     commands = {  # what each leaves behind
         "15/base/config.json": f"toy/guess/make.py --output {MADE}/15 --texts",
@@ -132,6 +132,7 @@ def measure(fork: str, seed: int) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
+    make_models()
     diffs = read_diffs(PAGE.read_text("utf-8"))
     source = apply(diffs.get(fork, ""), (ROOT / SCRIPT).read_text("utf-8"))
     flags = [*ROWS[fork][0].split(), "--seed", str(seed)]
@@ -169,7 +170,7 @@ def tables(results: dict) -> dict[str, str]:
         runs = [run for run in results["runs"] if run["fork"] == name]
         if not runs or name in LOOKING:
             continue
-        line = [name, str(len(runs))]
+        line = [LABELS.get(name, name), str(len(runs))]
         for what, digits in PRINTED.items():
             line += [f"{runs[0]['before'][what]:.{digits}f}"] * (what != "found")
             line += [cell([run["after"][what] for run in runs], digits)]
@@ -187,18 +188,18 @@ def tables(results: dict) -> dict[str, str]:
 def draw(results: dict) -> None:
     """The pictures of the page."""
     runs = {name: [run for run in results["runs"] if run["fork"] == name] for name in ROWS}
-    figure, [[axis]] = figure_of(1, 1, 7, 3.6)
+    figure, [[axis]] = figure_of(1, 1, 8, 3.6)
     for name, colour in {"the default": "tab:blue", FAULT: "tab:red"}.items():
         for i, one in enumerate(runs[name]):
             turns = one["curves"]["turns"]
-            label = name if i == 0 else None
+            label = LABELS.get(name, name) if i == 0 else None
             axis.plot([512 * n for n in range(len(turns))], turns, colour, lw=0.9, alpha=0.7, label=label)
     for mean, text in {fewest(15): "the fewest possible", fewest(15, is_best=False): "random legal play"}.items():
         axis.axhline(mean, color="black", lw=0.8, ls=":")
-        axis.text(51200, mean, f"{text}, {mean:.2f}", ha="right", va="bottom", fontsize=8)
-    axis.set(xlabel="episodes", ylabel="guesses in sampled play")
-    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.1, 1))
-    figure.savefig(ROOT / "docs/agent-curve.png", dpi=130)
+        axis.text(1.01, mean, f"{text}, {mean:.2f}", transform=axis.get_yaxis_transform(), va="center", fontsize=8)
+    axis.set(xlabel="episodes", ylabel="guesses in sampled play", ylim=(3, 8.2))
+    axis.legend(frameon=False, loc="upper right", ncols=2)
+    figure.savefig(ROOT / "docs/agent-curve.png", dpi=100)
 
     figure, [axes] = figure_of(1, 2, 10, 3.4)
     one = next(one for one in runs["the default"] if one["seed"] == 1)
@@ -208,16 +209,16 @@ def draw(results: dict) -> None:
         for turn, a, b, count in one[when]["tree"]:
             nodes[turn, b] += count
             if turn > 1 and a:
-                axis.plot([a, b], [turn - 1, turn], color="tab:blue", lw=9 * math.sqrt(count / games), alpha=0.35)
+                axis.plot([a, b], [turn - 1, turn], color="tab:blue", lw=18 * count / games, alpha=0.5)
         x, y = [b for _, b in nodes], [turn for turn, _ in nodes]
         sizes = [260 * count / games for count in nodes.values()]
         axis.scatter(x, y, sizes, color="tab:blue", zorder=3)
         mean = one[when]["sampled"]
         axis.set(
-            title=f"{when}: {mean:.2f} guesses", xlabel="number that is said", xticks=range(1, 16), ylim=(8.5, 0.5)
+            title=f"{when}: {mean:.2f} guesses", xlabel="number that is said", xticks=range(1, 16), ylim=(7.5, 0.5)
         )
         axis.set_ylabel("guess")
-    figure.savefig(ROOT / "docs/agent-tree.png", dpi=130)
+    figure.savefig(ROOT / "docs/agent-tree.png", dpi=100)
 
     figure, [[axis]] = figure_of(1, 1, 6, 3.4)
     for name, colour in zip(LOOKING, ("tab:blue", "tab:orange")):
@@ -228,7 +229,7 @@ def draw(results: dict) -> None:
     axis.plot(by_swaps["swaps"], by_swaps["looked"], "--", color="grey", label="before")
     axis.set(xlabel="swaps", ylabel="share of games with a look", ylim=(-0.03, 1.03))
     axis.legend(frameon=False)
-    figure.savefig(ROOT / "docs/agent-look.png", dpi=130)
+    figure.savefig(ROOT / "docs/agent-look.png", dpi=100)
 
 
 def main() -> None:
@@ -242,8 +243,6 @@ def main() -> None:
     wanted.sort(key=lambda run: (run["fork"] in list(ROWS)[6:], run["seed"]))
     changes = read_diffs(PAGE.read_text("utf-8"))
     diffs = {name: changes.get(name, "") or flags for name, (flags, _) in ROWS.items()}
-    if not args.list:
-        make_models()
     results = complete(OUTPUT, diffs, wanted, measure, MINUTES, args.list)
     put_tables(PAGE, tables(results))
     draw(results)

@@ -31,7 +31,7 @@ Three mistakes make no noise. Answers in the loss: the policy learns to talk lik
 Stop tokens out of it: handing over is never learned. The stream decoded, and encoded again for each
 turn: the loss may see other tokens than were drawn.
 
-  python lecture/agent.py    # higher or lower: a minute on a CPU, guesses 4.3 -> 3.5, then 3.3
+  python lecture/agent.py    # higher or lower: a minute on a CPU, guesses 4.3 -> 3.5, likeliest 3.3
   python lecture/agent.py --env mine.py:Tool --dataset MINE --model Qwen/Qwen3-0.6B \\
       --learning-rate 3e-6 --response-length 2048 --num-generations 8 --batch-size 64
 

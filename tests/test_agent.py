@@ -313,3 +313,7 @@ def test_the_tables_are_those_of_the_results(monkeypatch):
     results = json.loads(agent.OUTPUT.read_text())
     for name, table in agent.tables(results).items():
         assert f"<!-- {name} -->\n{table}\n<!-- /{name} -->" in page
+    runs = [run for run in results["runs"] if run["fork"] == "the default"]
+    said = re.search(r"guesses ([\d.]+) -> ([\d.]+), likeliest ([\d.]+)", text_of("lecture/agent.py")).groups()
+    for number, when, what in zip(said, ("before", "after", "after"), ("sampled", "sampled", "likeliest")):
+        assert float(number) == pytest.approx(sum(run[when][what] for run in runs) / len(runs), abs=0.06)
