@@ -12,6 +12,7 @@ thread of autograd's, outside of any line of a script. All processes share devic
 and the rounding of TF32 and of bfloat16, say nothing of a GPU's.
 """
 
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -248,3 +249,8 @@ everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 for product in PRODUCTS:
     library.impl(product, partial(lowered, getattr(aten, product)), "AutocastPrivateUse1")
 library.impl("_copy_from", copy_from, "PrivateUse1")
+
+if __name__ == "__main__":  # python tests/pretend_device.py ppo.py --device pretend
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, ROOT)
+    runpy.run_path(sys.argv[0], run_name="__main__")

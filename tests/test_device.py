@@ -223,3 +223,17 @@ def test_the_update_seldom_waits(name, found):
     assert reads["mini_batch_gradient"] <= 6 * 2 * passes
     assert reads.get("elsewhere", 0) == 0
     assert reads.get("function_reward", 0) <= 4 * 2
+
+
+# --- For whoever has a GPU
+
+
+@pytest.mark.slow
+def test_the_report_of_a_gpu():
+    """One row of its table: a run that is resumed beside one that is not."""
+    command = [sys.executable, "benchmarks/gpu_report.py", "--device", DEVICE, "--quick", "--only", "resumed"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    _, title, _, _, _, _, metric, a, b, apart, _ = said.splitlines()[-1].split("|")
+    assert (title.strip(), metric.strip()) == ("ppo, resumed halfway: its end", "objective/scores")
+    assert a == b
+    assert float(apart.split(":")[0]) < 1e-3

@@ -77,7 +77,7 @@ def arguments(script):
     return found | {alias: found[flag] for alias, flag in aliases.items()}
 
 
-WITH_PROGRAMS = (*PLACES, "lecture", "toy/guess", "toy/shells")
+WITH_PROGRAMS = (*PLACES, "exercises/bugs", "lecture", "toy/guess", "toy/shells")
 PROGRAMS = [str(path.relative_to(ROOT)) for folder in WITH_PROGRAMS for path in (ROOT / folder).glob("*.py")]
 ARGUMENTS = {path: arguments(path) for path in [*SCRIPTS, *PROGRAMS]}
 ALL_FLAGS = set().union(*ARGUMENTS.values())

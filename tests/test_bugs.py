@@ -1,0 +1,81 @@
+"""The museum of bugs, exercises/bugs: each can be planted and is caught, and the gallery says what was measured."""
+
+import json
+import sys
+import tomllib
+
+import pytest
+from sources import ROOT, text_of
+
+FOLDER = "exercises/bugs"
+BUGS = tomllib.loads(text_of(f"{FOLDER}/bugs.toml"))["bug"]
+of_bugs = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
+
+
+@pytest.fixture
+def play(monkeypatch, tmp_path):
+    """The module, which leaves its files elsewhere; it finds checks.py."""
+    monkeypatch.syspath_prepend(ROOT / FOLDER)
+    import play
+
+    monkeypatch.setattr(play, "FOLDER", tmp_path)
+    yield play
+    for name in ("play", "checks"):
+        sys.modules.pop(name, None)
+
+
+def call(play, monkeypatch, capsys, *words) -> str:
+    """What the program says."""
+    monkeypatch.setattr(sys, "argv", ["play.py", *words])
+    play.main()
+    return capsys.readouterr().out
+
+
+@of_bugs
+def test_a_bug_is_caught_and_the_healthy_file_is_not(bug, play):
+    """By the property that the gallery names. All other checks of the file hold, so that its sentence comes alone."""
+    import checks
+
+    holds = getattr(checks, bug["property"])
+    assert holds in checks.PROPERTIES[bug["script"]]
+    for text, is_healthy in ((play.healthy(bug["script"]), True), (play.plant(bug), False)):
+        seen = holds(lambda text=text, **settings: play.small(bug["script"], text, **settings))
+        assert seen == is_healthy
+
+
+@of_bugs
+def test_an_answer_is_judged(bug, play):
+    """Every line that differs, and not the line far from it, nor another function."""
+    for line in play.changed(play.healthy(bug["script"]), play.plant(bug)):
+        function = play.place(play.plant(bug), line)
+        assert play.judge(bug, f"{function}:{line}").startswith("Yes")
+        assert "not in that line" in play.judge(bug, f"{function}:{line + 60}")
+    assert play.judge(bug, "make_seed:1") == "No, make_seed is as it should be."
+
+
+def test_a_student_finds_a_bug(play, monkeypatch, capsys):
+    """Curves, a look at the copy, its repair, and the check of that: the bug whose runs are the shortest."""
+    monkeypatch.setattr(play, "RUNS", {"grpo": {"total_episodes": 128}})
+    number = next(str(n) for n, bug in enumerate(BUGS, 1) if bug["name"] == "stop")
+    told = call(play, monkeypatch, capsys, number)
+    assert (play.FOLDER / f"{number}/curves.png").exists() and "--answer" in told
+    file = play.FOLDER / f"{number}/grpo.py"
+    assert file.read_text() == play.plant(BUGS[int(number) - 1])
+    assert "no part of it" in call(play, monkeypatch, capsys, number, "--check")
+    assert "nanochat" in call(play, monkeypatch, capsys, number, "--reveal")
+    file.write_text(play.healthy("grpo"))
+    assert call(play, monkeypatch, capsys, number, "--check").startswith("All holds")
+    file.write_text(play.healthy("grpo").replace("- groups.mean(1, keepdim=True)", ""))
+    assert "All checks pass, but" in call(play, monkeypatch, capsys, number, "--check")
+
+
+def test_the_gallery_is_that_of_the_results(monkeypatch):
+    """And the runs were made with the bugs as they are now."""
+    monkeypatch.syspath_prepend(ROOT / FOLDER)
+    import gallery
+
+    results = json.loads(gallery.OUTPUT.read_text())
+    assert {name: edits for name, edits in results["diffs"].items() if edits} == {b["name"]: b["edits"] for b in BUGS}
+    assert f"<!-- gallery -->\n{gallery.gallery(results)}\n<!-- /gallery -->" in text_of("docs/bugs.md")
+    for name in ("gallery", "play", "checks", "forks", "common"):
+        sys.modules.pop(name, None)
