@@ -40,6 +40,8 @@ HALF = dict(batch_size=None, per_device_train_batch_size=4)  # on each of two pr
 TWO_REWARDS = dict(reward_fn=("reward.py:length", "reward_model"), reward_weights=(0.5, 1.0))
 OTHER_GROUPS = dict(loss_type="grpo", importance_sampling_level="sequence", beta=0.1, num_ppo_epochs=2)
 ALL_TOKENS = dict(loss_type="dr_grpo", scale_rewards="batch", mask_truncated_completions=True)
+GAMES = dict(env="toy/guess/make.py:Game", model="toy/guess/sft", dataset="toy/guess/data/prompts", max_turns=3)
+GAMES |= dict(response_length=12, dataset_test_split="train", num_eval_prompts=5, dynamic_sampling=1)
 PER_PROMPT = dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=5, kl_coef=0.1)
 GUIDED = dict(sample_guidance_scale=2.0, train_timestep_fraction=0.7, train_num_inner_epochs=2)
 
@@ -63,6 +65,7 @@ RUNS = {  # name: script, settings of both runs, settings of the run on two proc
     "grpo 2": ("grpo", OTHER_GROUPS, dict(zero_stage=2)),
     "grpo 3": ("grpo", ALL_TOKENS, dict(zero_stage=3)),
     "grpo 3 adapter": ("grpo", dict(lora_r=4, beta=0.1, loss_type="cispo", num_ppo_epochs=2), dict(zero_stage=3)),
+    "grpo 3 games": ("grpo", GAMES, dict(zero_stage=3)),
     "dpo 0": ("dpo", {}, {}),
     "dpo 2": ("dpo", dict(precompute_ref=True, loss_type="ipo"), dict(zero_stage=2)),
     "dpo 3": ("dpo", dict(label_smoothing=0.1), dict(zero_stage=3, gradient_checkpointing=True)),
