@@ -81,7 +81,7 @@ def test_a_label_that_is_not_there_is_named_beside_those_that_are(classifier):
 
 
 def test_it_is_a_reward_for_ppo(file, tmp_path, tiny):
-    settings = tiny["ppo"] | {"total_episodes": 8}
+    settings = tiny["ppo"] | {"total_episodes": 8, "missing_eos_penalty": 0.0}
     (line,) = run(ppo, tmp_path / "run", reward_fn=(f"{file}:score",), **settings)
     assert line["rewards/score/mean"] == line["objective/scores"] != 0
 

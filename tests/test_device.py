@@ -74,8 +74,9 @@ SAVED = PROMPTS | dict(total_episodes=32, save_steps=1, save_total_limit=9)
 
 
 def asked(request, parameter: str) -> list[str]:
-    """The values of this parameter in the tests that are to run."""
-    values = {item.callspec.params.get(parameter) for item in request.session.items if hasattr(item, "callspec")}
+    """The values of this parameter in the tests of this file that are to run."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = {item.callspec.params.get(parameter) for item in items}
     return sorted(values - {None})
 
 

@@ -58,7 +58,8 @@ def test_epochs_count_prompts(tmp_path, tiny, monkeypatch):
 
 def test_a_constant_reward_gives_no_gradient_but_that_of_kl(tmp_path, tiny):
     (tmp_path / "r.py").write_text("def one(prompts, **columns):\n    return [1.0] * len(prompts)\n")
-    for line in run(rloo, tmp_path / "out", reward_fn=(f"{tmp_path}/r.py:one",), kl_coef=0.0, **tiny["rloo"]):
+    settings = dict(reward_fn=(f"{tmp_path}/r.py:one",), kl_coef=0.0, missing_eos_penalty=0.0)
+    for line in run(rloo, tmp_path / "out", **tiny["rloo"] | settings):
         assert line["objective/equal_groups"] == 1
         assert line["policy/grad_norm"] == 0
 

@@ -10,6 +10,7 @@ each run is added as it ends; a bug whose text has changed is run again.
 import json
 import sys
 from argparse import ArgumentParser
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
 from textwrap import fill
@@ -40,6 +41,8 @@ def measure(fork: str, seed: int) -> dict:
     result = {name: [float(f"{stats[name]:.4g}") for stats in history] for name in history[0]}
     if bug["script"] == "sft":
         result["texts that end"] = [share_that_ends(names)]
+    if bug["script"] == "reward_model":
+        result["accuracy in use"] = [accuracy_in_use(names)]
     return {"history": result}
 
 
@@ -52,6 +55,21 @@ def share_that_ends(names: dict) -> float:
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 53, "pad_token_id": tokenizer.pad_token_id}
     texts = names["policy"].generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
     return (texts == tokenizer.eos_token_id).any(1).float().mean().item()
+
+
+def accuracy_in_use(names: dict) -> float:
+    """The share of unseen pairs that a reward model has right, read as PPO reads it: at the last token."""
+    model, right, n = names["model"], 0, 300
+    with open(ROOT / "toy/data/preferences/validation.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in islice(file, n)]
+    for row in rows:
+        rewards = []
+        for completion in (row["chosen"], row["rejected"]):
+            ids = torch.tensor([names["encode"](row["prompt"], completion)])
+            with torch.no_grad():
+                rewards.append(model.score(model.base_model(input_ids=ids).last_hidden_state[:, -1]).item())
+        right += rewards[0] > rewards[1]
+    return right / n
 
 
 def runs_of(results: dict, fork: str) -> list[dict]:

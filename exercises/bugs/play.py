@@ -35,7 +35,7 @@ RUNS = {  # settings with which a run takes half a minute at most
     "ppo": {"total_episodes": 1024},
     "rloo": {"total_episodes": 1024},
     "grpo": {"total_episodes": 3200},
-    "dpo": {"num_lines": 768, "batch_size": 32, "learning_rate": 3e-4},
+    "dpo": {"num_lines": 256, "batch_size": 32, "num_train_epochs": 5},
 }
 DATA = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}
 
