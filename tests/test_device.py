@@ -45,6 +45,7 @@ RUNS = {  # name: settings of a script, which is the first word
     "grpo draws": GROUPS | dict(dynamic_sampling=2, num_ppo_epochs=2, mask_truncated_completions=True, beta=0.0),
     "grpo sequences": GROUPS | dict(importance_sampling_level="sequence", loss_type="grpo", scale_rewards="batch"),
     "grpo adapter": GROUPS | dict(lora_r=2, loss_type="cispo", num_mini_batches=2),
+    "grpo games": GROUPS | dict(model="toy/guess/sft", env="toy/guess/make.py:Game", dataset="toy/guess/data/prompts"),
     "dpo others": TEXTS | dict(loss_type="ipo", precompute_ref=True),
     "dpo adapter": TEXTS | dict(lora_r=2, label_smoothing=0.1, gradient_checkpointing=True),
     "sft adapter": TEXTS | dict(model="toy/sft", lora_r=2),

@@ -110,7 +110,7 @@ def draw(ours: list[dict], theirs: list[dict], file: Path) -> None:
     figure = Figure((12, 2.4 * -(-len(ours[0]) // 3)), layout="constrained")
     for i, name in enumerate(ours[0]):
         axis = figure.add_subplot(-(-len(ours[0]) // 3), 3, i + 1, title=name)
-        for history, style in ((ours, {"color": "0.6", "label": "healthy"}), (theirs, {"label": "this file"})):
+        for history, style in ((ours, {"c": "0.8", "lw": 4, "label": "healthy"}), (theirs, {"label": "this file"})):
             axis.plot(range(1, len(history) + 1), [stats[name] for stats in history], **style)
     figure.axes[0].legend(frameon=False)
     figure.savefig(file, dpi=100)
