@@ -1,9 +1,12 @@
 """lecture/*.py as notebooks, in a real Jupyter kernel: there is no command line, and no __file__."""
 
+import re
+import tomllib
+
 import jupytext
 import nbclient
 import pytest
-from sources import ROOT
+from sources import ROOT, text_of
 
 FILES = [path for path in sorted((ROOT / "lecture").glob("*.py")) if path.stem != "fork"]
 AGENT = dict(batch_size=8, total_episodes=24, num_generations=4)
@@ -21,3 +24,13 @@ def test_a_notebook_runs(file, tiny, tmp_path):
     assert len(notebook.cells) >= 6
     assert [output for output in notebook.cells[-1].outputs if output.get("name") == "stdout"]
     assert list(tmp_path.rglob("*.safetensors"))
+
+
+def test_the_course_has_each_bug_of_the_museum_once():
+    """By its number, which is its place in bugs.toml."""
+    bugs = tomllib.loads(text_of("exercises/bugs/bugs.toml"))["bug"]
+    course = text_of("lecture/README.md").split("| | write | find | ask |")[1]
+    numbers = [
+        int(x) for row in re.findall(r"^\| \d+ \|[^|]*\|([^|]*)\|", course, re.M) for x in row.split(",") if x.strip()
+    ]
+    assert sorted(numbers) == list(range(1, len(bugs) + 1))
