@@ -233,3 +233,14 @@ def test_an_environment_that_fails(tmp_path):
 def test_wrong_settings(tmp_path, settings):
     with pytest.raises(SystemExit, match="--env"):
         run(grpo, tmp_path, **GUESS, **settings)
+
+
+@pytest.mark.slow
+def test_it_discovers_binary_search(tmp_path):
+    """In two thirds of the run of docs/agent.md, as in test_agent.py."""
+    settings = GUESS | dict(num_generations=32, batch_size=512, total_episodes=512 * 66, learning_rate=2e-3)
+    settings |= dict(scale_rewards="batch", response_length=24, local_rollout_forward_batch_size=512)
+    first, *_, last = run(grpo, tmp_path, **settings, dataset_test_split="train", eval_steps=66)
+    assert first["turns"] > 4
+    assert last["turns"] < 3.8
+    assert last["eval/turns"] <= 3.5 and last["eval/ended"] == 1

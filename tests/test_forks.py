@@ -17,7 +17,7 @@ def forks(monkeypatch):
 
     yield forks
     for name in ("forks", "common"):
-        del sys.modules[name]
+        sys.modules.pop(name, None)
 
 
 def test_every_diff_fits_the_short_file(forks):
