@@ -207,6 +207,9 @@ RUNS += [
         "--eos-dropout 0.5": 1,
     }.items()
 ]
+# The lecture on KL: a reward model that saw a thousand pairs
+POOR = Run("reward_model", "--dataset-train-split train[:1000] --num-train-epochs 8 --eos-dropout 0.5", ONE, effort=0.3)
+RUNS += [POOR]
 # Which one? 2,048 episodes each, and some hundred CPU seconds each
 RUNS += [
     Run(script, flags, effort=effort, judged=True)
@@ -229,6 +232,8 @@ RUNS += [
     Run("ppo", f"{UNPUNISHED} --reward-model runs/learning/{run}-1", ONE)
     for run in ("reward_model", "reward_model-eos-dropout-0.5")
 ]
+POOR_MODEL = folder_of(POOR, 1).relative_to(ROOT)
+RUNS += [Run("ppo", f"--reward-model {POOR_MODEL} --kl-coef {beta}") for beta in ("0", "0.2")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -135,7 +135,16 @@ def over_optimization() -> str:
         "0": f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096 --kl-coef 0",
         "0.05": f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096",
     }
-    text = sweep("ppo", "β", flags, [SCORE, *ENDS[:2]])
+    return with_peak(flags)
+
+
+def poor_reward_model() -> str:
+    return with_peak({beta: f"--reward-model {learning.POOR_MODEL} --kl-coef {beta}" for beta in ("0", "0.2")})
+
+
+def with_peak(flags: dict[str, str]) -> str:
+    """A table of runs of ppo.py, with the highest mean of five updates."""
+    text = sweep("ppo", "β", flags, [SCORE, *ENDS])
     runs = [RECORD.get(f"ppo {flag}", []) for flag in flags.values()]
     highest = [number([max(smooth(run["curves"][GOLD_MEAN])) for run in of], 2) for of in runs]
     return with_column(text, "highest gold score", highest)
@@ -491,6 +500,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "ppo", "β", {"0.01": "--kl-coef 0.01", "0.05 (default)": "", "0.2": "--kl-coef 0.2"}, [SCORE, *ENDS]
     ),
     "ppo-over-optimization": over_optimization,
+    "ppo-poor": poor_reward_model,
     "ppo-eos": lambda: sweep(
         "ppo",
         "penalty",
@@ -738,13 +748,13 @@ def draw_price(docs: Path) -> None:
 
 
 def draw_no_kl(docs: Path) -> None:
-    """no-kl.png: score and gold score with and without KL penalty."""
+    """no-kl.png: score and gold score of a poor reward model with and without KL penalty."""
     figure, axes = figure_of(1, 2, 8, 3)
-    flags = f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096"
-    for panel, (title, name) in zip(axes[0], {"β = 0": f"{flags} --kl-coef 0", "β = 0.05": flags}.items()):
+    for panel, beta in zip(axes[0], ("0", "0.2")):
+        runs = RECORD.get(f"ppo --reward-model {learning.POOR_MODEL} --kl-coef {beta}", [])
         for metric, colour in {"objective/scores": OURS, GOLD_MEAN: "#b58900"}.items():
-            draw_band(panel, RECORD.get(f"ppo {name}", []), metric, colour, TITLES[metric])
-        panel.set_title(title, fontsize=10), panel.set_xlabel("episodes", fontsize=9)
+            draw_band(panel, runs, metric, colour, TITLES[metric])
+        panel.set_title(f"β = {beta}", fontsize=10), panel.set_xlabel("episodes", fontsize=9)
     axes[0, 0].legend(frameon=False, fontsize=9), axes[0, 0].sharey(axes[0, 1])
     figure.savefig(docs / "no-kl.png", dpi=100)
 
