@@ -1295,14 +1295,15 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
-    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass (on a
-    CPU 128 MB): of each token some 20 numbers per layer and hidden unit, and three times its logits."""
+    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass: of each
+    token some 20 numbers per layer and hidden unit, and three times its logits. On a CPU it is 256 MB, or as much as the
+    weights take, whose gradients each micro-batch goes through once more."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
     num_logits = 0 if head is None else len(head.weight)
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    limit = 2**25 if args.device == "cpu" else 2**30
+    limit = max(2**26, model.num_parameters()) if args.device == "cpu" else 2**30
     return max(1, limit // numbers)
 
 
