@@ -42,7 +42,7 @@ def rewards_reached(output, seed):
     """
     sizes = dict(batch_size=32, total_episodes=32 * 4, response_length=16, learning_rate=1e-3)
     rewards = dict(reward_fn=("reward_model", GOLD), reward_weights=(1.0, 0.0))
-    lines = run(ppo, output, seed=seed, dataset_test_split="none", **sizes, **rewards)
+    lines = run(ppo, output, seed=seed, dataset_test_split="none", missing_eos_penalty=0.0, **sizes, **rewards)
     names = ("objective/scores", "rewards/gold_score/mean")
     return [sum(line[name] for line in lines[-2:]) / 2 for name in names]
 

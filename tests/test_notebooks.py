@@ -1,6 +1,7 @@
 """lecture/*.py as notebooks, in a real Jupyter kernel: there is no command line, and no __file__."""
 
 import re
+import signal
 import tomllib
 
 import jupytext
@@ -12,9 +13,17 @@ FILES = [path for path in sorted((ROOT / "lecture").glob("*.py")) if path.stem !
 AGENT = dict(batch_size=8, total_episodes=24, num_generations=4)
 
 
+@pytest.fixture
+def same_signals():
+    """nbclient leaves Python's own handler of Ctrl-C, which what runs in the background of a shell does not have."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_notebook_runs(file, tiny, tmp_path):
+def test_a_notebook_runs(file, tiny, tmp_path, same_signals):
     """As `jupytext --to ipynb` makes it, in the folder of the file, for three steps; its last cell prints."""
     settings = AGENT if file.stem == "agent" else {k: v for k, v in tiny[file.stem].items() if k != "num_eval_prompts"}
     notebook = jupytext.read(file)

@@ -96,6 +96,8 @@ def judge(bug: dict, answer: str) -> str:
     text = plant(bug)
     lines = changed(healthy(bug["script"]), text)
     function, _, line = answer.partition(":")
+    if function not in {place(text, n) for n in range(1, 1 + text.count("\n"))}:
+        return f"There is no function {function}; what is outside of functions is called loop."
     if function not in {place(text, right) for right in lines}:
         return f"No, {function} is as it should be."
     if not line.isdigit() or all(abs(int(line) - right) > 2 for right in lines):
@@ -177,6 +179,7 @@ def main() -> None:
         theirs, ours = (run(script, text, **settings)["history"] for text in (file.read_text("utf-8"), healthy(script)))
         draw(ours, theirs, folder / "curves.png")
         print(f"\nThe curves: {folder}/curves.png\nThe file:   {file}\nWhere is it? --answer FUNCTION:LINE")
+        print("(outside of functions loop:LINE; if a line is missing, the one that should follow it)")
 
 
 if __name__ == "__main__":
