@@ -666,9 +666,9 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
-    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass: of each
-    token some 20 numbers per layer and hidden unit, and three times its logits. On a CPU it is 256 MB, or as much as the
-    weights take, whose gradients each micro-batch goes through once more."""
+    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass: of
+    each token some 20 numbers per layer and hidden unit, and three times its logits. On a CPU it is 256 MB, or as much
+    as the weights take, whose gradients each micro-batch goes through once more."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
