@@ -57,6 +57,17 @@ def number(numbers: list[float], digits: int) -> str:
     return f"{statistics.fmean(numbers):.{digits}f}{spread}".replace("-", "−")
 
 
+def verdict(ours: list[float], theirs: list[float], digits: int, paired: bool = False) -> str:
+    """The difference of two means ± its standard error, paired by seed or not; and, if it is within two, that."""
+    of = [[x - y for x, y in zip(ours, theirs, strict=True)]] if paired else [ours, theirs]
+    if min(map(len, of)) < 2:
+        return "–"
+    difference = statistics.fmean(ours) - statistics.fmean(theirs)
+    error = math.sqrt(sum(statistics.variance(numbers) / len(numbers) for numbers in of))
+    shown = f"{difference:+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+    return shown if abs(difference) > 2 * error else f"{shown}, not shown"
+
+
 def mean(name: str, metric: str, digits: int = 1) -> str:
     """The mean alone, for a sentence."""
     return number(values(name, metric), digits).split(" ± ")[0]
@@ -433,13 +444,17 @@ reward_model toy/make.py:gold_score --reward-weights 1 0`, the numbers are means
 
 def beside() -> str:
     """The README's paragraph."""
-    what = {"ppo": ("gold score", f"end {GOLD_MEAN}", 1), "grpo": ("right answers", "end eval/pass@1", 2)}
     lines = []
-    for script, (title, metric, digits) in what.items():
-        ours, theirs = both(script).values()
+    for script, (title, metric, digits) in {
+        "ppo": ("gold score", f"end {GOLD_MEAN}", 2),
+        "grpo": ("right answers", "end eval/pass@1", 3),
+    }.items():
+        ours, theirs = (values(name, metric) for name in both(script).values())
+        seconds = [mean(name, "cpu_seconds", 0) for name in both(script).values()]
         lines.append(
-            f"- `{script}.py`: {title} {number(values(ours, metric), digits)}, in TRL {number(values(theirs, metric), digits)}; "
-            f"{mean(ours, 'cpu_seconds', 0)} seconds of CPU time, in TRL as installed {mean(theirs, 'cpu_seconds', 0)}"
+            f"- `{script}.py`: {title} {number(ours, digits)} ({len(ours)} seeds), in TRL {number(theirs, digits)} "
+            f"({len(theirs)} seeds), difference {verdict(ours, theirs, digits)}; {seconds[0]} seconds of CPU time, in TRL "
+            f"{seconds[1]}"
         )
     small = next(
         c for c in from_file("throughput")["comparisons"] if (c["setting"], c["algorithm"]) == ("small", "ppo")
@@ -448,11 +463,10 @@ def beside() -> str:
         [small["summary"][side][key] for side in ("ours", "other")] for key in ("seconds_per_update", "memory_mb")
     )
     lines.append(
-        f"- an update of a small GPT-2 by `ppo.py` on two cores: {time[0]:.0f} seconds, in TRL {time[1]:.0f}; "
+        f"- an update of a small GPT-2 by `ppo.py` on two cores, one run of each: {time[0]:.0f} seconds, in TRL {time[1]:.0f}; "
         f"{memory[0] / 1024:.1f} GB, in TRL {memory[1] / 1024:.1f}"
     )
-    ours, theirs = (seeds_of([name]) for name in both("ppo").values())
-    return f"With the same settings, models and data ({ours} of ours, {theirs} of TRL's):\n\n" + "\n".join(lines)
+    return "With the same settings, models and data:\n\n" + "\n".join(lines)
 
 
 def toy_models() -> str:
