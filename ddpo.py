@@ -901,7 +901,7 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(origin() | asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
             (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -939,7 +939,7 @@ class Run:
         begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
         """
         signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self.heed) for number in signals}
+        handlers = {number: signal.signal(number, self.request_stop) for number in signals}
         must_stop = False
         try:
             while self.step < self.num_steps and not must_stop:
@@ -958,7 +958,7 @@ class Run:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def heed(self, number: int, frame) -> None:
+    def request_stop(self, number: int, frame) -> None:
         """What Ctrl-C and SIGTERM do."""
         self.is_told_to_stop = True
         print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
@@ -1067,7 +1067,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     pipe.save_pretrained(folder)
 
 
-def origin() -> dict[str, str]:
+def code_version() -> dict[str, str]:
     """The version of this script, and the git revision of its folder, if there is one."""
     command = "git describe --always --dirty"  # dirty: with changes that are not committed
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -1077,7 +1077,7 @@ def origin() -> dict[str, str]:
 def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
     """README.md, the model card: the last metrics and all settings."""
     metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(origin() | asdict(args), indent=2)
+    settings = json.dumps(code_version() | asdict(args), indent=2)
     script = Path(__file__).name
     text = f"""---
 library_name: diffusers
@@ -1119,7 +1119,7 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    saved = Args(**{name: x for name, x in settings.items() if name not in origin()})
+    saved = Args(**{name: x for name, x in settings.items() if name not in code_version()})
     args = read(default=saved)
     require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():

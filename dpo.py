@@ -204,7 +204,7 @@ def train(args: Args) -> None:
     policy = load_policy(args)
     reference = make_reference(args, policy)
     for model in (policy, reference):
-        shard(model, args)
+        place(model, args)
 
     pairs, eval_pairs = load_pairs(args, policy)  # 1
     lengths = [len(pair) for pair in pairs]
@@ -243,7 +243,7 @@ def train(args: Args) -> None:
         if eval_pairs and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_pairs, eval_ref_logps, args)
         run.log(stats, "loss", "rewards/accuracies", "rewards/margins")
-        if run.is_turn(args.num_sample_generations):
+        if run.is_one_of(args.num_sample_generations):
             show_samples(run, policy, reference, eval_pairs or pairs, args)
         schedule.step()
     run.finish()
@@ -638,10 +638,10 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
     little padding; and the batches come in an order of their own, so that it is random enough.
     """
     num_batches = math.ceil(len(lengths) / size)  # of a pass; one of them holds what is left
-    pass_number, place = divmod(number, num_batches)
+    pass_number, offset = divmod(number, num_batches)
     rows = shuffled(len(lengths), seed, 2 * pass_number)
     batches = shuffled(num_batches, seed, 2 * pass_number + 1)
-    group, index = divmod(batches[place], 50)
+    group, index = divmod(batches[offset], 50)
     group_size = 50 * size
     start = group * group_size
     by_length = sorted(rows[start : start + group_size], key=lengths.__getitem__)
@@ -729,7 +729,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     """
     path = locate(name)
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, **options)
             model = auto_class.from_config(config, dtype=torch.float32)
@@ -890,7 +890,7 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def shard(model: nn.Module | None, args: Args) -> None:
+def place(model: nn.Module | None, args: Args) -> None:
     """Moves a model to the device; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
 
     Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
@@ -1007,7 +1007,7 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(origin() | asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
             (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -1045,7 +1045,7 @@ class Run:
         begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
         """
         signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self.heed) for number in signals}
+        handlers = {number: signal.signal(number, self.request_stop) for number in signals}
         must_stop = False
         try:
             while self.step < self.num_steps and not must_stop:
@@ -1064,7 +1064,7 @@ class Run:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def heed(self, number: int, frame) -> None:
+    def request_stop(self, number: int, frame) -> None:
         """What Ctrl-C and SIGTERM do."""
         self.is_told_to_stop = True
         print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
@@ -1096,7 +1096,7 @@ class Run:
         """True after every so many steps, and after the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
-    def is_turn(self, times: int) -> bool:
+    def is_one_of(self, times: int) -> bool:
         """True after `times` evenly spread steps, the last one included."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
@@ -1197,7 +1197,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def origin() -> dict[str, str]:
+def code_version() -> dict[str, str]:
     """The version of this script, and the git revision of its folder, if there is one."""
     command = "git describe --always --dirty"  # dirty: with changes that are not committed
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -1207,7 +1207,7 @@ def origin() -> dict[str, str]:
 def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
     """README.md, the model card: the last metrics and all settings."""
     metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(origin() | asdict(args), indent=2)
+    settings = json.dumps(code_version() | asdict(args), indent=2)
     script = Path(__file__).name
     text = f"""---
 library_name: transformers
@@ -1249,7 +1249,7 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    saved = Args(**{name: x for name, x in settings.items() if name not in origin()})
+    saved = Args(**{name: x for name, x in settings.items() if name not in code_version()})
     args = read(default=saved)
     require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():

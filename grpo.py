@@ -243,7 +243,7 @@ def train(args: Args) -> None:
     reward_model = load_reward_model(args, policy)
     reference = make_reference(args, policy) if args.beta else None
     for model in (policy, reference, reward_model):
-        shard(model, args)
+        place(model, args)
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     G = args.num_generations
@@ -682,7 +682,7 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
     return torch.ones_like(lengths) / divisor
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """(B, T) estimate k3 of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
 
     It is unbiased and never negative. On padding anything may stand, infinities too.
@@ -744,9 +744,9 @@ def mini_batch_gradient(
         losses = surrogate_loss(ratio, logprobs, r.advantages, args)
         kl = torch.zeros_like(logprobs)
         if args.beta:
-            kl = kl_estimate(logprobs, r.ref_logprobs)
+            kl = k3_estimate(logprobs, r.ref_logprobs)
             if args.use_bias_correction_kl:
-                kl = kl * ratio
+                kl = kl * ratio  # so that its gradient is that of the true KL
         weights = token_weights(mask, num_rows, num_tokens, args)  # (b, 1)
         loss = masked_sum((losses + args.beta * kl) * weights, mask)
         (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
@@ -853,8 +853,11 @@ def evaluate(
     """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
     at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right."""
     G = args.num_generations
-    likeliest = answer(policy, reward_fns, prompts, 1, args.eval_temperature, args)
-    sampled = answer(policy, reward_fns, prompts, G, args.temperature, args)
+    seed = torch.initial_seed()  # each has its own, since how many rows are drawn depends on the processes
+    torch.manual_seed(seed + 1)
+    likeliest = scored_answers(policy, reward_fns, prompts, 1, args.eval_temperature, args)
+    torch.manual_seed(seed + 1 + G)
+    sampled = scored_answers(policy, reward_fns, prompts, G, args.temperature, args)
     first = next(iter(reward_fns))  # a right answer is one to which the first of --reward-fn gives 1 or more
     are_right = (sampled.rewards_by_name[first] >= 1).float().view(-1, G)  # (N, G)
     return {
@@ -865,7 +868,7 @@ def evaluate(
     } | {f"eval/{name}": x for name, x in turn_stats(likeliest).items()}
 
 
-def answer(
+def scored_answers(
     policy: nn.Module,
     reward_fns: dict[str, Callable[[Rollout], Tensor]],
     prompts: list[dict],
@@ -874,7 +877,6 @@ def answer(
     args: Args,
 ) -> Rollout:
     """k answers to each of N prompts, with their scores: N * k rows."""
-    torch.manual_seed(torch.initial_seed() + k)  # its own, since how many rows are drawn depends on the processes
     N = len(prompts)
     eval_args = replace(args, temperature=temperature, response_length_min=None)
     extra = -N % WORLD_SIZE  # so that all processes have equally many
@@ -893,7 +895,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
     run.log(stats, "objective/scores", "frac_reward_zero_std")
     warn_about(rollout, policy)
     is_first = run.step == 1 and args.num_sample_generations > 0
-    if is_first or run.is_turn(args.num_sample_generations):
+    if is_first or run.is_one_of(args.num_sample_generations):
         show_samples(run, rollout.select(torch.arange(min(4, args.batch_size), device=args.device)), policy.tokenizer)
 
 
@@ -1237,10 +1239,9 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
 def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
     """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
     prompts = read_column(data, args.prompt_column, "--prompt-column")
-    taken = {"input_ids", "prompts", "completions", "completion_ids"} - {
-        args.prompt_column
-    }  # given to reward functions
-    clash = sorted(taken & set(data.column_names))
+    # what reward functions are given besides the columns
+    reserved = {"input_ids", "prompts", "completions", "completion_ids"} - {args.prompt_column}
+    clash = sorted(reserved & set(data.column_names))
     require(
         not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions get others of these names"
     )
@@ -1362,7 +1363,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     """
     path = locate(name)
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, **options)
             model = auto_class.from_config(config, dtype=torch.float32)
@@ -1540,7 +1541,7 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def shard(model: nn.Module | None, args: Args) -> None:
+def place(model: nn.Module | None, args: Args) -> None:
     """Moves a model to the device; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
 
     Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
@@ -1672,7 +1673,7 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(origin() | asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
             (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -1710,7 +1711,7 @@ class Run:
         begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
         """
         signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self.heed) for number in signals}
+        handlers = {number: signal.signal(number, self.request_stop) for number in signals}
         must_stop = False
         try:
             while self.step < self.num_steps and not must_stop:
@@ -1729,7 +1730,7 @@ class Run:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def heed(self, number: int, frame) -> None:
+    def request_stop(self, number: int, frame) -> None:
         """What Ctrl-C and SIGTERM do."""
         self.is_told_to_stop = True
         print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
@@ -1761,7 +1762,7 @@ class Run:
         """True after every so many steps, and after the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
-    def is_turn(self, times: int) -> bool:
+    def is_one_of(self, times: int) -> bool:
         """True after `times` evenly spread steps, the last one included."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
@@ -1862,7 +1863,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def origin() -> dict[str, str]:
+def code_version() -> dict[str, str]:
     """The version of this script, and the git revision of its folder, if there is one."""
     command = "git describe --always --dirty"  # dirty: with changes that are not committed
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -1872,7 +1873,7 @@ def origin() -> dict[str, str]:
 def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
     """README.md, the model card: the last metrics and all settings."""
     metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(origin() | asdict(args), indent=2)
+    settings = json.dumps(code_version() | asdict(args), indent=2)
     script = Path(__file__).name
     text = f"""---
 library_name: transformers
@@ -1914,7 +1915,7 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    saved = Args(**{name: x for name, x in settings.items() if name not in origin()})
+    saved = Args(**{name: x for name, x in settings.items() if name not in code_version()})
     args = read(default=saved)
     require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():

@@ -263,7 +263,7 @@ def train(args: Args) -> None:
     reference = make_reference(args, policy)
     ema = deepcopy(policy) if args.ema_decay else None
     for model in (policy, critic, reference, reward_model, ema):
-        shard(model, args)
+        place(model, args)
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     texts = load_pretrain_texts(args, policy)
@@ -743,7 +743,7 @@ def policy_forward(
     return logprobs, entropy, aux_loss, states
 
 
-def mini_batch_gradient(
+def gradient_and_sums(
     policy: nn.Module, critic: Critic, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
 ) -> dict[str, float]:
     """Adds up the gradient of a mini-batch; returns sums over its tokens of what is logged.
@@ -804,7 +804,7 @@ def optimize(
     steps = 0
     for mini_batch in mini_batches(rollout, args):
         optimizer.zero_grad()
-        here = mini_batch_gradient(policy, critic, rollout, mini_batch, args)
+        here = gradient_and_sums(policy, critic, rollout, mini_batch, args)
         means = {name: x / here["tokens"] for name, x in here.items()}
         if not sums:
             check_first_ratio(means["ratio_error"], args)  # the ratio is 1: nothing has moved yet
@@ -905,7 +905,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
     run.log(stats, "objective/scores", "objective/kl")
     warn_about(rollout, policy)
     is_first = run.step == 1 and args.num_sample_generations > 0
-    if is_first or run.is_turn(args.num_sample_generations):
+    if is_first or run.is_one_of(args.num_sample_generations):
         show_samples(run, rollout.select(torch.arange(min(4, args.batch_size), device=args.device)), policy.tokenizer)
 
 
@@ -1235,10 +1235,9 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
 def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
     """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
     prompts = read_column(data, args.prompt_column, "--prompt-column")
-    taken = {"input_ids", "prompts", "completions", "completion_ids"} - {
-        args.prompt_column
-    }  # given to reward functions
-    clash = sorted(taken & set(data.column_names))
+    # what reward functions are given besides the columns
+    reserved = {"input_ids", "prompts", "completions", "completion_ids"} - {args.prompt_column}
+    clash = sorted(reserved & set(data.column_names))
     require(
         not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions get others of these names"
     )
@@ -1360,7 +1359,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     """
     path = locate(name)
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, **options)
             model = auto_class.from_config(config, dtype=torch.float32)
@@ -1538,7 +1537,7 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def shard(model: nn.Module | None, args: Args) -> None:
+def place(model: nn.Module | None, args: Args) -> None:
     """Moves a model to the device; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
 
     Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
@@ -1670,7 +1669,7 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(origin() | asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
             (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -1708,7 +1707,7 @@ class Run:
         begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
         """
         signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self.heed) for number in signals}
+        handlers = {number: signal.signal(number, self.request_stop) for number in signals}
         must_stop = False
         try:
             while self.step < self.num_steps and not must_stop:
@@ -1727,7 +1726,7 @@ class Run:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def heed(self, number: int, frame) -> None:
+    def request_stop(self, number: int, frame) -> None:
         """What Ctrl-C and SIGTERM do."""
         self.is_told_to_stop = True
         print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
@@ -1759,7 +1758,7 @@ class Run:
         """True after every so many steps, and after the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
-    def is_turn(self, times: int) -> bool:
+    def is_one_of(self, times: int) -> bool:
         """True after `times` evenly spread steps, the last one included."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
@@ -1860,7 +1859,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def origin() -> dict[str, str]:
+def code_version() -> dict[str, str]:
     """The version of this script, and the git revision of its folder, if there is one."""
     command = "git describe --always --dirty"  # dirty: with changes that are not committed
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -1870,7 +1869,7 @@ def origin() -> dict[str, str]:
 def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
     """README.md, the model card: the last metrics and all settings."""
     metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(origin() | asdict(args), indent=2)
+    settings = json.dumps(code_version() | asdict(args), indent=2)
     script = Path(__file__).name
     text = f"""---
 library_name: transformers
@@ -1912,7 +1911,7 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    saved = Args(**{name: x for name, x in settings.items() if name not in origin()})
+    saved = Args(**{name: x for name, x in settings.items() if name not in code_version()})
     args = read(default=saved)
     require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():

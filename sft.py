@@ -181,7 +181,7 @@ def train(args: Args) -> None:
     start(args)
 
     policy = load_policy(args)
-    shard(policy, args)
+    place(policy, args)
 
     rows, eval_rows = load_texts(args, policy)  # 1
     longest = max(len(ids) for ids, _ in rows)
@@ -197,7 +197,7 @@ def train(args: Args) -> None:
         separate_dropout(args, step)
         texts = random_batch(rows, step - 1, args.batch_size, args.seed)
         with run.clock("step"):
-            sums = mini_batch_gradient(policy, texts, args)  # 2
+            sums = gradient_and_sums(policy, texts, args)  # 2
             grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)  # 3
             if grad_norm.isfinite():  # else the weights would be NaN for good
                 optimizer.step()
@@ -216,7 +216,7 @@ def train(args: Args) -> None:
         if eval_rows and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_rows, args)
         run.log(stats, "loss", "mean_token_accuracy")
-        if run.is_turn(args.num_sample_generations):
+        if run.is_one_of(args.num_sample_generations):
             show_samples(run, policy, eval_rows or rows, args)
         schedule.step()
     run.finish()
@@ -297,9 +297,9 @@ def random_batch(rows: list[Row], number: int, size: int, seed: int) -> list[Row
     Batches are not made of rows of similar length: each step would see one kind of text, and a policy that is trained
     from scratch would learn worse.
     """
-    pass_number, place = divmod(number, math.ceil(len(rows) / size))
+    pass_number, offset = divmod(number, math.ceil(len(rows) / size))
     order = shuffled(len(rows), seed, pass_number)
-    start = place * size
+    start = offset * size
     picked = [rows[i] for i in order[start : start + size]]
     return sorted(picked, key=lambda row: len(row[0]))
 
@@ -338,7 +338,7 @@ def label_sums(policy: nn.Module, rows: list[Row], args: Args) -> dict[str, Tens
 # --- 3. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batch_gradient(policy: nn.Module, texts: list[Row], args: Args) -> dict[str, float]:
+def gradient_and_sums(policy: nn.Module, texts: list[Row], args: Args) -> dict[str, float]:
     """Adds up the gradient of the mean loss over a batch's labels; returns sums over them of what is logged.
 
     The gradient is a sum over labels divided by their number, so how the batch is cut, into micro-batches and among
@@ -439,7 +439,7 @@ def load_policy(args: Args) -> nn.Module:
         config = AutoConfig.from_pretrained(path, **options)
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         options |= {"attn_implementation": args.attn_implementation, "dtype": torch.float32}
-        with torch.device("meta" if RANK and args.zero_stage else "cpu"):  # process 0 draws weights; `shard` sends them
+        with torch.device("meta" if RANK and args.zero_stage else "cpu"):  # process 0 draws weights; `place` sends them
             policy = AutoModelForCausalLM.from_config(config, **options).eval()
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         policy.tokenizer = tokenizer
@@ -641,7 +641,7 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     """
     path = locate(name)
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `shard` sends them
+    if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, **options)
             model = auto_class.from_config(config, dtype=torch.float32)
@@ -794,7 +794,7 @@ def all_reduce(x: Tensor) -> Tensor:
     return x
 
 
-def shard(model: nn.Module | None, args: Args) -> None:
+def place(model: nn.Module | None, args: Args) -> None:
     """Moves a model to the device; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
 
     Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
@@ -911,7 +911,7 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(origin() | asdict(args), indent=2) + "\n")
+            (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
             (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -949,7 +949,7 @@ class Run:
         begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
         """
         signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self.heed) for number in signals}
+        handlers = {number: signal.signal(number, self.request_stop) for number in signals}
         must_stop = False
         try:
             while self.step < self.num_steps and not must_stop:
@@ -968,7 +968,7 @@ class Run:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def heed(self, number: int, frame) -> None:
+    def request_stop(self, number: int, frame) -> None:
         """What Ctrl-C and SIGTERM do."""
         self.is_told_to_stop = True
         print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
@@ -1000,7 +1000,7 @@ class Run:
         """True after every so many steps, and after the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
-    def is_turn(self, times: int) -> bool:
+    def is_one_of(self, times: int) -> bool:
         """True after `times` evenly spread steps, the last one included."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
@@ -1101,7 +1101,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def origin() -> dict[str, str]:
+def code_version() -> dict[str, str]:
     """The version of this script, and the git revision of its folder, if there is one."""
     command = "git describe --always --dirty"  # dirty: with changes that are not committed
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -1111,7 +1111,7 @@ def origin() -> dict[str, str]:
 def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
     """README.md, the model card: the last metrics and all settings."""
     metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(origin() | asdict(args), indent=2)
+    settings = json.dumps(code_version() | asdict(args), indent=2)
     script = Path(__file__).name
     text = f"""---
 library_name: transformers
@@ -1153,7 +1153,7 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    saved = Args(**{name: x for name, x in settings.items() if name not in origin()})
+    saved = Args(**{name: x for name, x in settings.items() if name not in code_version()})
     args = read(default=saved)
     require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
     for name, value in asdict(args).items():

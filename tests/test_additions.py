@@ -69,7 +69,7 @@ def test_a_shared_trunk_gives_the_same_values_in_one_pass(kind):
     torch.testing.assert_close(values, alone, rtol=1e-4, atol=1e-4)
     calls = Counter()
     policy.base_model.register_forward_hook(lambda *_: calls.update(["body"]))
-    ppo.mini_batch_gradient(policy, critic, rollout, (torch.arange(6),), args)
+    ppo.gradient_and_sums(policy, critic, rollout, (torch.arange(6),), args)
     assert calls["body"] == 1
 
 
@@ -130,11 +130,11 @@ def test_the_router_loss_is_the_librarys(module):
     index = (torch.arange(6),)
     if module is ppo:
         critic = ppo.Critic(deepcopy(policy.base_model), nn.Linear(16, 1))
-        ppo.mini_batch_gradient(policy, critic, rollout, index, args)
+        ppo.gradient_and_sums(policy, critic, rollout, index, args)
     else:
         args = rloo.Args(micro_batch_size=6, temperature=0.9, aux_loss_coef=0.5, device="cpu")
         rollout.advantages = rollout.advantages[:, :1]
-        rloo.mini_batch_gradient(policy, rollout, index, args)
+        rloo.gradient_and_sums(policy, rollout, index, args)
     ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
     (0.5 * policy(**rollout.inputs(), output_router_logits=True).aux_loss).backward()

@@ -222,7 +222,7 @@ def test_the_update_seldom_waits(name, found):
     a function's rewards need two for a batch, not for a row."""
     reads = found["counts"][name]["reads"]
     passes = 1 if name == "grpo" else 4
-    assert reads["mini_batch_gradient"] <= 6 * 2 * passes
+    assert reads["mini_batch_gradient" if name == "grpo" else "gradient_and_sums"] <= 6 * 2 * passes
     assert reads.get("elsewhere", 0) == 0
     assert reads.get("function_reward", 0) <= 4 * 2
 

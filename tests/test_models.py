@@ -397,7 +397,8 @@ def test_adapter_and_merged_model_are_saved(script, tmp_path, tiny):
 @pytest.mark.filterwarnings("ignore")
 def test_gradient_checkpointing_changes_memory_and_no_number(script, lora_r, tmp_path, tiny, monkeypatch):
     """The same metrics, with far fewer activations kept for the backward pass."""
-    gradient = script.mini_batch_gradient
+    name = "gradient_and_sums" if hasattr(script, "gradient_and_sums") else "mini_batch_gradient"
+    gradient = getattr(script, name)
     kept = []
 
     def counted(*args):
@@ -412,7 +413,7 @@ def test_gradient_checkpointing_changes_memory_and_no_number(script, lora_r, tmp
         kept.append(sum(sizes))
         return result
 
-    monkeypatch.setattr(script, "mini_batch_gradient", counted)
+    monkeypatch.setattr(script, name, counted)
     settings = tiny[script.__name__] | dict(lora_r=lora_r, model="toy/sft", dataset_test_split="none")
     plain = run(script, tmp_path / "a", **settings)
     again = run(script, tmp_path / "b", gradient_checkpointing=True, **settings)
@@ -433,9 +434,9 @@ def test_frozen_models_in_bfloat16_say_the_same(kind):
             return model(input_ids=ids).logits
 
     before = logits()
-    ppo.shard(model, ppo.Args(bf16=True, device="cpu"))
+    ppo.place(model, ppo.Args(bf16=True, device="cpu"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}  # a model that is trained stays
-    ppo.shard(model.requires_grad_(False), ppo.Args(bf16=True, device="cpu"))
+    ppo.place(model.requires_grad_(False), ppo.Args(bf16=True, device="cpu"))
     assert torch.equal(logits(), before)
     layers = [m for m in model.modules() if type(m).__name__ in ("Linear", "Conv1D") and m is not model.lm_head]
     assert all(layer.weight.dtype == torch.bfloat16 for layer in layers)

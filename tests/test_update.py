@@ -81,7 +81,7 @@ def steps_made(monkeypatch, script, mini_batches, **settings):
         stats = {"policy/approxkl_avg": 2 * kl, "val/ratio": 2 * ratio, "ratio_squared": 2 * ratio**2}
         return stats | {"policy/entropy_avg": 0.0, "ratio_error": 0.0, "tokens": 2, "actions": 2}
 
-    monkeypatch.setattr(script, "mini_batch_gradient", gradient)
+    monkeypatch.setattr(script, "gradient_and_sums", gradient)
     optimizer = torch.optim.SGD([{"params": model.parameters()} for model in models], lr=1.0)
     optimizer.register_step_pre_hook(lambda *_: made.append(len(seen) - 1))
     args = script.Args(num_ppo_epochs=3, num_mini_batches=2, micro_batch_size=4, **settings)
