@@ -1792,7 +1792,13 @@ class Run:
         """Writes a checkpoint, under another name until it is whole, and removes old ones."""
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
-        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
+        tensors = self.tensors()
+        files = {}  # of some 256 MB, since the writer holds each of them in memory as a whole
+        num_bytes = 0
+        for name, x in tensors.items():
+            num_bytes += (x.to_local() if isinstance(x, DTensor) else x).nbytes
+            files[name] = 1 + num_bytes // 2**28
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return
         state = {"step": self.step, "bytes_of_metrics": self.file.tell(), "memory": self.memory}

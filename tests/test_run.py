@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,6 +178,23 @@ def test_a_full_disk(whole, settings_of, tmp_path, monkeypatch):
 def test_as_many_checkpoints_stay_as_were_asked_for(tmp_path, tiny):
     run(ppo, tmp_path, **tiny["ppo"], save_steps=1, save_total_limit=2)
     assert checkpoints(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_a_checkpoint_adds_little_memory(script, monkeypatch, tmp_path):
+    """The writer holds a file in memory as a whole: it is small, unless a tensor is large."""
+    module = MODULES[script]
+    monkeypatch.setattr(module, "RANK", 1)
+    monkeypatch.setattr(module.dcp, "save", lambda tensors, storage_writer: writers.append(storage_writer))
+    writers = []
+    sizes = [2**i for i in range(10, 29)] * 3
+    tensors = {str(i): torch.empty(size, dtype=torch.bfloat16, device="meta") for i, size in enumerate(sizes)}
+    module.Run.save(SimpleNamespace(output=tmp_path, tensors=lambda: tensors))
+    files = Counter()
+    for name, number in writers[0].fqn_to_index_mapping.items():
+        files[number] += tensors[name].nbytes
+    assert max(files.values()) < 2**30  # the largest tensor has half of that
+    assert len(files) < 20
 
 
 def test_one_run_to_a_folder(whole, settings_of, tmp_path):
