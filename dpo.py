@@ -754,16 +754,27 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
-    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass: of
-    each token some 20 numbers per layer and hidden unit, and three times its logits. On a CPU it is 256 MB, or as much
-    as the weights take, whose gradients each micro-batch goes through once more."""
+    """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
+    numbers per layer and hidden unit, and three times its logits. On a CPU, where larger parts gain little, they take
+    256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all weights."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
     num_logits = 0 if head is None else len(head.weight)
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    limit = max(2**26, model.num_parameters()) if args.device == "cpu" else 2**30
+    limit = free_numbers(args)
+    if args.device == "cpu":
+        limit = max(2**26, min(4 * model.num_parameters(), 2**29))
     return max(1, limit // numbers)
+
+
+def free_numbers(args: Args) -> int:
+    """How many float32 numbers go into a quarter of the GPU's free memory, on the average of the processes, since all
+    must cut alike; 4 GB of them where there is no CUDA to ask."""
+    if torch.device(args.device).type != "cuda":
+        return 2**30
+    free = torch.tensor(torch.cuda.mem_get_info()[0] / WORLD_SIZE, dtype=torch.float64, device=args.device)
+    return int(all_reduce(free)) // 16
 
 
 def use_bfloat16(model: nn.Module) -> None:

@@ -152,7 +152,8 @@ class Args:
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
     stop_token: Name = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
     missing_eos_penalty: NonNegative = 0.0  # subtracted from scores of responses that never stop (TRL)
-    local_rollout_forward_batch_size: Count = 64  # responses sampled at once (TRL); no effect on the result
+    # responses sampled at once (TRL), by default as many as memory holds; no effect on the result
+    local_rollout_forward_batch_size: Count | None = None
 
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
@@ -1290,6 +1291,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict]) -> Args:
     longest = max(len(prompt["input_ids"]) for prompt in prompts) + args.response_length
     fitting = min(batch_size // parts, rows_that_fit(policy, longest, args))
     micro_batch_size = args.micro_batch_size or per_device or fitting
+    rollout_batch_size = args.local_rollout_forward_batch_size or responses_that_fit(policy, longest, args)
 
     episodes = args.total_episodes
     if args.num_train_epochs:
@@ -1306,6 +1308,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict]) -> Args:
         learning_rate=learning_rate,
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
+        local_rollout_forward_batch_size=rollout_batch_size,
         total_episodes=episodes,
         num_train_epochs=None,  # else it would overrule --total-episodes of a resumed run
     )
@@ -1388,16 +1391,38 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
-    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass: of
-    each token some 20 numbers per layer and hidden unit, and three times its logits. On a CPU it is 256 MB, or as much
-    as the weights take, whose gradients each micro-batch goes through once more."""
+    """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
+    numbers per layer and hidden unit, and three times its logits. On a CPU, where larger parts gain little, they take
+    256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all weights."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
     num_logits = 0 if head is None else len(head.weight)
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    limit = max(2**26, model.num_parameters()) if args.device == "cpu" else 2**30
+    limit = free_numbers(args)
+    if args.device == "cpu":
+        limit = max(2**26, min(4 * model.num_parameters(), 2**29))
     return max(1, limit // numbers)
+
+
+def responses_that_fit(policy: nn.Module, num_tokens: int, args: Args) -> int:
+    """How many responses may be sampled at once: each keeps its keys and values of all tokens and layers (prompt and
+    response are `num_tokens` long), and the logits of one token in three copies. On a CPU all take at most 2 GB."""
+    config = policy.config.get_text_config()
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    numbers = 2 * num_tokens * config.num_hidden_layers * num_heads * head_size + 3 * config.vocab_size
+    limit = 2**29 if args.device == "cpu" else free_numbers(args)
+    return max(1, limit // numbers)
+
+
+def free_numbers(args: Args) -> int:
+    """How many float32 numbers go into a quarter of the GPU's free memory, on the average of the processes, since all
+    must cut alike; 4 GB of them where there is no CUDA to ask."""
+    if torch.device(args.device).type != "cuda":
+        return 2**30
+    free = torch.tensor(torch.cuda.mem_get_info()[0] / WORLD_SIZE, dtype=torch.float64, device=args.device)
+    return int(all_reduce(free)) // 16
 
 
 def use_bfloat16(model: nn.Module) -> None:

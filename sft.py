@@ -308,23 +308,24 @@ def random_batch(rows: list[Row], number: int, size: int, seed: int) -> list[Row
 
 
 def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B, S-1) cross-entropy of labels[:, 1:] under logits[:, :-1], which predict them; 0 where there is no label."""
-    targets = labels[:, 1:]
-    predictions = logits[:, :-1].flatten(0, 1).float()  # (B * (S-1), V)
-    losses = F.cross_entropy(predictions, targets.flatten(), reduction="none", ignore_index=IGNORE)
-    return losses.view_as(targets)
+    """(B, L) cross-entropy of labels (B, L) under logits (B, L, V), which predict them; 0 where there is no label."""
+    predictions = logits.flatten(0, 1).float()  # (B * L, V)
+    losses = F.cross_entropy(predictions, labels.flatten(), reduction="none", ignore_index=IGNORE)
+    return losses.view_as(labels)
 
 
 def label_sums(policy: nn.Module, rows: list[Row], args: Args) -> dict[str, Tensor]:
     """Sums over the labels of each row (B,): loss, number, hits of the likeliest token, and loss and number of EOS."""
     ids, mask = pad([ids for ids, _ in rows], policy.tokenizer, args)  # (B, S)
     labels, _ = pad([labels for _, labels in rows], policy.tokenizer, args)
-    labels = labels.masked_fill(~mask, IGNORE)
+    targets = labels.masked_fill(~mask, IGNORE)[:, 1:]
+    places = (targets != IGNORE).any(0).nonzero().squeeze(1)  # (L,) where some row has a label; only there are logits
+    targets = targets[:, places]
     with autocast(args):
-        logits = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits  # (B, S, V)
-    losses = label_losses(logits, labels)  # (B, S-1), as what follows
-    targets = labels[:, 1:]
-    is_hit = logits[:, :-1].detach().argmax(-1) == targets
+        output = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False, logits_to_keep=places)
+    logits = output.logits  # (B, L, V)
+    losses = label_losses(logits, targets)  # (B, L), as what follows
+    is_hit = logits.detach().argmax(-1) == targets
     is_eos = targets == policy.tokenizer.eos_token_id
     return {
         "loss": losses.sum(1),
@@ -666,16 +667,27 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
-    """How many rows of so many tokens may go through the model at once, to keep about 4 GB for the backward pass: of
-    each token some 20 numbers per layer and hidden unit, and three times its logits. On a CPU it is 256 MB, or as much
-    as the weights take, whose gradients each micro-batch goes through once more."""
+    """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
+    numbers per layer and hidden unit, and three times its logits. On a CPU, where larger parts gain little, they take
+    256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all weights."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
     num_logits = 0 if head is None else len(head.weight)
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    limit = max(2**26, model.num_parameters()) if args.device == "cpu" else 2**30
+    limit = free_numbers(args)
+    if args.device == "cpu":
+        limit = max(2**26, min(4 * model.num_parameters(), 2**29))
     return max(1, limit // numbers)
+
+
+def free_numbers(args: Args) -> int:
+    """How many float32 numbers go into a quarter of the GPU's free memory, on the average of the processes, since all
+    must cut alike; 4 GB of them where there is no CUDA to ask."""
+    if torch.device(args.device).type != "cuda":
+        return 2**30
+    free = torch.tensor(torch.cuda.mem_get_info()[0] / WORLD_SIZE, dtype=torch.float64, device=args.device)
+    return int(all_reduce(free)) // 16
 
 
 def use_bfloat16(model: nn.Module) -> None:

@@ -372,14 +372,16 @@ def test_labels_are_scored_by_the_logits_before_them():
     """A model that is certain of the next token has no loss; what stands under IGNORE has none either."""
     ids = torch.tensor([[4, 2, 0, 1]])
     logits = torch.nn.functional.one_hot(ids.roll(-1, 1), 5).double() * 1e3
-    assert sft.label_losses(logits, ids).sum() == 0
-    assert sft.label_losses(-logits, torch.full_like(ids, sft.IGNORE)).sum() == 0
-    losses = sft.label_losses(-logits, torch.tensor([[sft.IGNORE, sft.IGNORE, 0, 1]]))[0]
+    logits = logits[:, :-1]
+    targets = ids[:, 1:]
+    assert sft.label_losses(logits, targets).sum() == 0
+    assert sft.label_losses(-logits, torch.full_like(targets, sft.IGNORE)).sum() == 0
+    losses = sft.label_losses(-logits, torch.tensor([[sft.IGNORE, 0, 1]]))[0]
     assert losses.gt(1).tolist() == [False, True, True]
 
 
 def test_language_modelling_loss_against_openrlhf():
     """The mean over labels against OpenRLHF 0.3.8."""
     i, o = golden("openrlhf_gpt_lm_loss")
-    losses = sft.label_losses(i["logits"], i["labels"])
+    losses = sft.label_losses(i["logits"][:, :-1], i["labels"][:, 1:])
     close(losses.sum() / (i["labels"][:, 1:] != sft.IGNORE).sum(), o["loss"], **FLOAT32)

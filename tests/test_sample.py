@@ -197,7 +197,7 @@ def test_the_limit_of_a_response_includes_both_ends(monkeypatch):
     monkeypatch.setattr(ppo, "pad", lambda rows, *_: (torch.tensor(rows), torch.ones(1, 2).bool()))
     policy = torch.nn.Module()
     policy.tokenizer = None
-    args = ppo.Args(response_length=8, response_length_min=7)
+    args = ppo.Args(response_length=8, response_length_min=7, local_rollout_forward_batch_size=64)
     for _ in range(40):
         ppo.sample_batch(policy, [{"input_ids": [5, 6]}], args)
     assert drawn == {7, 8}

@@ -248,6 +248,14 @@ def test_sizes_of_batches(module):
     assert sizes(batch_size=8, micro_batch_size=2) == (8, 2)
 
 
+def test_the_cache_of_a_rollout_fits():
+    """As many responses are sampled at once as have room for their keys, values and logits."""
+    model = ppo.load_policy(ppo.Args(device="cpu"))
+    layers = model(input_ids=torch.ones(1, 10, dtype=torch.long), use_cache=True).past_key_values.layers
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in layers) + 3 * model.config.vocab_size
+    assert ppo.responses_that_fit(model, 10, ppo.Args(device="cpu")) == 2**29 // numbers
+
+
 def test_the_rate_rises_and_falls(tmp_path, tiny):
     """Over a fifth of the ten updates, then linearly to 0."""
     settings = tiny["rloo"] | dict(total_episodes=80, num_ppo_epochs=1, learning_rate=0.8, dataset_test_split="none")
