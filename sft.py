@@ -194,6 +194,7 @@ def train(args: Args) -> None:
     memory = {"num_tokens": 0}  # what lasts from step to step besides weights
     run = Run(args, num_steps, optimizer, schedule, memory, model=policy)
     for step in run.steps():
+        set_seed(make_seed(args.seed, step))
         separate_dropout(args, step)
         texts = random_batch(rows, step - 1, args.batch_size, args.seed)
         with run.clock("step"):
@@ -219,6 +220,11 @@ def train(args: Args) -> None:
         if run.is_one_of(args.num_sample_generations):
             show_samples(run, policy, eval_rows or rows, args)
         schedule.step()
+        must_stop = run.must_stop()
+        if must_stop or run.is_due(args.save_steps):
+            run.save()
+        if must_stop:
+            break
     run.finish()
 
 
@@ -955,35 +961,29 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left; each begins with its own seed and ends with a checkpoint, if due.
-
-        After Ctrl-C or SIGTERM, unless they are ignored (as Ctrl-C is in a script's background jobs), the step that was
-        begun is the last one. (torchrun waits 30 seconds for it: --shutdown-timeout.)
-        """
-        signals = [x for x in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(x) != signal.SIG_IGN]
-        handlers = {number: signal.signal(number, self.request_stop) for number in signals}
-        must_stop = False
+        """The numbers of the steps that are left. While they are made, Ctrl-C and SIGTERM are requests to stop, unless
+        they are ignored (as Ctrl-C is in a script's background jobs)."""
+        handlers = {
+            number: signal.signal(number, self.request_stop)
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
         try:
-            while self.step < self.num_steps and not must_stop:
+            while self.step < self.num_steps:
                 self.step += 1
-                set_seed(make_seed(self.args.seed, self.step))
                 yield self.step
-                require(
-                    self.broken < 5,
-                    "the gradient was NaN or infinite in five updates in a row, and no such step was made: "
-                    "the learning rate may be too high",
-                )
-                must_stop = bool(all_reduce(torch.tensor(int(self.is_told_to_stop))))  # one process is told, all stop
-                if must_stop or self.is_due(self.args.save_steps):
-                    self.save()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def request_stop(self, number: int, frame) -> None:
-        """What Ctrl-C and SIGTERM do."""
+        """What Ctrl-C and SIGTERM do. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
         self.is_told_to_stop = True
         print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
+
+    def must_stop(self) -> bool:
+        """Whether this step is the last because one of the processes was told to stop: then all of them do."""
+        return bool(all_reduce(torch.tensor(int(self.is_told_to_stop))))
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -995,7 +995,7 @@ class Run:
         self.seconds[phase] = time.perf_counter() - start
 
     def log(self, stats: dict[str, float], *shown: str) -> None:
-        """The end of a step: one line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar."""
+        """One line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar. Ends a hopeless run."""
         norms = [x for name, x in stats.items() if name.endswith("grad_norm")]
         self.broken = 0 if all(map(math.isfinite, norms)) else self.broken + 1
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
@@ -1007,6 +1007,11 @@ class Run:
             print(json.dumps(line), file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(stats, step=self.step)
+        require(
+            self.broken < 5,
+            "the gradient was NaN or infinite in five updates in a row, and no such step was made: "
+            "the learning rate may be too high",
+        )
 
     def is_due(self, every: int) -> bool:
         """True after every so many steps, and after the last one."""

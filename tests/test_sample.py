@@ -252,20 +252,3 @@ def test_map_puts_each_part_in_its_rows(policy, size):
     lengths = r.prompt_mask.sum(1) + r.mask.sum(1)
     assert r.map(lambda part: part.prompt_mask.sum(1) + part.mask.sum(1), args).tolist() == lengths.tolist()
     assert lengths[r.by_length(torch.arange(6))].diff().ge(0).all()
-
-
-# --- chance
-
-
-def test_each_step_has_its_own_numbers():
-    """They follow from the seed and the number of the step alone, whatever was drawn before."""
-
-    def drawn(seed, step):
-        run = ppo.Run.__new__(ppo.Run)
-        vars(run).update(args=ppo.Args(seed=seed), step=step, num_steps=5, broken=0, is_told_to_stop=False)
-        run.save = lambda: None
-        return [tuple(torch.rand(4).tolist()) for _ in run.steps()]
-
-    numbers = [drawn(seed, 0) for seed in range(5)]
-    assert drawn(3, 2) == numbers[3][2:]
-    assert len(set(sum(numbers, []))) == 25
