@@ -39,7 +39,6 @@ SKELETON = [
     "When it does not learn",
     "Three sweeps",
 ]
-ANSWERS = ("`--", "always", "computed", "function `", "library: ", "not yet", "left out")
 of_pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -111,97 +110,51 @@ def test_every_flag_exists(path):
 # --- The options of other trainers
 
 
+def body_of(section):
+    """The text of a section of options.md."""
+    return re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text_of("docs/options.md"), re.M | re.S)[1]
+
+
 def rows(section):
-    """The table rows of a section of options.md, as lists of cells; the heads of tables are left out."""
-    page = text_of("docs/options.md")
-    body = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines() if line[:1] == "|"]
-    rules = [i for i, row in enumerate(cells) if set("".join(row)) == {"-"}]
-    heads = {i - 1 for i in rules} | set(rules)
-    return [row for i, row in enumerate(cells) if i not in heads]
+    """Of its table: the options of others, our answer, and the difference."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in body_of(section).splitlines()]
+    return [row for row in cells if len(row) == 3 and row[0].startswith("`")]
 
 
-def names(row):
-    """The options of others that a row answers."""
-    return re.findall(r"`(\w+)`", row[0])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_option_is_answered_once(section):
+    """In the table or in a list; what bears the same name is a flag."""
+    body = body_of(section)
+    listed = [name for row in rows(section) for name in re.findall(r"`(\w+)`", row[0])]
+    lists = [re.findall(r"`(\w+)`", line) for line in re.sub(r"^\|.*", "", body, flags=re.M).split("\n\n")]
+    assert set(OPTIONS[section]) <= {name for names in [listed, *lists] for name in names}
+    for names in re.findall(r"Same name and meaning:(.*?)\.(?:\s|$)", re.sub(r"\(.*?\)", "", body, flags=re.S), re.S):
+        same = re.findall(r"`(\w+)`", names)
+        assert {f"--{name.replace('_', '-')}" for name in same} <= ALL_FLAGS
+        assert not set(same) & set(listed)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_our_answers_are_those_of_the_scripts(section):
+    """Defaults, aliases, and functions that stand in for theirs."""
+    script = {"RewardTrainer": "reward_model.py", "SFTTrainer": "sft.py", "DPOTrainer": "dpo.py"}.get(section, "ppo.py")
+    for _, answer, difference in rows(section):
+        flag = re.match(r"`(--[\w-]+)`", answer)
+        known = [ARGUMENTS[script] for script in SCRIPTS if flag and flag[1] in ARGUMENTS[script]]
+        for shown in re.findall(r"^`[\w-]+` \((.*?)\)$", answer):
+            assert any(equal(shown, flags[flag[1]][1]) for flags in known), answer
+        for alias in re.findall(r"alias `(--[\w-]+)`", difference):
+            assert any(flags.get(alias) == flags[flag[1]] for flags in known), alias
+        if answer.startswith("function"):
+            assert set(re.findall(r"`(\w+)`", answer)) <= set(defined_in(script)), answer
 
 
 def equal(text, value):
     """Whether a cell shows a value: numbers in any spelling, on and off, none or what decides it, pairs."""
-    text = text.strip("`").split(" (code")[0]
-    if value is None:
-        return text in ("None", "none", "by size")
-    if isinstance(value, bool):
-        return text in (("True", "on") if value else ("False", "off"))
-    if isinstance(value, str):
-        return text == (value or "–")
+    if value is None or isinstance(value, (bool, str)):
+        return text == {None: "none", True: "on", False: "off"}.get(value, value)
     wanted = value if isinstance(value, tuple) else (value,)
     return [float(part) for part in text.split()] == [float(x) for x in wanted]
-
-
-def our_default(row):
-    """(flag, its default as written) of an answer such as `--seed` (1); None for answers of other kinds."""
-    found = re.match(r"`(--[\w-]+)`(?: \((.*?)\))?$", row[2])
-    return found and found.groups()
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_option_has_one_row(section):
-    listed = [name for row in rows(section) for name in names(row)]
-    assert sorted(listed) == sorted(OPTIONS[section])
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_no_answer_is_empty(section):
-    for row in rows(section):
-        assert len(row) == 4, row
-        assert all(row), row
-        assert row[2].startswith(ANSWERS), row
-
-
-@pytest.mark.parametrize("section", [name for name in SECTIONS if isinstance(OPTIONS[name], dict)])
-def test_their_defaults_are_those_of_their_documentation(section):
-    for row in rows(section):
-        shown = row[1].split(", ")
-        if len(shown) == 1:
-            shown = shown * len(names(row))
-        for text, name in zip(shown, names(row), strict=True):
-            assert equal(text, OPTIONS[section][name]), row
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_our_defaults_are_those_of_the_scripts(section):
-    """And where a row says that all is the same, name and default are."""
-    for row in rows(section):
-        is_same = row[3] == "same" or row[3].startswith("same.")
-        if not our_default(row):
-            assert not is_same, row
-            continue
-        flag, shown = our_default(row)
-        defaults = [ARGUMENTS[script][flag][1] for script in SCRIPTS if flag in ARGUMENTS[script]]
-        assert shown, row
-        assert any(equal(shown, default) for default in defaults), row
-        if is_same:
-            assert names(row) == [flag[2:].replace("-", "_")], row
-            assert any(equal(row[1], default) for default in defaults), row
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_aliases_are_aliases(section):
-    for row in rows(section):
-        for alias in re.findall(r"alias `(--[\w-]+)`", row[3]):
-            flag = our_default(row)[0]
-            known = [ARGUMENTS[script] for script in SCRIPTS if flag in ARGUMENTS[script]]
-            assert any(flags.get(alias) == flags[flag] for flags in known), row
-
-
-def test_functions_that_stand_in_for_theirs_exist():
-    scripts = {"RewardTrainer": "reward_model.py", "SFTTrainer": "sft.py", "DPOTrainer": "dpo.py"}
-    for section in SECTIONS:
-        defined = set(defined_in(scripts.get(section, "ppo.py")))
-        for row in rows(section):
-            if row[2].startswith("function"):
-                assert set(re.findall(r"`(\w+)`", row[2])) <= defined, row
 
 
 # --- Links and formulas
