@@ -87,6 +87,22 @@ def right_number(completions: list, answer: list, **_) -> list[float | None]:
     return rewards
 
 
+LAST = re.compile(r"(?<!\d)[+-]?(?:\d[\d,]*)?\.?\d+(?:/\d+)?", re.ASCII)
+
+
+def last_number(completions: list, answer: list, **_) -> list[float | None]:
+    """1 if the last number in the text is that in the column `answer`, else 0. None for a row without a number there.
+
+    For models that were never taught a form such as `#### 72`: "18 + 17 = 35." is read as 35.
+    """
+    rewards = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        wanted = read_number(final_answer(str(wanted)) or str(wanted))
+        given = read_number(([""] + LAST.findall(text_of(completion)))[-1])
+        rewards.append(None if wanted is None else float(given == wanted))
+    return rewards
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Countdown: reach a target with given numbers, each used once
 
@@ -141,6 +157,15 @@ def tagged(prompts: list, completions: list, **_) -> list[float]:
     form = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
     tags = "<think>", "</think>", "<answer>", "</answer>"  # counted first: the form is slow to fit where they abound
     return [float(all(text.count(tag) == 1 for tag in tags) and form.fullmatch(text) is not None) for text in texts]
+
+
+def one_sentence(completions: list, **_) -> list[float]:
+    """1 for one sentence: at least three words, a full stop or its like at the end and nowhere before a space; else 0.
+
+    A text that was cut off may end in a full stop by chance: `--missing-eos-penalty 1` makes it end by itself.
+    """
+    form = re.compile(r"\s*(?=\S+\s+\S+\s+\S)(?:[^\n.!?]|[.!?](?=[^\s.!?\"')]))+[.!?][\"')]?\s*")
+    return [float(form.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
 def repetition_penalty(completions: list, n: int = 3, **_) -> list[float]:

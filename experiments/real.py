@@ -1,0 +1,162 @@
+"""Every script on a real chat model, SmolLM2-135M-Instruct, on a laptop: the figures of docs/real.md.
+
+    python tools/smollm2.py models/smollm2                       # the model, unless you load it from the hub
+    python experiments/real.py --list                            # all runs, and which are not on record yet
+    python experiments/real.py --runs "grpo" --seeds 1 2 3       # some of them
+
+A run is one of the scripts with the flags below, and then tools/evaluate.py on prompts that it was not trained on, both
+as subprocesses. As it ends, a line is added to results/real.jsonl: both commands, seconds, what was logged, the figures
+of the evaluation and some of its answers. Runs on record are left out; to take one again, delete its line.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from common import LEARNED, ROOT, describe_machine, describe_ours
+
+OUTPUT = LEARNED / "real.jsonl"
+RUNS = ROOT / "runs/real"
+DATA = RUNS / "data"
+SHOWN = 5  # answers that are kept
+SUMS = "--reward-fn rewards/verifiers.py:last_number --response-length 24"
+GRPO = f"{SUMS} --total-episodes 1280 --batch-size 64 --bf16"  # 20 updates
+
+
+class Arm(NamedTuple):
+    """What is run over some seeds: a script with its flags, and with which flags its policy is judged."""
+
+    script: str
+    data: str  # the folder under DATA
+    flags: str
+    judged: str
+    is_kept: bool = False  # for a later one, which starts from it
+
+
+JUDGED = f"{SUMS} --temperature 0"
+ARMS = {
+    "before": Arm("", "sums", "", JUDGED),
+    "grpo": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 2e-5", JUDGED),
+    "grpo 1e-5": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 1e-5", JUDGED),
+    "grpo 5e-5": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 5e-5", JUDGED),
+    "grpo LoRA 1e-4": Arm("grpo.py", "sums", f"{GRPO} --lora-r 16 --learning-rate 1e-4", JUDGED),
+    "grpo LoRA 3e-4": Arm("grpo.py", "sums", f"{GRPO} --lora-r 16 --learning-rate 3e-4", JUDGED),
+    "grpo LoRA 1e-3": Arm("grpo.py", "sums", f"{GRPO} --lora-r 16 --learning-rate 1e-3", JUDGED),
+    "grpo float32": Arm("grpo.py", "sums", f"{GRPO.replace(' --bf16', '')} --learning-rate 2e-5", JUDGED),
+}
+
+
+def make_data() -> None:
+    """The prompts, in DATA: a folder for each task, with a file for each split."""
+    numbers = range(2, 20)
+    pairs = [(a, b) for a in numbers for b in numbers if a <= b]
+    random.Random(0).shuffle(pairs)
+    unseen, seen = pairs[:60], pairs[60:]  # of a sum that is unseen, the other order is unseen, too
+    seen += [(b, a) for a, b in seen if a != b]
+    for split, sums in {"train": sorted(seen), "validation": sorted(unseen)}.items():
+        rows = [{"prompt": chat(f"What is {a} + {b}?"), "answer": a + b} for a, b in sums]
+        write(DATA / "sums" / f"{split}.jsonl", rows)
+
+
+def chat(text: str) -> list[dict]:
+    """A prompt as a conversation, which the scripts put through the model's chat template."""
+    return [{"role": "user", "content": text}]
+
+
+def write(file: Path, rows: list[dict]) -> None:
+    """A file of JSON lines."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_record() -> list[dict]:
+    """The runs on record."""
+    return [json.loads(line) for line in OUTPUT.read_text().splitlines()] if OUTPUT.exists() else []
+
+
+def call(command: list[str], log: Path) -> dict[str, float]:
+    """Runs it; what it took. Its output goes to a file."""
+    print("$", shlex.join(command), flush=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    with log.open("a") as file:
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file)
+    if done.returncode:
+        sys.exit(f"it failed: see {log}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": round(time.perf_counter() - start), "cpu_seconds": round(cpu_seconds)}
+
+
+def short(x: float | None) -> float | None:
+    """A number with four digits."""
+    return float(f"{x:.4g}") if isinstance(x, float) and math.isfinite(x) else x
+
+
+def measure(name: str, seed: int, model: str) -> dict:
+    """A run: trains, judges, and tells."""
+    arm = ARMS[name]
+    folder = RUNS / f"{name.replace(' ', '-')}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log = folder.parent / f"{folder.name}.log"
+    log.unlink(missing_ok=True)
+    data = str((DATA / arm.data).relative_to(ROOT))
+    output = str(folder.relative_to(ROOT))
+    result = {"run": name, "seed": seed, **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    result |= {"machine": describe_machine(), "threads": os.environ.get("OMP_NUM_THREADS")}
+    judged = model
+    if arm.script:
+        flags = f"{arm.flags} --dataset-test-split none --save-steps 100000 --seed {seed} --output-dir {output}"
+        command = [arm.script, "--model", model, "--dataset", data, *flags.split()]
+        result |= {"command": shlex.join(["python", *command])} | call(command, log)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        result["curves"] = {metric: [short(line.get(metric)) for line in lines] for metric in lines[0]}
+        judged = f"{output}/merged" if "--lora-r" in arm.flags else output
+    where = f"{output}/judged"
+    command = ["tools/evaluate.py", judged, "--dataset", data, *arm.judged.split()]
+    command += ["--reference", model, "--output-dir", where]
+    seconds = call(command, log)
+    result |= {"judged": shlex.join(["python", *command]), "judged_seconds": seconds["seconds"]}
+    result["end"] = json.loads((ROOT / where / "evaluation.json").read_text())["figures"]
+    answers = [json.loads(line) for line in (ROOT / where / "answers.jsonl").read_text().splitlines()]
+    every = max(1, len(answers) // SHOWN)
+    result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
+    if not arm.is_kept:
+        shutil.rmtree(folder)
+    return result
+
+
+def main() -> None:
+    """Makes the data and the runs that are missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="models/smollm2", help="a folder, or a name on the hub")
+    parser.add_argument("--runs", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="NAME", help="which")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--data", action="store_true", help="only write the prompts")
+    parser.add_argument("--list", action="store_true", help="only say which runs there are, and on record")
+    args = parser.parse_args()
+    make_data()
+    for name in args.runs if not args.data else []:
+        for seed in args.seeds:
+            is_there = any((run["run"], run["seed"]) == (name, seed) for run in read_record())
+            print(f"{name}, seed {seed}{': on record' if is_there else ''}", flush=True)
+            if not (is_there or args.list):
+                run = measure(name, seed, args.model)
+                with OUTPUT.open("a") as file:
+                    print(json.dumps(run), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
