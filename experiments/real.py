@@ -109,7 +109,6 @@ def measure(name: str, seed: int, model: str) -> dict:
     arm = ARMS[name]
     folder = RUNS / f"{name.replace(' ', '-')}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     log = folder.parent / f"{folder.name}.log"
     log.unlink(missing_ok=True)
     data = str((DATA / arm.data).relative_to(ROOT))
