@@ -29,9 +29,18 @@ from common import LEARNED, ROOT, describe_machine, describe_ours
 OUTPUT = LEARNED / "real.jsonl"
 RUNS = ROOT / "runs/real"
 DATA = RUNS / "data"
+THINGS = (
+    "a river, my bicycle, the moon, a teacher, winter, a violin, bread, a storm, the desert, my neighbour, the post, "
+    "a dog, the dentist, Monday, an old house, a garden, "  # those that are not trained on
+    "the sea, a train, the library, a cat, coffee, rain, a mountain, the night, a bridge, my sister, a hospital, "
+    "music, a market, the forest, a clock, a letter, summer, a farm, the airport, a bus, an island, school, a horse, "
+    "my boss, traffic, the theatre, an apple, a war, a wedding, the bank, a bird, fog, my uncle, a hotel, a knife, "
+    "homework, the kitchen, an exam, the weather, a broken window"
+)
 SHOWN = 5  # answers that are kept
 SUMS = "--reward-fn rewards/verifiers.py:last_number --response-length 24"
 GRPO = f"{SUMS} --total-episodes 1280 --batch-size 64 --bf16"  # 20 updates
+SHORT = GRPO.replace("1280", "768")  # 12
 
 
 class Arm(NamedTuple):
@@ -45,15 +54,25 @@ class Arm(NamedTuple):
 
 
 JUDGED = f"{SUMS} --temperature 0"
+GOLD = "rewards/sentiment.py:polarity"
+REWARD_MODEL = "runs/real/reward-model-1"
+WORDS = "--response-length 32 --temperature 0.7"
+FRIENDLY = f"{WORDS} --num-generations 4 --reward-fn {GOLD} {REWARD_MODEL}"
+BOTH = f"--reward-fn reward_model {GOLD} --reward-weights 1 0 --reward-model {REWARD_MODEL}"
+ONLINE = f"{WORDS} {BOTH} --bf16 --learning-rate 2e-5 --batch-size 32 --num-ppo-epochs 1 --missing-eos-penalty 0"
+PAIRS = "--bf16 --batch-size 16"  # 15 steps
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
     "grpo": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 2e-5", JUDGED),
-    "grpo 1e-5": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 1e-5", JUDGED),
-    "grpo 5e-5": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 5e-5", JUDGED),
-    "grpo LoRA 1e-4": Arm("grpo.py", "sums", f"{GRPO} --lora-r 16 --learning-rate 1e-4", JUDGED),
-    "grpo LoRA 3e-4": Arm("grpo.py", "sums", f"{GRPO} --lora-r 16 --learning-rate 3e-4", JUDGED),
-    "grpo LoRA 1e-3": Arm("grpo.py", "sums", f"{GRPO} --lora-r 16 --learning-rate 1e-3", JUDGED),
-    "grpo float32": Arm("grpo.py", "sums", f"{GRPO.replace(' --bf16', '')} --learning-rate 2e-5", JUDGED),
+    "grpo 5e-5, 12 updates": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
+    "grpo 2e-5, 12 updates": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
+    "LoRA 3e-4, 12 updates": Arm("grpo.py", "sums", f"{SHORT} --lora-r 16 --learning-rate 3e-4", JUDGED),
+    "LoRA 1e-3, 12 updates": Arm("grpo.py", "sums", f"{SHORT} --lora-r 16 --learning-rate 1e-3", JUDGED),
+    "reward model": Arm("reward_model.py", "pairs", f"{PAIRS} --learning-rate 5e-5", "", is_kept=True),
+    "before, things": Arm("", "things", "", FRIENDLY),
+    "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5", FRIENDLY),
+    "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 384", FRIENDLY),
+    "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 320", FRIENDLY),
 }
 
 
@@ -67,6 +86,39 @@ def make_data() -> None:
     for split, sums in {"train": sorted(seen), "validation": sorted(unseen)}.items():
         rows = [{"prompt": chat(f"What is {a} + {b}?"), "answer": a + b} for a, b in sums]
         write(DATA / "sums" / f"{split}.jsonl", rows)
+
+    forms = ("Write one sentence about {}.", "Describe {} in one sentence.", "Tell me one thing about {}.")
+    things = THINGS.split(", ")
+    for split, some in {"validation": things[:16], "train": things[16:]}.items():
+        rows = [{"prompt": chat(form.format(thing))} for thing in some for form in forms]
+        write(DATA / "things" / f"{split}.jsonl", rows)
+
+
+def make_pairs(model: str) -> None:
+    """Preference pairs, in DATA: of four answers to a prompt, the first two, and the last two.
+
+    The higher reward is preferred with the odds exp(8 d) to 1, if d is by how much it is higher (Bradley and Terry).
+    """
+    draw = random.Random(0)
+    for split in ("train", "validation"):
+        where = RUNS / f"answers-{split}"
+        if not where.exists():
+            flags = (
+                f"--split {split} {WORDS} --num-generations 4 --dtype bfloat16 --reward-fn {GOLD} --output-dir {where}"
+            )
+            command = ["tools/evaluate.py", model, "--dataset", str(DATA / "things"), *flags.split()]
+            call(command, RUNS / f"answers-{split}.log")
+        answers = [json.loads(line) for line in (where / "answers.jsonl").read_text().splitlines()]
+        pairs = []
+        for a, b in zip(answers[::2], answers[1::2], strict=True):
+            gap = a[f"rewards/{GOLD}"] - b[f"rewards/{GOLD}"]
+            if draw.random() > 1 / (1 + math.exp(-8 * gap)):
+                a, b = b, a
+            texts = {
+                name: [{"role": "assistant", "content": x["response"]}] for name, x in [("chosen", a), ("rejected", b)]
+            }
+            pairs.append({"prompt": a["prompt"]} | texts)
+        write(DATA / "pairs" / f"{split}.jsonl", pairs)
 
 
 def chat(text: str) -> list[dict]:
@@ -116,13 +168,18 @@ def measure(name: str, seed: int, model: str) -> dict:
     result = {"run": name, "seed": seed, **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     result |= {"machine": describe_machine(), "threads": os.environ.get("OMP_NUM_THREADS")}
     judged = model
+    if arm.data == "pairs":
+        make_pairs(model)
     if arm.script:
-        flags = f"{arm.flags} --dataset-test-split none --save-steps 100000 --seed {seed} --output-dir {output}"
+        split = "validation" if arm.data == "pairs" else "none"
+        flags = f"{arm.flags} --dataset-test-split {split} --save-steps 100000 --seed {seed} --output-dir {output}"
         command = [arm.script, "--model", model, "--dataset", data, *flags.split()]
         result |= {"command": shlex.join(["python", *command])} | call(command, log)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        result["curves"] = {metric: [short(line.get(metric)) for line in lines] for metric in lines[0]}
+        result["curves"] = {metric: [short(line.get(metric)) for line in lines] for metric in lines[-1]}
         judged = f"{output}/merged" if "--lora-r" in arm.flags else output
+    if not arm.judged:
+        return result
     where = f"{output}/judged"
     command = ["tools/evaluate.py", judged, "--dataset", data, *arm.judged.split()]
     command += ["--reference", model, "--output-dir", where]
@@ -132,6 +189,9 @@ def measure(name: str, seed: int, model: str) -> dict:
     answers = [json.loads(line) for line in (ROOT / where / "answers.jsonl").read_text().splitlines()]
     every = max(1, len(answers) // SHOWN)
     result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
+    if "--num-generations" in arm.judged:
+        names = [name for name in answers[0] if name.startswith("rewards/")]
+        result["rewards"] = {name: [short(row[name]) for row in answers] for name in names}
     if not arm.is_kept:
         shutil.rmtree(folder)
     return result
