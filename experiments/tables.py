@@ -335,30 +335,17 @@ def from_file(name: str) -> dict:
 
 
 def throughput_table() -> str:
-    """The comparisons of all throughput*.json, the last of each kind, with its date and machine."""
+    """The comparisons of all throughput*.json, the last of each kind."""
     results = [from_file(path.stem) for path in RESULTS.glob("throughput*.json") if "growth" not in path.stem]
     last = {}
     for result in sorted(results, key=lambda result: result["date"]):
-        made = f"{result['date'][:10]}, {result['machine']['cpu'].split('(R)')[0]}"
-        for c in result["comparisons"]:
-            last[c["setting"], c["algorithm"], c["other"], c["our_flags"], c["geometry"]["bf16"]] = c, made
-    rows = [last[key] for key in sorted(last, key=lambda key: (last[key][1], key), reverse=True)]
-    return with_column(throughput.table([c for c, _ in rows]), "measured", [made for _, made in rows])
-
-
-def growth() -> str:
-    """With what power time and memory grow along each axis."""
-    powers = from_file("throughput-growth")["powers"]
-    sides = list(dict.fromkeys(x["side"] for x in powers))
-    kinds = [name for name in powers[0] if " " in name]
-    lines = [
-        ["", *(f"{side}: {kind}" for kind in kinds for side in sides)],
-        ["---"] + ["---:"] * len(kinds) * len(sides),
-    ]
-    for axis in dict.fromkeys(x["axis"] for x in powers):
-        of = {x["side"]: x for x in powers if x["axis"] == axis}
-        lines.append([axis, *(f"{of[side][kind]:.2f}" for kind in kinds for side in sides)])
-    return markdown(lines)
+        last |= {
+            (c["setting"], c["algorithm"], c["other"], c["our_flags"], c["geometry"]["bf16"]): c
+            for c in result["comparisons"]
+        }
+    keys = sorted(last, reverse=True)
+    cells = [line.strip("| ").split(" | ") for line in throughput.table([last[key] for key in keys]).splitlines()]
+    return markdown([[*line[:5], *line[7:]] for line in cells])  # the phases are in the results
 
 
 def kernels() -> str:
@@ -631,11 +618,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "toy-models": toy_models,
     "which-lines": which_lines,
     "throughput": throughput_table,
-    "growth": growth,
     "kernels": kernels,
-    "memory": lambda: memory.on_paper(memory.Plan(checkpointing=True)),
     "memory-measured": lambda: memory.measured_table(from_file("memory-measured")["runs"]),
-    "memory-starting": lambda: memory.starting_table(from_file("memory-starting")["runs"]),
     "which-episodes": which_episodes,
     "which-seconds": which_seconds,
     "beside-trl": beside_trl,
