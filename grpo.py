@@ -92,6 +92,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -1831,7 +1832,8 @@ class Run:
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return
-        state = {"step": self.step, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
+        num_files = len(list(unfinished.iterdir()))
+        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
@@ -1839,19 +1841,42 @@ class Run:
 
     def restore(self) -> None:
         """Brings everything back to the newest checkpoint; without any, the run starts over."""
-        folders = sorted((self.output / "checkpoints").glob("step-*"))
-        bytes_of_metrics = 0
-        if folders:
-            state = json.loads((folders[-1] / "state.json").read_text())
-            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folders[-1]))  # in place
-            bytes_of_metrics = state["bytes_of_metrics"]
-            self.memory.update(state["memory"])
-            self.step = state["step"]
-            for _ in range(self.step):
-                self.schedule.step()
+        state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
+        damage = ""
+        for folder in sorted((self.output / "checkpoints").glob("step-*"), reverse=True):
+            try:
+                state = self.load(folder)
+                break
+            except (Exception, CheckpointException) as error:  # of torch: no Exception
+                damage += f"{folder} cannot be read ({str(error).splitlines()[-1]}); "
+        require(not damage, f"{damage}remove it to go on from the newest that is whole, after step {state['step']}")
+        self.memory.update(state["memory"])
+        self.step = state["step"]
+        for _ in range(self.step):
+            self.schedule.step()
         if not RANK:
-            self.file.truncate(bytes_of_metrics)
+            self.file.truncate(state["bytes_of_metrics"])
         print(f"continues after step {self.step}")
+
+    def load(self, folder: Path) -> dict:
+        """Reads a checkpoint into weights and moments, in place; returns what is in its state.json.
+
+        Raises whatever is wrong. All weights must be there, but a weight that no pass reads has no moments.
+        """
+        state = json.loads((folder / "state.json").read_text())
+        files = len(list(folder.glob("*.safetensors")))
+        if files != state["files"]:
+            raise OSError(f"{files} of {state['files']} files of weights are there")
+        if (self.output / "metrics.jsonl").stat().st_size < state["bytes_of_metrics"]:
+            raise EOFError("metrics.jsonl lacks its lines, as in a copy that was made while the run went on")
+        reader = HuggingFaceStorageReader(folder)
+        there = reader.read_metadata().state_dict_metadata
+        tensors = {name: x for name, x in self.tensors().items() if name in there or not name.startswith("state.")}
+        dcp.load(tensors, storage_reader=reader)
+        for name, p in self.models.named_parameters():
+            if f"state.{name}.step" not in there:
+                self.optimizer.state.pop(p, None)
+        return state
 
     def finish(self) -> None:
         """Saves the model, and its moving average in ema/; beside it the card and the curves."""

@@ -175,6 +175,47 @@ def test_a_full_disk(whole, settings_of, tmp_path, monkeypatch):
     assert_same_run(folder, whole("ppo"))
 
 
+@pytest.mark.parametrize("script", PPO_FIRST)
+@pytest.mark.parametrize("damage", ["half", "no weights", "no state", "no metrics"])
+def test_a_damaged_checkpoint(script, damage, whole, tmp_path):
+    """It is named, and so is the one before it; without it the run goes on from there."""
+    copy = cut(whole(script), tmp_path / "cut", 2)
+    newest = copy / "checkpoints/step-00000002"
+    (weights,) = newest.glob("*.safetensors")
+    if damage == "half":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "no state":
+        (newest / "state.json").write_text("")
+    else:
+        lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (copy / "metrics.jsonl").write_text(lines[0])
+    with pytest.raises(SystemExit, match=f"{newest} .* after step 1$"):
+        resume(script, copy)
+    shutil.rmtree(newest)
+    resume(script, copy)
+    assert_same_run(copy, whole(script))
+
+
+@pytest.mark.parametrize("script", ["ppo", "sft"])
+def test_a_weight_that_no_pass_reads(script, settings_of, tmp_path, monkeypatch):
+    """As those of a vision tower: it has no moments, and the run goes on without them."""
+    module = MODULES[script]
+    load = module.load_model
+
+    def load_with_tower(*args, **options):
+        model = load(*args, **options)
+        model.tower = torch.nn.Linear(2, 3)
+        return model
+
+    monkeypatch.setattr(module, "load_model", load_with_tower)
+    run(module, tmp_path / "run", **settings_of(script))
+    copy = cut(tmp_path / "run", tmp_path / "cut", 1)
+    resume(script, copy)
+    assert_same_run(copy, tmp_path / "run")
+
+
 def test_as_many_checkpoints_stay_as_were_asked_for(tmp_path, tiny):
     run(ppo, tmp_path, **tiny["ppo"], save_steps=1, save_total_limit=2)
     assert checkpoints(tmp_path) == [2, 3]
