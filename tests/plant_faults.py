@@ -1,27 +1,26 @@
-"""Plants faults in the scripts, one at a time, and shows which of them no test sees.
+"""Plants faults in a file, one at a time, and prints those that no test sees.
 
-    python tests/plant_faults.py                          # all of tests/faults/*.toml; exit code 1 if one lived
-    python tests/plant_faults.py --script ppo --jobs 2    # those of one script, two at once
-    python tests/plant_faults.py --name gamma             # those with the word in their name
-    python tests/plant_faults.py --test test_settings     # those that tests of that file are to see
-    python tests/plant_faults.py --quick                  # what the tests see that are not marked as slow
+    python tests/plant_faults.py --script ppo --function gae                # whatever can be turned in this function
+    python tests/plant_faults.py --script ppo --sample 100 --seed 1         # a hundred drawn from the whole script
+    python tests/plant_faults.py --script lecture/ppo --sample 20 --jobs 2
+    python tests/plant_faults.py --listed                                   # those of tests/faults.toml
 
-A file of faults is named after its script (lecture/ppo.toml after lecture/ppo.py) and holds entries such as
+Faults are drawn from the syntax tree: two arguments of a call exchanged, a keyword argument dropped, an operator, a
+comparison or a condition turned, a constant changed, a division, a sign or a method such as `detach` or `masked_fill`
+removed, a statement left out. What no such operator would draw stands in tests/faults.toml, by function and expression.
+A function that has the same text in several scripts is changed in all of them.
 
-    [[fault]]
-    name = "gamma and lam exchanged"
-    old = "args.gamma, args.lam)"       # stands in the script exactly once
-    new = "args.lam, args.gamma)"
-    tests = ["tests/test_loops.py::test_gae"]    # arguments of pytest: files, node ids, "-k words"
-
-The tests run in a copy of the repository. They run first without any fault: a test that is red anyway sees nothing.
-Each fault then has a process of its own, forked from the one in which they ran, where all libraries are imported.
+Each fault is tried in a copy of the repository, by a process forked from this one, which has imported the libraries;
+it runs the tests of that part of the script (TESTS) up to the first that fails. In the end the tests that saw a fault
+run without one: a test that is red anyway saw nothing. The exit code is 1 if a fault lived.
 """
 
-import gc
-import multiprocessing
+import ast
+import difflib
+import importlib
 import os
-import shlex
+import random
+import re
 import shutil
 import signal
 import sys
@@ -29,140 +28,321 @@ import tempfile
 import time
 import tomllib
 from argparse import ArgumentParser
-from functools import partial
+from collections.abc import Iterator
+from copy import copy
+from multiprocessing import connection, get_context
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
-FAULTS = Path(__file__).resolve().parent / "faults"
-LONGEST = 600  # seconds that the tests of a fault may take
-TIMEOUT = 124  # the code of a fault whose tests took longer: nobody knows whether they would see it
+SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
+LONGEST = 400  # seconds that the tests of a fault may take
+TESTS = {  # a word in the title of a part of a script: the tests of that part
+    "The same text": "models data settings run",
+    "Processes": "models device processes",
+    "The run": "run settings processes",
+    "Data and settings": "settings data",
+    "Settings": "settings",
+    "Models": "models settings score",
+    "Additions": "additions",
+    "algorithm ends": "score",
+    "Sample": "sample",
+    "Score": "score",
+    "Reward": "advantages",
+    "Advantage": "advantages",
+    "Loss": "loss",
+    "Update": "update",
+}
+OWN_TESTS = {  # after these, whatever the part
+    "ppo": "additions loops lecture parity",
+    "rloo": "rloo additions loops lecture parity",
+    "grpo": "grpo env lecture",
+    "ddpo": "ddpo ddpo_trl lecture",
+}
+
+# --- Faults
 
 
-def read_faults() -> list[dict]:
-    """All faults, each with the script that it belongs to."""
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function that decide what it does: no annotations, and nothing that is only printed."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            called = ast.unparse(child.func) if isinstance(child, ast.Call) else ""
+            if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
+                if called not in ("print", "tqdm", "warnings.warn"):
+                    yield from walk(child)
+
+
+TURNED = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or,
+    ast.Or: ast.And, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+REMOVED = ("detach", "masked_fill", "abs", "clamp", "exp")
+
+
+def changed(node: ast.AST, **fields) -> str:
+    """The text of a node with other fields."""
+    other = copy(node)
+    vars(other).update(fields)
+    return ast.unparse(other)
+
+
+def turn(node: ast.AST, bound: set[str]) -> Iterator[str]:
+    """Other texts for a node of a function that has bound these names before."""
+    match node:
+        case ast.BinOp(left=left, op=op) if type(op) in TURNED:
+            yield changed(node, op=TURNED[type(op)]())
+            if isinstance(op, (ast.Div, ast.FloorDiv)):
+                yield ast.unparse(left)
+        case ast.BoolOp(op=op):
+            yield changed(node, op=TURNED[type(op)]())
+        case ast.Compare(ops=[op]):
+            yield changed(node, ops=[TURNED[type(op)]()])
+        case ast.UnaryOp(operand=operand):
+            yield ast.unparse(operand)
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield str(value + 1 if isinstance(value, int) or not value else 2 * value)
+        case ast.IfExp(test=test):
+            yield changed(node, test=ast.UnaryOp(ast.Not(), test))
+        case ast.Call(func=func, args=args, keywords=keywords):
+            for i in range(len(args) - 1):
+                yield changed(node, args=[*args[:i], args[i + 1], args[i], *args[i + 2 :]])
+            for i in range(len(keywords)):
+                yield changed(node, keywords=keywords[:i] + keywords[i + 1 :])
+            if isinstance(func, ast.Attribute) and func.attr in REMOVED:
+                yield ast.unparse(func.value)
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Continue() | ast.Break() | ast.Return(value=None):
+            yield "pass"
+        case ast.Assign(targets=[target]) if not isinstance(target, ast.Name) or target.id in bound:
+            yield "pass"
+
+
+def functions(text: str) -> dict[str, tuple[ast.FunctionDef, str]]:
+    """Functions, and methods as Class.method: their nodes, and the titles of their parts."""
+    titles = {text[: m.start()].count("\n"): m[1] for m in re.finditer(r"^# [-=]{3} (.*)", text, re.M)}
+    found = {}
+    for top in ast.parse(text).body:
+        inner = top.body if isinstance(top, ast.ClassDef) else [top]
+        for node in inner:
+            if isinstance(node, ast.FunctionDef):
+                name = node.name if node is top else f"{top.name}.{node.name}"
+                found[name] = node, ([""] + [title for line, title in titles.items() if line < node.lineno])[-1]
+    return found
+
+
+def lines_of(text: str, node: ast.AST) -> str:
+    """The lines of a function."""
+    return "".join(text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno])
+
+
+def edit(text: str, function: ast.FunctionDef, node: ast.AST, new: str) -> str | None:
+    """The lines of the function with another text for a node; None if that is no Python, or nothing new."""
+    lines = lines_of(text, function).encode().splitlines(keepends=True)
+    place = lambda line, column: sum(map(len, lines[: line - function.lineno])) + column  # noqa: E731
+    begin = place(node.lineno, node.col_offset)
+    end = place(node.end_lineno, node.end_col_offset)
+    whole = b"".join(lines)
+    if isinstance(node, ast.expr) and not isinstance(ast.parse(new).body[0].value, (ast.Name, ast.Constant, ast.Call)):
+        new = f"({new})"
+    edited = (whole[:begin] + new.encode() + whole[end:]).decode()
+    try:
+        ast.parse("if True:\n" + edited if edited[0] == " " else edited)
+    except SyntaxError:
+        return None
+    return edited if ast.unparse(node) != new else None
+
+
+def draw_faults(script: str, only: str | None) -> list[dict]:
+    """All that can be turned in the functions of a script, or in one of them."""
+    text = (ROOT / f"{script}.py").read_text("utf-8")
     faults = []
-    for file in sorted(FAULTS.rglob("*.toml")):
-        script = file.relative_to(FAULTS).with_suffix("").as_posix()
-        faults += [fault | {"script": script} for fault in tomllib.loads(file.read_text("utf-8"))["fault"]]
+    for name, (function, title) in functions(text).items():
+        if only not in (None, name):
+            continue
+        docstring = function.body[0]
+        stores = [x for x in ast.walk(function) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
+        for node in walk(function):
+            if node is docstring or not hasattr(node, "lineno"):
+                continue
+            bound = {x.id for x in stores if x.lineno < node.lineno} | {x.arg for x in function.args.args}
+            for new in turn(node, bound):
+                edited = edit(text, function, node, new)
+                if edited:
+                    before = lines_of(text, function)
+                    faults.append({"script": script, "name": name, "part": title, "old": before, "new": edited})
     return faults
 
 
-def plant(source: str, fault: dict) -> str:
-    """The script's text with the fault in it."""
-    count = source.count(fault["old"])
-    if count != 1:
-        raise ValueError(f"{fault['script']}: {fault['name']}: the old text occurs {count} times, not once")
-    if fault["old"] == fault["new"]:
-        raise ValueError(f"{fault['script']}: {fault['name']}: old and new text are the same")
-    return source.replace(fault["old"], fault["new"])
+def listed_faults() -> list[dict]:
+    """Those of tests/faults.toml: in a function every expression or statement `old` becomes `new`."""
+    faults = []
+    for fault in tomllib.loads((ROOT / "tests/faults.toml").read_text("utf-8"))["fault"]:
+        text = (ROOT / f"{fault['script']}.py").read_text("utf-8")
+        old = ast.unparse(ast.parse(fault["old"]))
+        edited = None
+        function, title = functions(text).get(fault["function"], (None, ""))
+        if function:
+            for node in ast.walk(function):
+                if hasattr(node, "lineno") and ast.unparse(node) == old:
+                    edited = edit(text, function, node, fault["new"] or "pass")
+                    break
+        if edited is None:
+            print(f"CANNOT BE PLANTED  {fault['script']}: {fault['name']}")
+            continue
+        name = f"{fault['function']}: {fault['name']}"
+        before = lines_of(text, function)
+        faults.append({"script": fault["script"], "name": name, "part": title, "old": before, "new": edited})
+    return faults
 
 
-def copy_repository(folder: Path) -> None:
-    """Scripts and tests as copies, with what Python has compiled of them; the rest as links."""
+# --- Tests
+
+
+def tests_of(fault: dict) -> list[str]:
+    """The files of tests for a fault, in the order in which they are asked."""
+    script, part = fault["script"], fault["part"]
+    own = OWN_TESTS.get(script, f"{Path(script).name} lecture")
+    words = [*next((TESTS[word] for word in TESTS if word in part), "").split(), *own.split()]
+    files = [f"tests/test_{word}.py" for word in dict.fromkeys(words)]
+    return [file for file in files if (ROOT / file).exists()]
+
+
+class Watch:
+    """Leaves out tests that name another script in their parameters; writes down the first test that fails."""
+
+    def __init__(self, script: str):
+        self.script = Path(script).name
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        """Called by pytest with what it has found."""
+        names = {item: re.findall("reward_model|" + "|".join(reversed(SCRIPTS)), item.name) for item in items}
+        items[:] = [item for item in items if not names[item] or self.script in names[item]]
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """Called by pytest after each test."""
+        if report.failed:
+            Path("seen_by").write_text(report.nodeid)
+
+
+def work(folder: str, script: str, tests: list[str], marks: str) -> None:
+    """In a process of its own: pytest in the copy; its exit code is the process's."""
+    os.setpgrp()
+    os.chdir(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    sys.dont_write_bytecode = True
+    said = os.open("said", os.O_WRONLY | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(said, number)
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-m", marks]
+    os._exit(pytest.main([*options, "--basetemp", f"{folder}/of_tests", *tests], plugins=[Watch(script)]))
+
+
+def copy_repository(folder: Path, fault: dict) -> None:
+    """Folders with Python as copies, since a program may write beside itself; the data as links."""
     for path in ROOT.iterdir():
-        if path.name in ("tests", "lecture", "__pycache__"):
+        if path.name in ("tests", "lecture", "tools", "rewards", "exercises"):
             shutil.copytree(path, folder / path.name)
         elif path.is_file():
             shutil.copy2(path, folder)
-        elif not path.name.startswith("."):
+        elif path.name not in (".git", "runs") and not path.name.startswith("."):
             (folder / path.name).symlink_to(path)
+    others = SCRIPTS if fault["script"] in SCRIPTS else []
+    for script in {fault["script"], *others} if fault["old"] else ():
+        file = folder / f"{script}.py"
+        file.write_text(file.read_text("utf-8").replace(fault["old"], fault["new"], 1), "utf-8")
 
 
-def call_pytest(tests: list[str], folder: str, quick: bool) -> int:
-    """pytest's exit code; what it says goes to a file in the folder."""
-    import pytest
-
-    options = "-x -q -n 0 -p no:cacheprovider -p no:unraisableexception"
-    words = shlex.split(" ".join([options, f"--basetemp {folder}/runs_of_tests", *tests]))
-    streams = {number: os.dup(number) for number in (1, 2)}
-    sys.stdout.flush()
-    with open(f"{folder}/said", "w") as said:
-        for number in streams:
-            os.dup2(said.fileno(), number)
-        code = pytest.main([*words, "-m", "not slow" if quick else ""])
-        sys.stdout.flush()
-    for number, before in streams.items():
-        os.dup2(before, number)
-    return int(code)
+def begin(fault: dict, marks: str) -> dict:
+    """Starts the tests of a fault."""
+    folder = tempfile.mkdtemp(prefix="fault_")
+    copy_repository(Path(folder), fault)
+    process = get_context("fork").Process(target=work, args=(folder, fault["script"], fault["tests"], marks))
+    process.start()
+    return fault | {"folder": Path(folder), "process": process, "since": time.time()}
 
 
-def run(fault: dict, quick: bool) -> tuple[int, float, str]:
-    """pytest's exit code, the seconds it took, and what it said. What it imported from the copy is forgotten."""
-    import pytest
-
-    begin = time.time()
-    with tempfile.TemporaryDirectory(prefix="fault_") as folder:
-        copy_repository(Path(folder))
-        if "old" in fault:
-            script = Path(folder, f"{fault['script']}.py")
-            script.write_text(plant(script.read_text("utf-8"), fault), "utf-8")
-            signal.signal(signal.SIGALRM, lambda *_: pytest.exit("too long", TIMEOUT))
-            signal.alarm(LONGEST)
-        os.chdir(folder)
-        os.environ["TMPDIR"] = tempfile.tempdir = folder  # where the tests of this fault leave their runs
-        code = call_pytest(fault["tests"], folder, quick)
-        signal.alarm(0)
-        words = Path("said").read_text("utf-8", errors="replace")
-        os.chdir(ROOT)
-    tempfile.tempdir = None
-    del os.environ["TMPDIR"]
-    sys.path[:] = [path for path in sys.path if not path.startswith(folder)]
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(folder):
-            del sys.modules[name]
-    return code, time.time() - begin, words
+def end(fault: dict) -> dict:
+    """What came of it: `result`, `seen_by`, and `seconds`."""
+    process, folder = fault["process"], fault["folder"]
+    is_late = process.is_alive()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # what the tests started, too
+    except ProcessLookupError:
+        pass
+    process.join()
+    result = {0: "LIVED", 1: "caught", 2: "caught", 5: "NO TEST"}.get(process.exitcode, "caught")  # 2: at import
+    seen = folder / "seen_by"
+    fault["seen_by"] = seen.read_text() if seen.exists() else ""
+    fault["said"] = (folder / "said").read_text(errors="replace")
+    shutil.rmtree(folder, ignore_errors=True)
+    return fault | {"result": "TIMEOUT" if is_late else result, "seconds": time.time() - fault["since"]}
 
 
-def outcome(code: int, quick: bool) -> str:
-    """What pytest's exit code says of a fault. 5: nothing was run, and that may be because all its tests are slow."""
-    if code == 0 or (code == 5 and quick):
-        return "LIVED"
-    names = {1: "caught", TIMEOUT: "TIMEOUT"}
-    return names.get(code, f"BROKEN: pytest ends with {code}, no test was run")
+def try_all(faults: list[dict], marks: str, jobs: int) -> Iterator[dict]:
+    """So many faults at once; each as soon as it is done."""
+    waiting = list(faults)
+    running = []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(begin(waiting.pop(0), marks))
+        connection.wait([fault["process"].sentinel for fault in running], timeout=5)
+        for fault in [x for x in running if not x["process"].is_alive() or time.time() - x["since"] > LONGEST]:
+            running.remove(fault)
+            yield end(fault)
 
 
 def main() -> int:
     """Plants the faults that are asked for; the exit code."""
-    from rich.console import Console
-    from rich.table import Table
-
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--script", help="ppo, lecture/ppo, rloo, ...; by default all")
-    parser.add_argument("--name", default="", help="only faults with this in their name")
-    parser.add_argument("--test", default="", help="only faults with this in the names of their tests")
-    parser.add_argument("--quick", action="store_true", help="without the tests that are marked as slow")
+    parser.add_argument("--script", help="ppo, lecture/ppo, tools/evaluate, ...")
+    parser.add_argument("--function", help="of this function alone; a method is Class.method")
+    parser.add_argument("--sample", type=int, help="so many of them, drawn")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw")
+    parser.add_argument("--listed", action="store_true", help="those of tests/faults.toml")
+    parser.add_argument("--slow", action="store_true", help="the tests that are marked as slow, too")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once")
     asked = parser.parse_args()
-    faults = [f for f in read_faults() if asked.script in (None, f["script"]) and asked.name in f["name"]]
-    faults = [f for f in faults if asked.test in " ".join(f["tests"])]
-    for fault in faults:
-        plant((ROOT / f"{fault['script']}.py").read_text("utf-8"), fault)
+    if asked.listed:
+        faults = [fault for fault in listed_faults() if asked.script in (None, fault["script"])]
+    else:
+        faults = draw_faults(asked.script, asked.function)
+    if asked.sample and asked.sample < len(faults):
+        faults = random.Random(asked.seed).sample(faults, asked.sample)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    cache = tempfile.TemporaryDirectory(prefix="cache_of_faults_")  # shared by all, as in conftest.py
+    cache = tempfile.TemporaryDirectory(prefix="cache_of_faults_")  # shared by all, as in tests/conftest.py
     os.environ["HF_HOME"] = os.environ["CACHE_OF_TESTS"] = cache.name
-    sys.path.insert(0, "")
-    control = sorted({test for fault in faults for test in fault["tests"]})
-    code, seconds, words = run({"tests": control}, asked.quick)
-    is_red = outcome(code, asked.quick) != "LIVED"
-    print(
-        f"without a fault {'RED' if is_red else 'green'}{seconds:6.0f} s", words[-3000:] if is_red else "", flush=True
-    )
-    gc.freeze()  # a process that collects garbage would copy all of what it was forked with
-    table = Table("script", "fault", "", "s", title=f"{len(faults)} faults")
+    sys.path.insert(0, str(ROOT))
+    for script in SCRIPTS:  # and with it the libraries; the script itself is forgotten
+        importlib.import_module(script)
+        del sys.modules[script]
+    sys.path.pop(0)
+    marks = "" if asked.slow else "not slow"
     results = []
-    with multiprocessing.get_context("fork").Pool(asked.jobs, maxtasksperchild=1) as pool:
-        for fault, (code, seconds, words) in zip(faults, pool.imap(partial(run, quick=asked.quick), faults)):
-            result = outcome(code, asked.quick)
-            results.append(result)
-            if result != "caught":
-                print(words[-3000:])
-            print(f"{fault['script']:14s}{result:8s}{seconds:6.0f} s  {fault['name']}", flush=True)
-            table.add_row(fault["script"], fault["name"], result, f"{seconds:.0f}")
-    Console().print(table)
-    caught = results.count("caught")
-    print(f"{caught} of {len(faults)} caught{' by quick tests' if asked.quick else ''}")
-    return int(is_red or caught < len(faults))
+    for fault in try_all([fault | {"tests": tests_of(fault)} for fault in faults], marks, asked.jobs):
+        results.append(fault)
+        place = fault["seen_by"] or (fault["said"].strip().splitlines() or [""])[-1][:90]
+        print(f"{fault['result']:8s}{fault['seconds']:5.0f} s  {fault['script']} {fault['name']}  {place}", flush=True)
+        if fault["result"] != "caught":
+            lines = difflib.unified_diff(fault["old"].splitlines(), fault["new"].splitlines(), lineterm="", n=1)
+            print(*list(lines)[2:], sep="\n")
+    seen_by = sorted({(fault["script"], fault["seen_by"]) for fault in results if fault["seen_by"]})
+    control = [{"script": script, "name": test, "old": "", "new": "", "tests": [test]} for script, test in seen_by]
+    for fault in try_all(control, marks, asked.jobs):
+        if fault["result"] != "LIVED":
+            print(f"RED WITHOUT A FAULT: {fault['name']}\n{fault['said'][-2000:]}")
+            results = [x | {"result": "unknown"} if x["seen_by"] == fault["name"] else x for x in results]
+    caught = sum(fault["result"] == "caught" for fault in results)
+    print(f"{caught} of {len(results)} caught")
+    return int(caught < len(results))
 
 
 if __name__ == "__main__":
