@@ -29,6 +29,7 @@ import time
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import copy
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -59,6 +60,7 @@ OWN_TESTS = {  # after these, whatever the part
     "rloo": "rloo additions loops lecture parity",
     "grpo": "grpo env lecture",
     "ddpo": "ddpo ddpo_trl lecture",
+    "rewards/calculator": "env verifiers",
 }
 
 # --- Faults
@@ -125,15 +127,18 @@ def turn(node: ast.AST, bound: set[str]) -> Iterator[str]:
             yield "pass"
 
 
-def functions(text: str) -> dict[str, tuple[ast.FunctionDef, str]]:
-    """Functions, and methods as Class.method: their nodes, and the titles of their parts."""
+def functions(text: str) -> dict[str, tuple[ast.stmt, str]]:
+    """The functions of a file, methods as Class.method, and the `loop` of a short file: their nodes, and the titles of
+    their parts."""
     titles = {text[: m.start()].count("\n"): m[1] for m in re.finditer(r"^# [-=]{3} (.*)", text, re.M)}
     found = {}
     for top in ast.parse(text).body:
-        inner = top.body if isinstance(top, ast.ClassDef) else [top]
-        for node in inner:
-            if isinstance(node, ast.FunctionDef):
-                name = node.name if node is top else f"{top.name}.{node.name}"
+        for node in top.body if isinstance(top, ast.ClassDef) else [top]:
+            if isinstance(node, (ast.FunctionDef, ast.For)):
+                prefix = f"{top.name}." if node is not top else ""
+                name = prefix + getattr(node, "name", "loop")
+                if name == "loop" and "loop" in found and len(ast.unparse(node)) < len(ast.unparse(found[name][0])):
+                    continue  # the longest is the training
                 found[name] = node, ([""] + [title for line, title in titles.items() if line < node.lineno])[-1]
     return found
 
@@ -167,39 +172,37 @@ def draw_faults(script: str, only: str | None) -> list[dict]:
     for name, (function, title) in functions(text).items():
         if only not in (None, name):
             continue
-        docstring = function.body[0]
-        stores = [x for x in ast.walk(function) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
+        before = lines_of(text, function)
+        names = {x.arg: x.lineno for x in ast.walk(function) if isinstance(x, ast.arg)}
+        for x in ast.walk(function):
+            if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store):
+                names[x.id] = min(x.lineno, names.get(x.id, x.lineno))
         for node in walk(function):
-            if node is docstring or not hasattr(node, "lineno"):
-                continue
-            bound = {x.id for x in stores if x.lineno < node.lineno} | {x.arg for x in function.args.args}
+            bound = {name for name, line in names.items() if line < getattr(node, "lineno", 0)}
             for new in turn(node, bound):
                 edited = edit(text, function, node, new)
                 if edited:
-                    before = lines_of(text, function)
                     faults.append({"script": script, "name": name, "part": title, "old": before, "new": edited})
     return faults
 
 
 def listed_faults() -> list[dict]:
-    """Those of tests/faults.toml: in a function every expression or statement `old` becomes `new`."""
+    """Those of tests/faults.toml that can be planted; says which cannot."""
     faults = []
     for fault in tomllib.loads((ROOT / "tests/faults.toml").read_text("utf-8"))["fault"]:
-        text = (ROOT / f"{fault['script']}.py").read_text("utf-8")
+        script, name = fault["at"].split()
+        text = (ROOT / f"{script}.py").read_text("utf-8")
+        function, title = functions(text).get(name, (ast.Module([]), ""))
         old = ast.unparse(ast.parse(fault["old"]))
-        edited = None
-        function, title = functions(text).get(fault["function"], (None, ""))
-        if function:
-            for node in ast.walk(function):
-                if hasattr(node, "lineno") and ast.unparse(node) == old:
-                    edited = edit(text, function, node, fault["new"] or "pass")
-                    break
+        places = [x for x in ast.walk(function) if hasattr(x, "lineno") and ast.unparse(x) == old]
+        edited = edit(text, function, places[0], fault["new"] or "pass") if places else None
         if edited is None:
-            print(f"CANNOT BE PLANTED  {fault['script']}: {fault['name']}")
+            print(f"CANNOT BE PLANTED  {fault['at']}: {fault['name']}")
             continue
-        name = f"{fault['function']}: {fault['name']}"
         before = lines_of(text, function)
-        faults.append({"script": fault["script"], "name": name, "part": title, "old": before, "new": edited})
+        faults.append(
+            {"script": script, "name": f"{name}: {fault['name']}", "part": title, "old": before, "new": edited}
+        )
     return faults
 
 
@@ -273,10 +276,8 @@ def end(fault: dict) -> dict:
     """What came of it: `result`, `seen_by`, and `seconds`."""
     process, folder = fault["process"], fault["folder"]
     is_late = process.is_alive()
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what the tests started, too
-    except ProcessLookupError:
-        pass
     process.join()
     result = {0: "LIVED", 1: "caught", 2: "caught", 5: "NO TEST"}.get(process.exitcode, "caught")  # 2: at import
     seen = folder / "seen_by"
