@@ -249,7 +249,7 @@ def train(args: Args) -> None:
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     G = args.num_generations
-    args = choose_sizes(args, policy, repeat(prompts, G))
+    args = choose_sizes(args, policy, prompts, G)
     require(args.batch_size % G == 0, f"--num-generations {G} does not divide a batch of {args.batch_size} responses")
     reward_fns = {"env": lambda r: r.rewards.sum(1)} if args.env else make_reward_fns(args, policy, reward_model)
     num_updates = args.total_episodes // args.batch_size
@@ -265,7 +265,8 @@ def train(args: Args) -> None:
             memory["num_draws"] += num_draws
         with run.clock("score"):
             if args.beta:
-                score_reference(rollout, policy, reference, args)
+                with adapter_off(policy, reference):
+                    rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
         rollout.loss_mask = rollout.written
         if args.mask_truncated_completions:
@@ -508,7 +509,7 @@ def sample_groups(
     for draw in range(1 + args.dynamic_sampling):
         examples = batch(prompts, first_draw + draw, num_groups, args.seed)
         part = (play_batch if args.env else sample_batch)(policy, repeat(examples, G), args)
-        score_responses(part, reward_fns, args)
+        part.rewards_by_name, part.scores = score_responses(part, reward_fns, args)
         parts.append(part)
         num_differing += int((~equal_groups(part.scores, G)).sum())
         if num_differing >= num_groups:
@@ -571,30 +572,21 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
     return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
 
 
-def compute_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
-    """(B, T) log-probabilities of the responses under a model."""
-
-    def of_part(r: Rollout) -> Tensor:
-        """(b, T) for some episodes."""
-        logits, _ = response_forward(model, r, args.temperature)
-        return token_logprobs(logits, r.responses)
-
-    return rollout.map(of_part, args)
+def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
+    """(b, T) log-probabilities of some episodes' responses under a model."""
+    logits, _ = response_forward(model, r, args.temperature)
+    return token_logprobs(logits, r.responses)
 
 
-def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
-    """The reference's part of step 2: fills in ref_logprobs (B, T)."""
-    with adapter_off(policy, reference):
-        rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
-
-
-def score_responses(rollout: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args) -> None:
-    """The part of step 2 that evaluation shares: fills in rewards_by_name and scores (B,)."""
-    rollout.rewards_by_name = {name: function(rollout) for name, function in reward_fns.items()}
-    is_given = torch.stack([~x.isnan() for x in rollout.rewards_by_name.values()])  # (K, B)
+def score_responses(
+    rollout: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What each reward function gives, (B,) by name, and the scores (B,)."""
+    rewards = {name: function(rollout) for name, function in reward_fns.items()}
+    is_given = torch.stack([~x.isnan() for x in rewards.values()])  # (K, B)
     require(is_given.any(0).all(), "a response has no reward at all: each of --reward-fn gave None or NaN")
-    scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
-    rollout.scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+    scores = weighted_sum(rewards, args.reward_weights)
+    return rewards, penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
@@ -631,6 +623,11 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
 
 
 # --- 4. Loss ----------------------------------------------------------------------------------------------------------
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum over real tokens. Whatever stands on padding, even NaN, does not enter."""
+    return x.masked_fill(~mask, 0.0).sum()
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
@@ -785,11 +782,6 @@ def mini_batch_gradient(
     }
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over real tokens. Whatever stands on padding, even NaN, does not enter."""
-    return x.masked_fill(~mask, 0.0).sum()
-
-
 def row_share(where: Tensor, mask: Tensor) -> Tensor:
     """(b,) the share of a row's tokens at which `where`, (b, T) or (b, 1), is true; NaN in a row without tokens."""
     return (where & mask).sum(1) / mask.sum(1)
@@ -890,7 +882,7 @@ def scored_answers(
     extra = -N % WORLD_SIZE  # so that all processes have equally many
     examples = (prompts * WORLD_SIZE)[: N + extra]
     rollout = (play_batch if args.env else sample_batch)(policy, repeat(examples, k), eval_args)
-    score_responses(rollout, reward_fns, args)
+    rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
     return rollout.select(torch.arange(N * k, device=rollout.mask.device))
 
 
@@ -1281,8 +1273,9 @@ def check_args(args: Args) -> None:
     require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
 
 
-def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict]) -> Args:
-    """The settings with learning rate, batch sizes and number of episodes filled in; prints them in words."""
+def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> Args:
+    """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
+    prints them in words."""
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
@@ -1302,7 +1295,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict]) -> Args:
 
     episodes = args.total_episodes
     if args.num_train_epochs:
-        episodes = max(batch_size, round(args.num_train_epochs * len(prompts)))
+        episodes = max(batch_size, round(len(prompts) * G * args.num_train_epochs))
     num_updates = episodes // batch_size
     require(num_updates, f"--total-episodes {episodes} is less than one batch of {batch_size} responses")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")

@@ -256,14 +256,13 @@ def train(args: Args) -> None:
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     texts = load_pretrain_texts(args, policy)
-    args = choose_sizes(args, policy, repeat(prompts, args.rloo_k))
+    args = choose_sizes(args, policy, prompts, args.rloo_k)
     require(args.batch_size % args.rloo_k == 0, f"--rloo-k {args.rloo_k} does not divide {args.batch_size} rows")
     reward_fns = make_reward_fns(args, policy, reward_model)
     num_updates = args.total_episodes // args.batch_size
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    follow(ema, policy, optimizer, args)  # by a hook of the optimiser
     memory = {"kl_coef": args.kl_coef}  # what lasts from update to update besides weights
     run = Run(args, num_updates, optimizer, schedule, memory, model=policy, ema=ema)
     for update in run.steps():
@@ -273,8 +272,10 @@ def train(args: Args) -> None:
         with run.clock("rollout"):
             rollout = sample_batch(policy, examples, args)  # 1
         with run.clock("score"):
-            score_reference(rollout, policy, reference, args)  # 2
-            score_responses(rollout, reward_fns, args)
+            with adapter_off(policy, reference):  # 2
+                rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
+            rollout.kl = compute_kl(policy, reference, rollout, args)
+            rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
         rollout.kl_coef = memory["kl_coef"] if args.adaptive_kl else args.kl_coef
         scores = rollout.scores
         if args.normalize_reward:
@@ -285,7 +286,7 @@ def train(args: Args) -> None:
             actions = action_mask(rollout.mask, args.token_level_kl)
             rollout.advantages = masked_whiten(rollout.advantages, actions)
         with run.clock("update"):
-            stats = optimize(policy, optimizer, rollout, texts, args)  # 5 and 6
+            stats = optimize(policy, ema, optimizer, rollout, texts, args)  # 5 and 6
         stats |= rollout_stats(rollout)
         stats["objective/equal_groups"] = equal_groups(rollout.scores, args.rloo_k).float().mean().item()
         stats["val/clipfrac_avg"] = 0.0  # of a critic; dashboards made for TRL expect the name
@@ -520,25 +521,17 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
     return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
 
 
-def compute_logprobs(model: nn.Module, rollout: Rollout, args: Args) -> Tensor:
-    """(B, T) log-probabilities of the responses under a model."""
-
-    def of_part(r: Rollout) -> Tensor:
-        """(b, T) for some episodes."""
-        logits, _ = response_forward(model, r, args.temperature)
-        return token_logprobs(logits, r.responses)
-
-    return rollout.map(of_part, args)
+def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
+    """(b, T) log-probabilities of some episodes' responses under a model."""
+    logits, _ = response_forward(model, r, args.temperature)
+    return token_logprobs(logits, r.responses)
 
 
-def score_reference(rollout: Rollout, policy: nn.Module, reference: nn.Module, args: Args) -> None:
-    """The reference's part of step 2: fills in ref_logprobs and kl, (B, T) each."""
-    with adapter_off(policy, reference):
-        rollout.ref_logprobs = compute_logprobs(reference, rollout, args)
+def compute_kl(policy: nn.Module, reference: nn.Module, rollout: Rollout, args: Args) -> Tensor:
+    """(B, T) KL of policy and reference, by the chosen estimator."""
     if args.kl_estimator == "full":
-        rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
-    else:
-        rollout.kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)
+        return rollout.map(lambda r: response_kl(policy, reference, r, args), args)
+    return kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -568,13 +561,15 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
-def score_responses(rollout: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args) -> None:
-    """The part of step 2 that evaluation shares: fills in rewards_by_name and scores (B,)."""
-    rollout.rewards_by_name = {name: function(rollout) for name, function in reward_fns.items()}
-    is_given = torch.stack([~x.isnan() for x in rollout.rewards_by_name.values()])  # (K, B)
+def score_responses(
+    rollout: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What each reward function gives, (B,) by name, and the scores (B,)."""
+    rewards = {name: function(rollout) for name, function in reward_fns.items()}
+    is_given = torch.stack([~x.isnan() for x in rewards.values()])  # (K, B)
     require(is_given.any(0).all(), "a response has no reward at all: each of --reward-fn gave None or NaN")
-    scores = weighted_sum(rollout.rewards_by_name, args.reward_weights)
-    rollout.scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+    scores = weighted_sum(rewards, args.reward_weights)
+    return rewards, penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
@@ -756,7 +751,12 @@ def gradient_and_sums(
 
 
 def optimize(
-    policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, texts: list[list[int]], args: Args
+    policy: nn.Module,
+    ema: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    texts: list[list[int]],
+    args: Args,
 ) -> dict[str, float]:
     """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all actions seen."""
     sums = Counter()
@@ -779,6 +779,8 @@ def optimize(
         if math.isfinite(policy_norm):  # else the weights would be NaN for good
             optimizer.step()
             steps += 1
+            if ema is not None:
+                move_average(ema, policy, args.ema_decay)
     optimizer.zero_grad()
     means = {name: x / sums["actions"] for name, x in sums.items() if name not in ("actions", "tokens", "ratio_error")}
     means["policy/entropy_avg"] = sums["policy/entropy_avg"] / sums["tokens"]
@@ -843,9 +845,10 @@ def evaluate(
     eval_args = replace(args, temperature=args.eval_temperature, response_length_min=None)
     extra = -len(prompts) % WORLD_SIZE  # so that all processes have equally many
     rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], eval_args)
-    rollout.old_logprobs = compute_logprobs(policy, rollout, args)
-    score_reference(rollout, policy, reference, args)
-    score_responses(rollout, reward_fns, args)
+    rollout.old_logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
+    with adapter_off(policy, reference):
+        rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
+    rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
     r = rollout.select(torch.arange(len(prompts), device=rollout.mask.device))
     return {
         "eval/scores": r.scores.mean().item(),
@@ -930,14 +933,10 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
     return [(policy.tokenizer(text)["input_ids"] + end)[:limit] for text in rows if text]
 
 
-def follow(ema: nn.Module | None, policy: nn.Module, optimizer: torch.optim.Optimizer, args: Args) -> None:
-    """Makes `ema` the policy's moving average: after each step, ema_decay * itself + (1 - ema_decay) * the policy."""
-    if ema is None:
-        return
-    averages = list(ema.parameters())
-    weights = list(policy.parameters())
-    move = get_ema_multi_avg_fn(args.ema_decay)
-    optimizer.register_step_post_hook(lambda *_: move(averages, weights, None))
+def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
+    """Makes of `ema`, in place, decay * itself + (1 - decay) * the policy."""
+    move = get_ema_multi_avg_fn(decay)
+    move(list(ema.parameters()), list(policy.parameters()), None)
 
 
 # --- Models and rewards -----------------------------------------------------------------------------------------------
@@ -1187,8 +1186,9 @@ def check_args(args: Args) -> None:
     require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
 
 
-def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict]) -> Args:
-    """The settings with learning rate, batch sizes and number of episodes filled in; prints them in words."""
+def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> Args:
+    """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
+    prints them in words."""
     size = policy.num_parameters()
     # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
@@ -1208,7 +1208,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict]) -> Args:
 
     episodes = args.total_episodes
     if args.num_train_epochs:
-        episodes = max(batch_size, round(args.num_train_epochs * len(prompts)))
+        episodes = max(batch_size, round(len(prompts) * G * args.num_train_epochs))
     num_updates = episodes // batch_size
     require(num_updates, f"--total-episodes {episodes} is less than one batch of {batch_size} responses")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")

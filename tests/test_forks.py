@@ -52,7 +52,7 @@ def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, 
     metric = '        "objective/surprise": rollout.surprise[rollout.mask].mean().item(),'
     for line, added in {
         "    returns: Tensor | None = None  # (B, T)": "    surprise: Tensor | None = None  # (B, T)",
-        "            score_responses(rollout, reward_fns, args)": "        rollout.surprise = -rollout.ref_logprobs",
+        "            rollout.kl = compute_kl(policy, reference, rollout, args)": "            rollout.surprise = -rollout.ref_logprobs",
         '        "objective/scores": score,': metric,
     }.items():
         assert source.count(f"\n{line}\n") == 1, line

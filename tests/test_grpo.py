@@ -92,7 +92,8 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     policy = golden_model("policy")
     args = golden_args(theirs["settings"])
     rollout = golden_rollout(args, policy)
-    old = grpo.compute_logprobs(policy, rollout, args)
+    logprobs = lambda model: rollout.map(lambda r: grpo.response_logprobs(model, r, args), args)  # noqa: E731
+    old = logprobs(policy)
     torch.testing.assert_close(old.masked_fill(~rollout.mask, 0.0), ARRAYS["old_logprobs"] * rollout.mask)
     rollout.advantages = grpo.group_advantages(rollout.scores, args.num_generations, args.scale_rewards)[:, None]
     close(rollout.advantages.squeeze(1), ARRAYS[f"{case}/advantages"])
@@ -100,7 +101,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     if args.mask_truncated_completions:
         rollout.loss_mask = rollout.mask & rollout.ended[:, None]
     if args.beta:
-        rollout.ref_logprobs = grpo.compute_logprobs(golden_model("reference"), rollout, args)
+        rollout.ref_logprobs = logprobs(golden_model("reference"))
 
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0)
     gradients = []
@@ -216,8 +217,8 @@ def test_dynamic_sampling(monkeypatch):
 
         def score(rollout, *_):
             differ = torch.tensor([int(digit) for digit in next(coming)]).repeat_interleave(2)
-            rollout.scores = differ * torch.tensor([0.0, 1.0] * 4)
-            rollout.rewards_by_name = {"f": rollout.scores}
+            scores = differ * torch.tensor([0.0, 1.0] * 4)
+            return {"f": scores}, scores
 
         monkeypatch.setattr(grpo, "score_responses", score)
         settings = replace(args, dynamic_sampling=most)

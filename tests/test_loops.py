@@ -552,14 +552,11 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, processes, num_rows, sc
         zeros = torch.zeros(mask.shape)
         return script.Rollout(ids, ids > 0, ids.repeat(1, 24), mask, ids.flatten() == 7, zeros, examples)
 
-    def compare(rollout, *_):
-        rollout.ref_logprobs = -torch.ones(rollout.mask.shape)
-
     monkeypatch.setattr(script, "WORLD_SIZE", processes)
     monkeypatch.setattr(script, "sample_batch", answer)
-    monkeypatch.setattr(script, "compute_logprobs", lambda policy, rollout, _: torch.zeros(rollout.mask.shape))
-    monkeypatch.setattr(script, "score_reference", compare)
+    monkeypatch.setattr(script.Rollout, "map", lambda rollout, function, _: function(rollout))
+    monkeypatch.setattr(script, "response_logprobs", lambda model, r, _: torch.full(r.mask.shape, float(model)))
     examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
-    stats = script.evaluate(None, None, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)
+    stats = script.evaluate(0, -1, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)
     expected = {"eval/scores": 12.0, "eval/log_ratio": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
     assert stats == pytest.approx(expected)

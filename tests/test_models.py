@@ -341,22 +341,23 @@ def test_the_reference_is_the_policy_with_its_adapter_off(kind):
     policy = tiny_model(kind)
     rollout = tiny_rollout(policy)
     args = ppo.Args(lora_r=4, micro_batch_size=6, temperature=0.9, device="cpu")
-    before = ppo.compute_logprobs(policy, rollout, args)
+    logprobs = lambda model: rollout.map(lambda r: ppo.response_logprobs(model, r, args), args)  # noqa: E731
+    before = logprobs(policy)
     size = policy.num_parameters()
     ppo.add_adapter(policy, args, task_type="CAUSAL_LM")
     reference = ppo.make_reference(args, policy)
     assert reference is policy
     assert policy.num_parameters() < 1.3 * size  # no second copy
-    torch.testing.assert_close(ppo.compute_logprobs(policy, rollout, args), before)  # an adapter begins as nothing
+    torch.testing.assert_close(logprobs(policy), before)  # an adapter begins as nothing
     trained = [name for name, p in policy.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora" in name for name in trained)
     for name, p in policy.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p)
-    ppo.score_reference(rollout, policy, reference, args)
-    torch.testing.assert_close(rollout.ref_logprobs, before)
-    assert not torch.allclose(ppo.compute_logprobs(policy, rollout, args), before)  # and it is on again
+    with ppo.adapter_off(policy, reference):
+        torch.testing.assert_close(logprobs(reference), before)
+    assert not torch.allclose(logprobs(policy), before)  # and it is on again
     assert [name for name, p in policy.named_parameters() if p.requires_grad] == trained
 
 

@@ -220,8 +220,7 @@ def ask(policy, *specs, rows=ROWS, **settings):
     args = ppo.Args(reward_fn=specs, device="cpu", missing_eos_penalty=0.0, **settings)
     ppo.check_args(args)
     rollout = answered(policy, rows, TEXTS)
-    ppo.score_responses(rollout, ppo.make_reward_fns(args, policy, None), args)
-    return rollout.rewards_by_name, rollout.scores
+    return ppo.score_responses(rollout, ppo.make_reward_fns(args, policy, None), args)
 
 
 def test_what_a_function_is_given(policy, write):

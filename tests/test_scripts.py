@@ -24,7 +24,7 @@ from sources import ROOT, SCRIPTS, defined_in, lines_of, nodes_of, source_of, te
 MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRIPTS}
 # What bears the same name in several scripts has the same text, but for these, which differ on purpose
 OF_THE_ALGORITHM = """
-    Args train score_reference policy_forward mini_batch_gradient gradient_and_sums optimize rollout_stats evaluate report
+    Args train policy_forward mini_batch_gradient gradient_and_sums optimize rollout_stats evaluate report
     show_samples load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs encode_pair
     default_rate"""
 OF_IMAGES = """

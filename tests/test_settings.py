@@ -233,7 +233,7 @@ def test_epochs_win_over_episodes(tmp_path, tiny):
 def test_sizes_of_batches(module):
     """TRL's way: a size per device, times accumulation, mini-batches and processes; a batch size wins."""
     model = ppo.load_policy(ppo.Args(device="cpu"))
-    rows = [[{"input_ids": [5]}]] if module is ppo else [100, 9]  # prompts; number of texts, tokens of the longest
+    rows = [[{"input_ids": [5]}], 1] if module is ppo else [100, 9]  # prompts; number of texts, tokens of the longest
     parts = 2 if module is ppo else 1
 
     def sizes(**settings):

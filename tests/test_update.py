@@ -30,7 +30,7 @@ def optimize_once(monkeypatch, logits, values, prompt_length, rollout, **args):
     body = Table(values)
     sgd = torch.optim.SGD([{"params": [x.outputs]} for x in (policy, body)], lr=1.0)
     args = ppo.Args(num_ppo_epochs=1, max_grad_norm=1e9, **args)
-    stats = ppo.optimize(policy, ppo.Critic(body, nn.Identity()), sgd, rollout, [], args)
+    stats = ppo.optimize(policy, ppo.Critic(body, nn.Identity()), None, sgd, rollout, [], args)
     return stats, logits - policy.outputs.detach(), values - body.outputs.detach()
 
 
@@ -87,7 +87,7 @@ def steps_made(monkeypatch, script, mini_batches, **settings):
     args = script.Args(num_ppo_epochs=3, num_mini_batches=2, micro_batch_size=4, **settings)
     mask = torch.ones(4, 2).bool()
     rollout = SimpleNamespace(mask=mask, by_length=lambda index: index)
-    stats = script.optimize(*models, optimizer, rollout, [], args)
+    stats = script.optimize(*models, None, optimizer, rollout, [], args)
     assert stats["val/skipped_steps"] == 6 - len(made)
     assert all(model.weight.isfinite().all() for model in models)
     return made
