@@ -92,7 +92,7 @@ def page(before: str, after: str) -> str:
     out += [f"| come in | {named(new)} |", f"| change | {named([titles[name] for name in changed])} |"]
     out += [f"| stay, word for word | {named([name for name in b if name in partners and name not in changed])} |", ""]
     for name in changed:
-        diff = list(difflib.unified_diff(a[partners[name]], b[name], lineterm="", n=2))[2:]
+        diff = list(difflib.unified_diff(a[partners[name]], b[name], lineterm="", n=1))[2:]
         lines = [" ⋯" if line.startswith("@@") else line for line in diff]
         out += [f"## `{titles[name]}`", "", "```diff", *lines, "```", ""]
     for name in new:
