@@ -39,7 +39,7 @@ How this departs from RLOO: the group's mean includes the response itself, and i
 count alike, easy or hard. Tokens are the actions, each clipped by itself. If all G scores are equal, the group teaches
 nothing: such groups are counted (`frac_reward_zero_std`). Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and
 19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025 (DAPO, 2503.14476); Zheng et al. 2025 (GSPO, 2507.18071);
-MiniMax 2025 (CISPO, 2506.13585). docs/grpo.md has a glossary of the metrics.
+MiniMax 2025 (CISPO, 2506.13585); Tajwar et al. 2026 (MaxRL, 2602.02710). docs/grpo.md has a glossary of the metrics.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, right answers .4 to 1.0
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
@@ -135,7 +135,10 @@ class Args:
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
     # of the ratio: token, or sequence (GSPO; set loss_type grpo)
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose deviation divides advantages (none: Dr. GRPO)
+    # what divides advantages: the deviation of the group or batch; the group's mean (MaxRL); nothing (Dr. GRPO)
+    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
+    # what is subtracted from a score: its group's mean, or nothing, and no division (RFT: only right answers count)
+    baseline: Literal["mean", "none"] = "mean"
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
     epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); for cispo the cap itself, 5
     delta: Positive | None = None  # upper bound of the ratio where it would not be clipped, A < 0 (INTELLECT-2: 4)
@@ -268,6 +271,8 @@ def train(args: Args) -> None:
                 with adapter_off(policy, reference):
                     rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
+        if args.baseline == "none":
+            rollout.advantages = rollout.scores[:, None]
         rollout.loss_mask = rollout.written
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
@@ -606,11 +611,12 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tenso
 
 
 def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
-    """(B,) each score less the mean of its group, over the deviation of the group or the batch (TRL `scale_rewards`).
+    """(B,) each score less its group's mean, over a deviation (TRL `scale_rewards`), or that mean (MaxRL).
 
     The rows of a group are neighbours. With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By the group's
     deviation, 0.5, this becomes [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures (Dr. GRPO
-    holds that against it). 1e-4 keeps groups without any difference at 0.
+    holds that against it). By the mean, .25, it is [3, -1, -1, -1]: rare successes alone weigh more, which makes it a
+    gradient of log p, where p is the chance of a right answer. 1e-4 keeps groups without any difference at 0.
     """
     groups = scores.view(-1, G)
     groups = groups - groups[:, :1]  # a mean of equal numbers is not always that number, but a mean of zeros is 0
@@ -619,6 +625,8 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
+    if scale == "mean":
+        advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()
 
 

@@ -28,7 +28,7 @@ by itself, and KL, if beta is not 0, a term of the loss. A group of equal scores
   python lecture/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 3e-6 --dataset MINE \\
       --reward-fn mine.py:reward --response-length 1024
 
-Papers: GRPO 2402.03300 (eq. 3, 19), Dr. GRPO 2503.20783, DAPO 2503.14476 (arXiv).
+Papers (arXiv): GRPO 2402.03300 (eq. 3, 19), Dr. GRPO 2503.20783, DAPO 2503.14476, MaxRL 2602.02710.
 """
 
 # %% Settings, with the names and defaults of ../grpo.py
@@ -55,7 +55,9 @@ TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 class Args:
     num_generations: int = 8  # G, the responses to each prompt. More: a better baseline
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # how tokens add up, see token_weights
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose deviation divides advantages
+    # what divides advantages: a deviation, the group's mean (MaxRL), or nothing (Dr. GRPO)
+    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
+    baseline: Literal["mean", "none"] = "mean"  # none: the scores are the advantages (RFT)
     epsilon: float = 0.2  # eps: a ratio that has moved further earns nothing more
     num_ppo_epochs: int = 1  # passes over each batch
     num_mini_batches: int = 1  # optimiser steps in one pass
@@ -131,10 +133,11 @@ def response_logprobs(logits, tokens, prompt_length, temperature):
 
 # %% 3. Advantage
 def group_advantages(scores, G, scale):
-    """(B,) each score less the mean of its group, over the deviation of the group or of the batch.
+    """(B,) each score less the group's mean, over the group's or batch's deviation, or that mean.
 
     With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By their deviation, .5, it is
-    [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures.
+    [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures. By their mean, .25, it
+    is [3, -1, -1, -1]: rare successes alone weigh more, as in a gradient of log P(right answer).
     """
     groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
     groups = groups - groups[:, :1]  # so that equal scores give 0, whatever rounding does to a mean
@@ -143,6 +146,8 @@ def group_advantages(scores, G, scale):
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
+    if scale == "mean":
+        advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
     return advantages.flatten()
 
 
@@ -239,6 +244,8 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 3. Advantage
     advantages = group_advantages(scores, G, args.scale_rewards)[:, None]  # (B, 1)
+    if args.baseline == "none":  # with scores of 0 and 1, only right answers count
+        advantages = scores[:, None]
 
     # 4. Loss, and 5. update
     num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average

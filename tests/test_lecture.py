@@ -28,7 +28,7 @@ TEXTS = dict(batch_size=8, num_train_epochs=1.5, warmup_ratio=0.4, learning_rate
 SETTINGS = {  # away from the defaults
     "ppo": SCORED | dict(gamma=0.9, lam=0.8, cliprange=0.05, cliprange_value=0.02, vf_coef=0.7),
     "rloo": SCORED | dict(rloo_k=4, cliprange=0.05),
-    "grpo": RL | dict(num_generations=4, epsilon=0.05, beta=0.3, scale_rewards="batch", loss_type="grpo"),
+    "grpo": RL | dict(num_generations=4, epsilon=0.05, beta=0.3, scale_rewards="group", loss_type="grpo"),
     "sft": TEXTS | dict(lr_scheduler_type="linear", micro_batch_size=3, max_length=40),
     "reward_model": TEXTS | dict(lr_scheduler_type="linear", center_rewards_coefficient=0.1, max_length=30),
     "dpo": TEXTS | dict(lr_scheduler_type="cosine", beta=0.5),
@@ -48,8 +48,8 @@ SETTINGS = {  # away from the defaults
 }
 WORLDS = {"ddpo": ("shapes", "stable")}  # those of the others are toy and llama
 OF_A_SEED = {  # instead, and besides
-    ("grpo", 2): dict(scale_rewards="group", loss_type="dr_grpo"),
-    ("grpo", 3): dict(scale_rewards="none", loss_type="dapo", beta=0.0),
+    ("grpo", 2): dict(scale_rewards="mean", loss_type="dr_grpo"),
+    ("grpo", 3): dict(baseline="none", loss_type="dapo", beta=0.0),
 }
 ROLLOUTS = dict(dataset_test_split="none", micro_batch_size=3, num_sample_generations=0)
 ON_TEXTS = ["sft", "reward_model", "dpo"]  # those that draw no responses
