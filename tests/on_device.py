@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from runs import run, words_of  # noqa: E402 (they import what stands in the folder above)
-from sources import defined_in, text_of  # noqa: E402
+from sources import defined_in, text_of, with_names  # noqa: E402
 
 DEVICE = "pretend"
 
@@ -55,14 +55,13 @@ def lecture(script: str, settings: dict, output: str, device: str) -> None:
     import wandb
 
     file = f"lecture/{script}.py"
-    choice = '"cuda" if torch.cuda.is_available() else "cpu"'
-    assert text_of(file).count(choice) == 1
+    source = with_names(text_of(file), device=device)
     names = {"__file__": str(ROOT / file), "__name__": "__main__"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [file, *words_of(**settings, output_dir=output)])
         patch.setattr(wandb, "init", lambda **_: None)  # it would remember for good that it is disabled
         patch.setattr(wandb, "log", lambda *_, **__: None)
-        exec(compile(text_of(file).replace(choice, repr(device)), ROOT / file, "exec"), names)
+        exec(compile(source, ROOT / file, "exec"), names)
     Path(output, "metrics.jsonl").write_text("\n".join(map(json.dumps, names["history"])))
 
 

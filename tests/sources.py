@@ -42,3 +42,14 @@ def source_of(file, node) -> str:
     """The lines of a function or class, decorators included; ast.get_source_segment parts the whole text each time."""
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return "\n".join(lines_of(file)[first - 1 : node.end_lineno])
+
+
+def with_names(text: str, **values) -> ast.Module:
+    """A program whose names, where it first assigns them, are given these values instead."""
+    tree = ast.parse(text)
+    for node in tree.body:
+        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        if name in values:
+            node.value = ast.copy_location(ast.Constant(values.pop(name)), node.value)
+    assert not values
+    return tree

@@ -10,7 +10,7 @@ import pytest
 import torch
 import wandb
 from float64 import float64, in_float64
-from sources import ROOT, text_of
+from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 GUESS = f"{ROOT}/toy/guess"
@@ -302,18 +302,3 @@ def test_games(monkeypatch):
         found = doctest.testmod(world)
         assert found.attempted >= 2 and not found.failed
     assert doctest.testmod(agent).failed == 0
-
-
-def test_the_tables_are_those_of_the_results(monkeypatch):
-    """Else run experiments/agent.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    import agent
-
-    page = text_of("docs/agent.md")
-    results = json.loads(agent.OUTPUT.read_text())
-    for name, table in agent.tables(results).items():
-        assert f"<!-- {name} -->\n{table}\n<!-- /{name} -->" in page
-    runs = [run for run in results["runs"] if run["fork"] == "the default"]
-    said = re.search(r"guesses ([\d.]+) -> ([\d.]+), likeliest ([\d.]+)", text_of("lecture/agent.py")).groups()
-    for number, when, what in zip(said, ("before", "after", "after"), ("sampled", "sampled", "likeliest")):
-        assert float(number) == pytest.approx(sum(run[when][what] for run in runs) / len(runs), abs=0.06)

@@ -1,12 +1,14 @@
-"""docs/fork.md: its diffs fit lecture/ppo.py, what it says of ppo.py works, and its table is what forks.py measured."""
+"""docs/fork.md: its diffs fit lecture/ppo.py, and what it says of ppo.py works."""
 
-import importlib.util
-import json
 import sys
+from dataclasses import dataclass
 
 import pytest
+import torch
 from runs import run
 from sources import ROOT, text_of
+
+import ppo
 
 
 @pytest.fixture
@@ -38,31 +40,22 @@ def test_a_diff_that_fits_nowhere_or_twice_is_refused(forks):
             forks.apply(f"@@ somewhere\n {old}\n+    pass\n", "    return states\n    return states\n")
 
 
-def test_the_table_is_that_of_the_results(forks):
-    results = json.loads(forks.OUTPUT.read_text())
-    assert results["diffs"] == forks.forks_to_compare()
-    runs = sorted((run["fork"], run["seed"]) for run in results["runs"])
-    assert runs == sorted((fork, seed) for fork in results["diffs"] for seed in results["seeds"])
-    assert f"<!-- forks -->\n{forks.table(results)}\n<!-- /forks -->" in text_of("docs/fork.md")
-
-
-def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, tmp_path):
+def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, tmp_path, monkeypatch):
     """Two rows of the table of the full script, together; what `train` fills in, an evaluation does not have."""
-    source = text_of("ppo.py")
-    metric = '        "objective/surprise": rollout.surprise[rollout.mask].mean().item(),'
-    for line, added in {
-        "    returns: Tensor | None = None  # (B, T)": "    surprise: Tensor | None = None  # (B, T)",
-        "            rollout.kl = compute_kl(policy, reference, rollout, args)": "            rollout.surprise = -rollout.ref_logprobs",
-        '        "objective/scores": score,': metric,
-    }.items():
-        assert source.count(f"\n{line}\n") == 1, line
-        source = source.replace(f"\n{line}\n", f"\n{line}\n{added}\n")
-    (tmp_path / "fork.py").write_text(source)
-    spec = importlib.util.spec_from_file_location("fork", tmp_path / "fork.py")
-    sys.modules["fork"] = fork = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fork)
-    try:
-        lines = run(fork, tmp_path / "run", eval_steps=1, num_eval_prompts=4, **tiny["ppo"])
-    finally:
-        del sys.modules["fork"]
+
+    @dataclass
+    class Rollout(ppo.Rollout):
+        surprise: torch.Tensor | None = None  # (B, T)
+
+    def optimize(*given):
+        (rollout,) = (x for x in given if isinstance(x, Rollout))
+        rollout.surprise = -rollout.ref_logprobs
+        return step(*given)
+
+    step, stats = ppo.optimize, ppo.rollout_stats
+    surprise = lambda rollout: {"objective/surprise": rollout.surprise[rollout.mask].mean().item()}  # noqa: E731
+    monkeypatch.setattr(ppo, "Rollout", Rollout)
+    monkeypatch.setattr(ppo, "optimize", optimize)
+    monkeypatch.setattr(ppo, "rollout_stats", lambda rollout: stats(rollout) | surprise(rollout))
+    lines = run(ppo, tmp_path / "run", eval_steps=1, num_eval_prompts=4, **tiny["ppo"])
     assert all(line["objective/surprise"] > 0 and "eval/scores" in line for line in lines)

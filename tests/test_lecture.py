@@ -4,6 +4,7 @@ Both run for three updates in float64, where the order of sums, the width of pad
 change nothing beyond 1e-9. The two are written apart from each other, so that each is a check of the other.
 """
 
+import ast
 import json
 import math
 import re
@@ -261,11 +262,13 @@ def test_the_short_form_is_the_script(script, world, seed, worlds, texts, tmp_pa
 @pytest.mark.parametrize("script", SETTINGS)
 def test_a_notebook_finds_the_toy_world(script, tmp_path, monkeypatch):
     """From the root of the repository and from lecture/; elsewhere it says what is missing."""
-    beginning = text_of(f"lecture/{script}.py").split("\ndevice =")[0]  # as far as the settings are read
+    body = ast.parse(text_of(f"lecture/{script}.py")).body
+    asserts = [node.lineno for node in body if isinstance(node, ast.Assert) and "TOY" in ast.unparse(node)]
+    beginning = ast.Module([node for node in body if node.lineno <= asserts[0]], [])  # as far as the settings are read
 
     def begin():
         names = {"__name__": "__main__", "get_ipython": None}
-        exec(beginning, names)
+        exec(compile(beginning, script, "exec"), names)
         return names["args"]
 
     for folder in (ROOT, ROOT / "lecture"):
