@@ -95,7 +95,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import get_scheduler, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -482,6 +483,8 @@ def show_samples(
 
 def draw_answer(policy: nn.Module, prompt: list[int], args: Args) -> list[int]:
     """At most 53 tokens from the policy itself, whatever its generation config says; the same in all processes."""
+    stored = policy.generation_config
+    policy.generation_config = GenerationConfig()  # else what is stored there would fill the gaps below
     with autocast(args):
         text = policy.generate(
             torch.tensor([prompt], device=args.device),
@@ -490,9 +493,10 @@ def draw_answer(policy: nn.Module, prompt: list[int], args: Args) -> list[int]:
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            eos_token_id=policy.tokenizer.eos_token_id,
+            eos_token_id=stored.eos_token_id,
             pad_token_id=policy.tokenizer.pad_token_id,
         )
+    policy.generation_config = stored
     return text[0, len(prompt) :].tolist()
 
 
@@ -504,6 +508,7 @@ def load_policy(args: Args) -> nn.Module:
     policy = load_model(AutoModelForCausalLM, args.model, args)
     has_eos = policy.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {args.model} has no EOS token to end completions with")
+    policy.generation_config.eos_token_id = eos_tokens(policy)  # for whoever samples from it later
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -806,6 +811,31 @@ def context_length(model: nn.Module) -> int:
     """Most tokens that the model can read at once, as far as it and its tokenizer tell."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     return min(positions, model.tokenizer.model_max_length)
+
+
+def eos_tokens(model: nn.Module) -> list[int]:
+    """Ids of the tokens that end a text: the tokenizer's EOS, what the chat template writes behind an answer, and what
+    the model's makers put into its generation config (there, special tokens alone: a default may be any token)."""
+    tokenizer = model.tokenizer
+    stored = model.generation_config.eos_token_id  # an int, a list, or None
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    end, _ = turn_end(tokenizer)
+    if end:
+        ids.add(tokenizer.convert_tokens_to_ids(end))
+    return sorted(ids & set(tokenizer.added_tokens_decoder))
+
+
+@cache
+def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
+    """The token that ends a turn of a chat template, and what stands behind it: mostly a line break, which is neither
+    drawn, nor taught, nor read by a reward model. Both are empty where no special token ends a turn."""
+    if not tokenizer.chat_template:
+        return "", ""
+    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
+    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    end = min(filter(tail.count, special), key=tail.index, default="")
+    return end, tail.partition(end)[2] if end else ""
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
@@ -1240,6 +1270,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         from peft import PeftModel
 
         whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        whole.generation_config = model.generation_config
         PeftModel.from_pretrained(whole, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 

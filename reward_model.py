@@ -1160,6 +1160,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         from peft import PeftModel
 
         whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        whole.generation_config = model.generation_config
         PeftModel.from_pretrained(whole, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 

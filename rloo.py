@@ -157,7 +157,8 @@ class Args:
     response_length: Count = 53
     response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
-    stop_token: Name = "eos"  # the token that ends a response: eos, none, its number, or a text that is one token
+    # tokens that end a response: eos (all that the model knows as such), none, their numbers, or texts of one token
+    stop_token: tuple[Name, ...] = ("eos",)
     # subtracted from scores of responses that never stop (TRL's examples: 1). 0: responses grow to the limit
     missing_eos_penalty: NonNegative = 1.0
     # responses sampled at once (TRL), by default as many as memory holds; no effect on the result
@@ -383,15 +384,13 @@ class Rollout:
         return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
-def response_mask(responses: Tensor, stop_token_id: int | None) -> tuple[Tensor, Tensor]:
+def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
     Made from positions, so that it is right even if the padding token is the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
-    is_stop = torch.zeros_like(responses)
-    if stop_token_id is not None:
-        is_stop = (responses == stop_token_id).long()
+    is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
     stops_before = is_stop.cumsum(1) - is_stop
     return stops_before == 0, is_stop.any(1)
 
@@ -438,6 +437,7 @@ def sample(
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
     attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
+    stops = prompts.new_tensor(policy.stop_token_ids)
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
     for t in range(T):
         output = policy(
@@ -452,8 +452,7 @@ def sample(
         token, logprob = sample_categorical(logits, uniforms[rows, t])  # (rows,)
         responses[rows, t] = token
         logprobs[rows, t] = logprob
-        if policy.stop_token_id is not None:
-            going &= token != policy.stop_token_id
+        going &= ~torch.isin(token, stops)
         tokens = token[:, None]
         positions = positions[:, -1:] + 1
         if (t + 1) % look_every:
@@ -465,7 +464,7 @@ def sample(
             cache.reorder_cache(going.nonzero().squeeze(1))
             rows, tokens, positions, attention_mask = (x[going] for x in (rows, tokens, positions, attention_mask))
             going = going[going]
-    mask, ended = response_mask(responses, policy.stop_token_id)  # erases what an ended row drew while it waited
+    mask, ended = response_mask(responses, policy.stop_token_ids)  # erases what an ended row drew while it waited
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
@@ -885,9 +884,9 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
     """Warns, once each, if no response stops, or if all scores are equal."""
-    if policy.stop_token_id is not None and not rollout.ended.any():
+    if policy.stop_token_ids and not rollout.ended.any():
         warnings.warn(
-            "no response ends with the stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
+            "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
             "or check that the policy was taught to end its texts"
         )
     for name, rewards in rollout.rewards_by_name.items():
@@ -948,7 +947,8 @@ def load_policy(args: Args) -> nn.Module:
     It stays in evaluation mode: rollout, scoring and loss see one distribution, which dropout would change.
     """
     policy = load_model(AutoModelForCausalLM, args.model, args)
-    policy.stop_token_id = find_stop_token(args, policy.tokenizer)
+    policy.stop_token_ids = find_stop_tokens(args, policy)
+    policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for whoever samples from it later
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -956,21 +956,23 @@ def load_policy(args: Args) -> nn.Module:
     return policy
 
 
-def find_stop_token(args: Args, tokenizer: AutoTokenizer) -> int | None:
-    """The id of the stop token, or None if a response may only end at response_length."""
-    text = args.stop_token
-    if text == "none":
-        return None
-    if text == "eos":
-        ids = [tokenizer.eos_token_id]
-    elif text.isdecimal():
-        ids = [int(text)]
-    else:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    is_unknown = ids == [tokenizer.unk_token_id] and ids != [tokenizer.eos_token_id]  # in GPT-2 they are one token
-    is_token = len(ids) == 1 and ids[0] in range(len(tokenizer)) and not is_unknown
-    require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
-    return ids[0]
+def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
+    """The ids of the stop tokens; none if a response may only end at response_length."""
+    if args.stop_token == ("none",):
+        return []
+    tokenizer = policy.tokenizer
+    found = []
+    for text in args.stop_token:
+        if text == "eos":
+            found += eos_tokens(policy)
+            continue
+        ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_special_tokens=False)
+        is_unknown = ids == [tokenizer.unk_token_id] and ids != [tokenizer.eos_token_id]  # in GPT-2 they are one token
+        is_token = len(ids) == 1 and ids[0] in range(len(tokenizer)) and not is_unknown
+        require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
+        found += ids
+    require(found, f"{args.model} has no EOS token: name another with --stop-token, or none")
+    return found
 
 
 def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
@@ -1360,6 +1362,31 @@ def context_length(model: nn.Module) -> int:
     """Most tokens that the model can read at once, as far as it and its tokenizer tell."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     return min(positions, model.tokenizer.model_max_length)
+
+
+def eos_tokens(model: nn.Module) -> list[int]:
+    """Ids of the tokens that end a text: the tokenizer's EOS, what the chat template writes behind an answer, and what
+    the model's makers put into its generation config (there, special tokens alone: a default may be any token)."""
+    tokenizer = model.tokenizer
+    stored = model.generation_config.eos_token_id  # an int, a list, or None
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    end, _ = turn_end(tokenizer)
+    if end:
+        ids.add(tokenizer.convert_tokens_to_ids(end))
+    return sorted(ids & set(tokenizer.added_tokens_decoder))
+
+
+@cache
+def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
+    """The token that ends a turn of a chat template, and what stands behind it: mostly a line break, which is neither
+    drawn, nor taught, nor read by a reward model. Both are empty where no special token ends a turn."""
+    if not tokenizer.chat_template:
+        return "", ""
+    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
+    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    end = min(filter(tail.count, special), key=tail.index, default="")
+    return end, tail.partition(end)[2] if end else ""
 
 
 def load_function(spec: str) -> Callable:
@@ -1826,6 +1853,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         from peft import PeftModel
 
         whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        whole.generation_config = model.generation_config
         PeftModel.from_pretrained(whole, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 

@@ -80,7 +80,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import get_scheduler, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -333,7 +334,7 @@ def label_sums(policy: nn.Module, rows: list[Row], args: Args) -> dict[str, Tens
     logits = output.logits  # (B, L, V)
     losses = label_losses(logits, targets)  # (B, L), as what follows
     is_hit = logits.detach().argmax(-1) == targets
-    is_eos = targets == policy.tokenizer.eos_token_id
+    is_eos = torch.isin(targets, targets.new_tensor(policy.generation_config.eos_token_id))
     return {
         "loss": losses.sum(1),
         "tokens": (targets != IGNORE).sum(1),
@@ -401,28 +402,31 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
         tails.append(ids[start:])
     prompts, prompt_mask = pad(heads, tokenizer, args, "left")  # (3, P)
     torch.manual_seed(args.seed)  # all processes draw the same completions
+    stored = policy.generation_config
+    policy.generation_config = GenerationConfig()  # else what is stored there would fill the gaps below
     with autocast(args):
         output = policy.generate(
             prompts,
             attention_mask=prompt_mask.long(),
             max_new_tokens=min(53, context_length(policy) - prompts.shape[1]),
             do_sample=True,
-            temperature=1.0,  # this and the next two: the policy itself, whatever its generation config says
+            temperature=1.0,  # this and the next two: the policy itself
             top_k=0,
             top_p=1.0,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=stored.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             return_dict_in_generate=True,
             output_logits=True,
         )
+    policy.generation_config = stored
     responses = output.sequences[:, prompts.shape[1] :]  # (3, T)
     logits = torch.stack(output.logits, 2).float()  # (3, V, T)
-    is_eos = (responses == tokenizer.eos_token_id).long()
+    is_eos = torch.isin(responses, responses.new_tensor(stored.eos_token_id)).long()
     tensors = {
         "prompts": prompts,
         "prompt_mask": prompt_mask,
         "responses": responses,
-        "mask": is_eos.cumsum(1) - is_eos == 0,  # true up to and including EOS
+        "mask": is_eos.cumsum(1) - is_eos == 0,  # true up to and including the stop token
         "logprobs": -F.cross_entropy(logits, responses, reduction="none"),
     }
     columns = {
@@ -453,6 +457,7 @@ def load_policy(args: Args) -> nn.Module:
         policy.tokenizer = tokenizer
     has_eos = policy.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token to end completions with")
+    policy.generation_config.eos_token_id = eos_tokens(policy)  # for whoever samples from it later
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -719,6 +724,31 @@ def context_length(model: nn.Module) -> int:
     """Most tokens that the model can read at once, as far as it and its tokenizer tell."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     return min(positions, model.tokenizer.model_max_length)
+
+
+def eos_tokens(model: nn.Module) -> list[int]:
+    """Ids of the tokens that end a text: the tokenizer's EOS, what the chat template writes behind an answer, and what
+    the model's makers put into its generation config (there, special tokens alone: a default may be any token)."""
+    tokenizer = model.tokenizer
+    stored = model.generation_config.eos_token_id  # an int, a list, or None
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    end, _ = turn_end(tokenizer)
+    if end:
+        ids.add(tokenizer.convert_tokens_to_ids(end))
+    return sorted(ids & set(tokenizer.added_tokens_decoder))
+
+
+@cache
+def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
+    """The token that ends a turn of a chat template, and what stands behind it: mostly a line break, which is neither
+    drawn, nor taught, nor read by a reward model. Both are empty where no special token ends a turn."""
+    if not tokenizer.chat_template:
+        return "", ""
+    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
+    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    end = min(filter(tail.count, special), key=tail.index, default="")
+    return end, tail.partition(end)[2] if end else ""
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
@@ -1145,6 +1175,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         from peft import PeftModel
 
         whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        whole.generation_config = model.generation_config
         PeftModel.from_pretrained(whole, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 

@@ -73,7 +73,7 @@ def reads_of_sampling() -> int:
     import ppo
 
     policy = ppo.load_policy(ppo.Args()).to(DEVICE)
-    policy.stop_token_id = -1
+    policy.stop_token_ids = [-1]
     prompts = torch.ones(4, 8, dtype=torch.long).to(DEVICE)
     with count() as counted:
         ppo.sample(policy, prompts, prompts > 0, torch.rand(4, 64).to(DEVICE), 1.0)

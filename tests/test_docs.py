@@ -117,6 +117,8 @@ def equal(text, value):
     if value is None or isinstance(value, (bool, str)):
         return text == {None: "none", True: "on", False: "off"}.get(value, value)
     wanted = value if isinstance(value, tuple) else (value,)
+    if all(isinstance(x, str) for x in wanted):
+        return text == " ".join(wanted)
     return [float(part) for part in text.split()] == [float(x) for x in wanted]
 
 

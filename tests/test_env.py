@@ -72,7 +72,7 @@ class Scripted(nn.Module):
 
     def __init__(self, tokenizer, environment, *scripts):
         super().__init__()
-        self.tokenizer, self.environment, self.stop_token_id = tokenizer, environment, tokenizer.eos_token_id
+        self.tokenizer, self.environment, self.stop_token_ids = tokenizer, environment, [tokenizer.eos_token_id]
         self.config = GPT2Config(n_layer=1, n_embd=2, n_head=1)
         longest = max(map(len, scripts))
         self.rows = torch.tensor([[*row, *[0] * (longest - len(row))] for row in scripts])  # (B, T)
@@ -229,7 +229,7 @@ def test_an_environment_that_fails(tmp_path):
         run(grpo, tmp_path / "out", **settings)
 
 
-@pytest.mark.parametrize("settings", [dict(stop_token="none"), dict(response_length_min=4)])
+@pytest.mark.parametrize("settings", [dict(stop_token=("none",)), dict(response_length_min=4)])
 def test_wrong_settings(tmp_path, settings):
     with pytest.raises(SystemExit, match="--env"):
         run(grpo, tmp_path, **GUESS, **settings)

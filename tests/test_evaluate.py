@@ -112,11 +112,20 @@ def test_reward_models_read_as_in_training(tmp_path):
 def test_stored_generation_settings_are_ignored(tmp_path, temperature):
     """Each of these alone would change the samples of a plain generate()."""
     hostile = {"do_sample": True, "temperature": 9.0, "top_k": 1, "top_p": 0.1, "repetition_penalty": 9.0}
-    hostile |= {"max_new_tokens": 2, "no_repeat_ngram_size": 1, "min_new_tokens": 16, "eos_token_id": 5, "min_p": 0.9}
+    hostile |= {"max_new_tokens": 2, "no_repeat_ngram_size": 1, "min_new_tokens": 16, "min_p": 0.9}
     hostile |= {"suppress_tokens": list(range(2, 900)), "bad_words_ids": [[300]], "typical_p": 0.2}
     model = copy_of("sft", tmp_path / "sft", "generation_config.json", **hostile)
     first, second = (run(name, temperature=temperature)[1] for name in ("toy/sft", model))
     assert first.equals(second) and first["response"].nunique() > 1
+
+
+def test_answers_end_where_they_did_in_training(tmp_path):
+    """At any of the tokens that a run has left in the generation config."""
+    comma, eos = AutoTokenizer.from_pretrained("toy/sft").convert_tokens_to_ids([",", "<|end|>"])
+    model = copy_of("sft", tmp_path / "sft", "generation_config.json", eos_token_id=[comma, eos])
+    _, answers = run(model, num_prompts=40, response_length=30, temperature=1.0)
+    whole = answers["response"][answers["eos_share"] == 1]
+    assert 0 < whole.str.count(",").mean() < 1 and (whole.str.count(",") == whole.str.endswith(",")).all()
 
 
 def test_all_tokens_can_be_drawn(tmp_path):

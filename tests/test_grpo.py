@@ -346,7 +346,7 @@ def test_what_is_not_finished_is_left_out(tmp_path, tiny):
     """With every response cut off there is no gradient."""
     code = "def letters(completions, **_):\n    return [sum(map(ord, x)) for x in completions]\n"
     (tmp_path / "r.py").write_text(code)
-    cut = dict(stop_token="<|pad|>", mask_truncated_completions=True)  # which is never drawn
+    cut = dict(stop_token=("<|pad|>",), mask_truncated_completions=True)  # which is never drawn
     for line in run(grpo, tmp_path / "out", **tiny | cut | dict(reward_fn=(f"{tmp_path}/r.py:letters",))):
         assert line["grad_norm"] == line["loss"] == 0 < line["reward_std"]
         assert line["completions/clipped_ratio"] == 1
@@ -362,7 +362,7 @@ def test_lora_without_a_reference(tmp_path, tiny):
     "settings, word",
     [
         (dict(num_generations=3), "--num-generations 3"),
-        (dict(mask_truncated_completions=True, stop_token="none"), "--stop-token none"),
+        (dict(mask_truncated_completions=True, stop_token=("none",)), "--stop-token none"),
     ],
 )
 def test_wrong_settings(tmp_path, tiny, settings, word):

@@ -174,8 +174,8 @@ def watched(names: dict, responses: list, images: list) -> None:
         return
     plain = names["response_mask"]
 
-    def response_mask(tokens, stop_token_id):
-        mask, ended = plain(tokens, stop_token_id)
+    def response_mask(tokens, stops):
+        mask, ended = plain(tokens, stops)
         responses.append([row[real].tolist() for row, real in zip(tokens, mask)])
         return mask, ended
 

@@ -42,7 +42,7 @@ BOTH = dict(
     learning_rate=2e-3,
     max_grad_norm=0.01,
     missing_eos_penalty=1.5,
-    stop_token=".",
+    stop_token=(".",),
     temperature=0.8,
     eval_steps=2,
     num_eval_prompts=5,
@@ -154,7 +154,7 @@ class Plain:
         self.args = args
         self.noted = noted
         self.tokenizer = AutoTokenizer.from_pretrained(args.model)
-        self.stop = self.tokenizer.convert_tokens_to_ids(args.stop_token)
+        self.stop = self.tokenizer.convert_tokens_to_ids(args.stop_token[0])
         load = dict(dtype=torch.float64)
         self.policy = AutoModelForCausalLM.from_pretrained(args.model, **load).eval()
         self.reference = deepcopy(self.policy)

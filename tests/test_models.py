@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from sources import ROOT
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import GenerationConfig
 
 import dpo
 import grpo
@@ -114,13 +115,13 @@ def test_rollouts_are_plain_forward_passes(kind, bf16):
     """The logprobs of padded rows, drawn with a cache or read at once, are those of each row alone."""
     policy = make(kind, vocab_size=32)
     policy.tokenizer = SimpleNamespace(pad_token_id=0)
-    policy.stop_token_id = None
+    policy.stop_token_ids = []
     prompts, mask = left_padded_prompts()
     uniforms = torch.rand(6, 12, generator=torch.Generator().manual_seed(0))
     tolerance = dict(rtol=0, atol=5e-2 if bf16 else 1e-5)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         responses, *_ = ppo.sample(policy, prompts, mask, uniforms[:, :4], 0.9)
-        policy.stop_token_id = responses[0, 3].item()  # so that at least one row leaves the batch on the way
+        policy.stop_token_ids = [responses[0, 3].item()]  # so that at least one row leaves the batch on the way
         r = ppo.Rollout(prompts, mask, *ppo.sample(policy, prompts, mask, uniforms, 0.9), examples=[])
         assert r.ended.any()
         read = ppo.token_logprobs(ppo.response_forward(policy, r, 0.9)[0], r.responses)
@@ -473,10 +474,30 @@ def test_windows(train, script, monkeypatch):
 @pytest.mark.parametrize("script", [ppo, rloo, grpo])
 def test_stop_token_is_the_unknown_token_too(script):
     """As in GPT-2 and GPT-NeoX. Where they are two tokens, a word that is none is refused."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    eos = tokenizer.eos_token_id
+    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
+    policy.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    eos = policy.tokenizer.eos_token_id
     with pytest.raises(SystemExit, match="zyzzyva"):
-        script.find_stop_token(script.Args(stop_token="zyzzyva"), tokenizer)
-    tokenizer.unk_token = tokenizer.eos_token
-    for text in ("eos", str(eos), tokenizer.eos_token):
-        assert script.find_stop_token(script.Args(stop_token=text), tokenizer) == eos
+        script.find_stop_tokens(script.Args(stop_token=("zyzzyva",)), policy)
+    policy.tokenizer.unk_token = policy.tokenizer.eos_token
+    for text in ("eos", str(eos), policy.tokenizer.eos_token):
+        assert script.find_stop_tokens(script.Args(stop_token=(text,)), policy) == [eos]
+
+
+def test_all_that_ends_a_turn_stops_a_response(train, tmp_path):
+    """The tokenizer's EOS, what a template ends turns with, special tokens of the generation config; and a run says so
+    in the generation config that it leaves."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|call|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|turn|>\n{% endfor %}"
+    end, turn, call = tokenizer.convert_tokens_to_ids(["<|end|>", "<|turn|>", "<|call|>"])
+    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
+    policy.resize_token_embeddings(len(tokenizer))
+    for stored, found in ((7, {end, turn}), (None, {end, turn}), ([7, call], {end, turn, call})):
+        policy.generation_config.eos_token_id = stored
+        policy.save_pretrained(tmp_path / "m")
+        tokenizer.save_pretrained(tmp_path / "m")
+        args = ppo.Args(model=str(tmp_path / "m"), stop_token=("eos", "."))
+        assert set(ppo.load_policy(args).stop_token_ids) == found | {tokenizer.convert_tokens_to_ids(".")}
+    train(ppo, model=str(tmp_path / "m"), reward_fn=(GOLD,))
+    assert GenerationConfig.from_pretrained(tmp_path / "run1").eos_token_id == sorted({end, turn, call})

@@ -29,7 +29,7 @@ def policy(request):
 @given(st.lists(st.lists(st.integers(0, 4), min_size=6, max_size=6), min_size=1, max_size=5))
 def test_response_mask(rows):
     """Against the definition, row by row."""
-    mask, ended = ppo.response_mask(torch.tensor(rows), 2)
+    mask, ended = ppo.response_mask(torch.tensor(rows), [2])
     for row, m, e in zip(rows, mask.tolist(), ended.tolist()):
         end = row.index(2) if 2 in row else len(row) - 1
         assert m == [t <= end for t in range(len(row))]
@@ -42,7 +42,7 @@ def test_response_mask_against_trl016(case):
     i, o = golden("trl0161_truncate_response")
     theirs = o["cases"][case]
     T = i["responses"].shape[1]
-    mask, ended = ppo.response_mask(i["responses"], theirs["stop"])
+    mask, ended = ppo.response_mask(i["responses"], [theirs["stop"]])
     truncated = i["responses"].masked_fill(~mask, theirs["pad"])
     assert torch.equal(truncated, theirs["postprocessed"])
     assert torch.equal(mask.sum(1), (theirs["trunc_idx"] + 1).clamp(max=T))
@@ -58,7 +58,7 @@ def test_response_mask_and_inputs_against_openrlhf031():
     i, o = golden("openrlhf031_process_sequences")
     prompts = i["sequences"][:, : i["input_len"]]
     responses = i["sequences"][:, i["input_len"] :]
-    mask, ended = ppo.response_mask(responses, i["eos"])
+    mask, ended = ppo.response_mask(responses, [i["eos"]])
     inputs = ppo.Rollout(prompts, prompts != i["pad"], responses, mask, ended, None, []).inputs()
     assert torch.equal(mask, o["action_mask"].bool())
     assert torch.equal(inputs["attention_mask"], o["attention_mask"])
@@ -158,8 +158,19 @@ def test_pad_equal_to_eos(policy):
 
 
 def test_without_stop_token_every_response_is_full(policy):
-    r = tiny_rollout(policy, stop=None)
+    r = tiny_rollout(policy, stop=-1)
     assert r.mask.all() and not r.ended.any()
+
+
+def test_a_response_ends_with_the_first_of_several_stop_tokens(policy):
+    r = tiny_rollout(policy)
+    policy.stop_token_ids = [STOP, 5]
+    drawn = ppo.sample(policy, r.prompts, r.prompt_mask, uniforms(), 0.9)
+    for full, real, response, mask in zip(r.responses, r.mask, *drawn[:2]):
+        row = full[real].tolist()
+        end = min([row.index(stop) + 1 for stop in (STOP, 5) if stop in row] or [len(row)])
+        assert response[mask].tolist() == row[:end]
+    assert (drawn[0] == 5).any() and (drawn[0] == STOP).any()
 
 
 def test_generation_config_does_not_leak(policy):

@@ -128,6 +128,7 @@ def files(tmp_path_factory):
     shutil.copytree(ROOT / "toy/sft", folder / "endless")
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder / "endless")
+    (folder / "endless/generation_config.json").write_text("{}")
     return folder
 
 
@@ -142,8 +143,8 @@ WRONG = [
     (ppo, dict(dataset="empty.jsonl"), "dropped 3 of 3"),
     (ppo, dict(batch_size=50, num_mini_batches=4), "divisible"),
     (ppo, dict(batch_size=64, total_episodes=10), "64"),
-    (ppo, dict(stop_token="the end of it all"), "stop-token"),
-    (ppo, dict(stop_token="99999"), "99999"),
+    (ppo, dict(stop_token=("the end of it all",)), "stop-token"),
+    (ppo, dict(stop_token=("99999",)), "99999"),
     (ppo, dict(model="endless"), "stop-token"),
     (dpo, dict(model="endless"), "EOS"),
     (ppo, dict(reward_model="two"), "labels"),

@@ -139,4 +139,4 @@ def test_errors_of_the_first_ratio_do_not_cancel(tmp_path, tiny, monkeypatch, na
 
     monkeypatch.setattr(script, "sample_batch", sample_wrongly)
     with pytest.raises(SystemExit, match="off by 0.01 "):
-        run(script, tmp_path / "run", **tiny[name] | {"stop_token": "none"})
+        run(script, tmp_path / "run", **tiny[name] | {"stop_token": ("none",)})

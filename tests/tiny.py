@@ -55,10 +55,10 @@ def uniforms(B: int = 6, T: int = 12) -> Tensor:
     return torch.rand(B, T, generator=torch.Generator().manual_seed(0))
 
 
-def tiny_rollout(policy: nn.Module, stop: int | None = STOP, pad: int = PAD) -> ppo.Rollout:
+def tiny_rollout(policy: nn.Module, stop: int = STOP, pad: int = PAD) -> ppo.Rollout:
     """Responses to six prompts at temperature 0.9."""
     prompts, mask = left_padded_prompts()
-    policy.stop_token_id = stop
+    policy.stop_token_ids = [stop]
     policy.tokenizer = SimpleNamespace(pad_token_id=pad)
     drawn = ppo.sample(policy, prompts, mask, uniforms(), 0.9)
     return ppo.Rollout(prompts, mask, *drawn, examples=list("abcdef"))

@@ -18,6 +18,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -144,31 +145,42 @@ def load_model(auto_class: type, name: str, args: Args) -> nn.Module:
     require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {wrong[:3]}")
     model.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # padding is known by position
+    with suppress(OSError):  # of an adapter, beside it, not beside the model that it belongs to
+        model.generation_config = GenerationConfig.from_pretrained(name)
     return model.to(args.device).eval()
 
 
 def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
     """An answer to the prompt of each row, drawn from softmax(logits / temperature), or the likeliest one."""
     tokenizer = policy.tokenizer
-    eos = tokenizer.eos_token_id
+    stops = stop_tokens(policy)
     prompts = [encode_prompt(row[args.prompt_column], tokenizer) for row in rows]
     ids, mask = pad(prompts, tokenizer, args, "left")  # (b, P)
     P = ids.shape[1]
     limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     too_long = f"a prompt of {P} tokens and --response-length {args.response_length} exceed the model's {limit}"
     require(P + args.response_length <= limit, too_long)
+    stored = policy.generation_config
     policy.generation_config = GenerationConfig()  # else what is stored there fills the gaps in ours
     config = GenerationConfig(do_sample=args.temperature > 0, temperature=args.temperature or 1.0, top_k=0, top_p=1.0)
-    config.update(max_new_tokens=args.response_length, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id)
+    config.update(max_new_tokens=args.response_length, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
     responses = policy.generate(ids, attention_mask=mask, generation_config=config)[:, P:].tolist()
+    policy.generation_config = stored
     answers = []
     for row, prompt, response in zip(rows, prompts, responses):
-        ended = eos in response
-        if ended:
-            response = response[: response.index(eos) + 1]
+        length = next((i for i, token in enumerate(response, 1) if token in stops), None)
+        response = response[:length]
         start, text = tokenizer.batch_decode([prompt, response], skip_special_tokens=True)
-        answers.append(Answer(row, start, prompt, text, response, ended))
+        answers.append(Answer(row, start, prompt, text, response, length is not None))
     return answers
+
+
+def stop_tokens(policy: nn.Module) -> list[int]:
+    """Ids of the tokens that end an answer: those of its generation config, where a training leaves them, else EOS."""
+    stored = policy.generation_config.eos_token_id  # an int, a list, or None
+    if stored is None:
+        stored = policy.tokenizer.eos_token_id
+    return stored if isinstance(stored, list) else [stored]
 
 
 def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
