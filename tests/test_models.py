@@ -484,6 +484,19 @@ def test_stop_token_is_the_unknown_token_too(script):
         assert script.find_stop_tokens(script.Args(stop_token=(text,)), policy) == [eos]
 
 
+@pytest.mark.parametrize("script", [sft, dpo], ids=lambda module: module.__name__)
+def test_tables_show_the_policy_itself(train, script, tmp_path):
+    """Whatever its generation config says, which is kept."""
+    shutil.copytree(ROOT / "toy/sft", tmp_path / "m")
+    hostile = dict(repetition_penalty=9.0, min_new_tokens=20, bad_words_ids=[[x] for x in range(2, 99)], eos_token_id=0)
+    (tmp_path / "m/generation_config.json").write_text(json.dumps(hostile))
+    for name in ("toy/sft", str(tmp_path / "m")):
+        train(script, model=name, num_sample_generations=1)
+    a, b = (load_file(file) for file in sorted(tmp_path.glob("run*/samples/*")))
+    assert a["responses"].equal(b["responses"])
+    assert GenerationConfig.from_pretrained(tmp_path / "run2").repetition_penalty == 9.0
+
+
 def test_all_that_ends_a_turn_stops_a_response(train, tmp_path):
     """The tokenizer's EOS, what a template ends turns with, special tokens of the generation config; and a run says so
     in the generation config that it leaves."""

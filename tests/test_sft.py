@@ -219,7 +219,9 @@ def test_dropout_is_on_in_training_alone(texts, tmp_path):
     without = run(sft, tmp_path / "without", **settings)
     with_tables = run(sft, tmp_path / "with", num_sample_generations=4, **settings)
     assert untimed(without) == untimed(with_tables)
-    configs = [GenerationConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "with", model)]
+    configs = [
+        GenerationConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "with", tmp_path / "without")
+    ]
     assert configs[0] == configs[1]
     rows, tests = (labelled(x, 36) for x in (texts.rows, texts.tests))
     losses = [-read_text(saved(model), *row)[0] for row in sft.random_batch(rows, 0, 6, 1)]
