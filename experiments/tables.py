@@ -141,14 +141,6 @@ def ppo_results() -> str:
     )
 
 
-def over_optimization() -> str:
-    flags = {
-        "0": f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096 --kl-coef 0",
-        "0.05": f"{UNPUNISHED} --learning-rate 1e-3 --total-episodes 4096",
-    }
-    return with_peak(flags)
-
-
 def poor_reward_model() -> str:
     return with_peak({beta: f"--reward-model {learning.POOR_MODEL} --kl-coef {beta}" for beta in ("0", "0.2")})
 
@@ -321,10 +313,11 @@ def beside_trl() -> str:
         "dpo": DPO,
         "ddpo": [("reward", "end reward_mean", 2), ("gold score", "end rewards/same_shape/mean", 3)],
     }
-    lines = [["", "", "ours", "TRL", "version"], ["---", "---", "---:", "---:", "---"]]
+    lines = [["", "", "ours", "TRL", "difference", "version"], ["---", "---", "---:", "---:", "---", "---"]]
     for script, columns in about.items():
         for i, (title, metric, digits) in enumerate(columns):
-            cells = [number(values(name, metric), digits) for name in both(script).values()]
+            ours, theirs = (values(name, metric) for name in both(script).values())
+            cells = [number(ours, digits), number(theirs, digits), verdict(ours, theirs, digits)]
             lines.append([f"`{script}.py`" if i == 0 else "", title, *cells, THEIRS.get(script, "TRL 1.16")[4:]])
     return markdown(lines)
 
@@ -500,7 +493,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "ppo-kl": lambda: sweep(
         "ppo", "β", {"0.01": "--kl-coef 0.01", "0.05 (default)": "", "0.2": "--kl-coef 0.2"}, [SCORE, *ENDS]
     ),
-    "ppo-over-optimization": over_optimization,
     "ppo-poor": poor_reward_model,
     "ppo-eos": lambda: sweep(
         "ppo",

@@ -84,7 +84,7 @@ def page(before: str, after: str) -> str:
     new = [name for name in b if name not in partners]
     out = [f"# From `lecture/{before}.py` to `lecture/{after}.py`", "", STEPS[before, after], ""]
     out += [
-        f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py); docstrings are left out.",
+        f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py), which has what comes in.",
         "",
     ]
     out += ["| | functions and cells |", "|---|---|"]
@@ -95,8 +95,6 @@ def page(before: str, after: str) -> str:
         diff = list(difflib.unified_diff(a[partners[name]], b[name], lineterm="", n=1))[2:]
         lines = [" ⋯" if line.startswith("@@") else line for line in diff]
         out += [f"## `{titles[name]}`", "", "```diff", *lines, "```", ""]
-    for name in new:
-        out += [f"## New: `{name}`", "", "```python", *b[name], "```", ""]
     return "\n".join(out).rstrip() + "\n"
 
 
