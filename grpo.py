@@ -314,8 +314,8 @@ class Rollout:
     scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; None, as all below, until its step
     ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
     advantages: Tensor | None = None  # (B, 1), those of a response's tokens are all alike
-    loss_mask: Tensor | None = None  # (B, T), true on the tokens that the loss is about
-    written: Tensor | None = None  # (B, T), the mask, but with --env without the answers
+    written: Tensor | None = None  # (B, T), true on what the policy wrote: the mask, but with --env without the answers
+    loss_mask: Tensor | None = None  # (B, T), true on what the loss is about: what it wrote, or less
     rewards: Tensor | None = None  # (B, T), with --env: what a turn earned, on the token that ended it
     num_turns: Tensor | None = None  # (B,), with --env
 
@@ -453,13 +453,13 @@ def sample(
         positions = positions[:, -1:] + 1
         if (t + 1) % look_every:
             continue
-        left = int(going.sum())
-        if not all_reduce(torch.tensor(left)):  # all processes stop together, since sharded weights need all of them
+        left = going.nonzero().squeeze(1)
+        if not all_reduce(torch.tensor(len(left))):  # all processes stop together: sharded weights need them
             break
-        if 0 < left < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
-            cache.reorder_cache(going.nonzero().squeeze(1))
-            rows, tokens, positions, attention_mask = (x[going] for x in (rows, tokens, positions, attention_mask))
-            going = going[going]
+        if 0 < len(left) < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
+            cache.reorder_cache(left)
+            state = rows, tokens, positions, attention_mask, going
+            rows, tokens, positions, attention_mask, going = (x[left] for x in state)
     mask, ended = response_mask(responses, policy.stop_token_ids)  # erases what an ended row drew while it waited
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
@@ -932,7 +932,7 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
 
 
-# --- Additions: --env, several turns, as in lecture/agent.py. What is `mask` there is `written` here ------------------
+# --- Additions: --env, several turns, as in lecture/agent.py ----------------------------------------------------------
 
 
 def play_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:

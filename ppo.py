@@ -472,13 +472,13 @@ def sample(
         positions = positions[:, -1:] + 1
         if (t + 1) % look_every:
             continue
-        left = int(going.sum())
-        if not all_reduce(torch.tensor(left)):  # all processes stop together, since sharded weights need all of them
+        left = going.nonzero().squeeze(1)
+        if not all_reduce(torch.tensor(len(left))):  # all processes stop together: sharded weights need them
             break
-        if 0 < left < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
-            cache.reorder_cache(going.nonzero().squeeze(1))
-            rows, tokens, positions, attention_mask = (x[going] for x in (rows, tokens, positions, attention_mask))
-            going = going[going]
+        if 0 < len(left) < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
+            cache.reorder_cache(left)
+            state = rows, tokens, positions, attention_mask, going
+            rows, tokens, positions, attention_mask, going = (x[left] for x in state)
     mask, ended = response_mask(responses, policy.stop_token_ids)  # erases what an ended row drew while it waited
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 

@@ -8,6 +8,7 @@ python exercises/capstone.py      runs the scripts as they are, or those named b
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -52,7 +53,7 @@ def train(script: str, functions: dict, **settings) -> list[float]:
     The script runs cell by cell, as in a notebook, and its functions are exchanged after the cell that defines them.
     """
     metric, _, usual = RUNS[script]
-    settings = usual | {"output_dir": FOLDER / script} | settings
+    settings = usual | {"output_dir": Path(tempfile.mkdtemp(), script)} | settings
     if script == "dpo":
         settings["dataset"] = some_pairs()
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]

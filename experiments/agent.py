@@ -81,11 +81,11 @@ def play(names: dict, rows: list[int], temperature: float) -> tuple[list[list[st
 
     games, ids, attention_mask = names["start"](rows)
     uniforms = torch.rand(len(rows), names["args"].response_length)
-    stream, _, real, mask, turn, rewards = names["play"](
+    stream, _, mask, written, turn, rewards = names["play"](
         names["policy"], names["tokenizer"], games, ids, attention_mask, uniforms, temperature
     )
-    words = [names["tokenizer"].convert_ids_to_tokens(row[here]) for row, here in zip(stream, real)]
-    return words, rewards.sum(1).tolist(), ((turn * mask).amax(1) + 1).tolist()
+    words = [names["tokenizer"].convert_ids_to_tokens(row[here]) for row, here in zip(stream, mask)]
+    return words, rewards.sum(1).tolist(), ((turn * written).amax(1) + 1).tolist()
 
 
 def measure_guesses(names: dict) -> dict:

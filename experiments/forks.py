@@ -80,7 +80,7 @@ def run(script: str, source: str, flags: list[str], look: Callable[[dict, dict],
         updates.append(look(names, stats))
 
     with tempfile.TemporaryDirectory() as folder:
-        argv = [script, "--output-dir", folder, *flags]
+        argv = [script, "--output-dir", f"{folder}/model", *flags]
         with mock.patch.multiple("wandb", init=mock.DEFAULT, log=log), mock.patch("sys.argv", argv):
             exec(compile(source, script, "exec"), names)
     return updates, names

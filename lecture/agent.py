@@ -18,9 +18,9 @@ EOS, with which the policy ends its turn. A dot may be anything, until a mask ta
 
   input_ids  1 to 15 : | 8  E lower   4   E  higher  6   E    row 0: prompt (B, P), stream (B, T)
              1 to 15 : | 4  E higher  6   E    .     .   .    row 1: a group's rows are neighbours
-  real                 | 1  1   1     1   1    1     1   1    until the episode is over
+  mask                 | 1  1   1     1   1    1     1   1    until the episode is over
                        | 1  1   1     1   1    0     0   0
-  mask                 | 1  1   0     1   1    0     1   1    what the policy wrote: the loss knows
+  written              | 1  1   0     1   1    0     1   1    what the policy wrote: the loss knows
                        | 1  1   0     1   1    0     0   0    nothing else
   turn                 | 0  0   1     1   1    2     2   2    how many turns were over before
                        | 0  0   1     1   1    .     .   .
@@ -73,7 +73,7 @@ class Args:
     model: str = f"{TOY}/guess/sft"  # the policy to start from: a folder, or a name on the hub
     env: str = f"{TOY}/guess/make.py:Game"  # FILE:CLASS, with step(said) -> answer, reward, over
     dataset: str = f"{TOY}/guess/data/prompts"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_agent"  # where the trained policy is saved
+    output_dir: str = "runs/lecture_agent"  # a new folder, for the trained policy
     seed: int = 1  # of the order of rows, what the policy writes, and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -89,10 +89,11 @@ def forward(model, input_ids, attention_mask, **options):
 def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
     """Streams (B, T) after prompts (B, P), one for each game, from uniforms (B, response_length).
 
-    With them, likewise (B, T): logprobs, real, mask, turn, rewards. In each step a row writes, is
-    told the next token of its queue, or, when its episode is over, waits: so all share one cache.
-    What was drawn is never encoded again, and an answer is encoded alone. A turn that the end of
-    the stream cuts off is handed over as it is. An answer to which nobody replies is not told.
+    With them, likewise (B, T): logprobs, mask, written, turn, rewards. In each step a row writes,
+    is told the next token of its queue, or, when its episode is over, waits: so all share one
+    cache. What was drawn is never encoded again, and an answer is encoded alone. A turn that the
+    end of the stream cuts off is handed over as it is. An answer to which nobody replies is not
+    told.
     """
     B, T = uniforms.shape
     queues = [[] for _ in games]  # what each row is about to be told
@@ -100,7 +101,7 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
     over = torch.zeros(B, 1, dtype=torch.bool)  # whether its episode is
     turns = torch.zeros(B, 1, dtype=torch.long)  # how many of its turns are
     stream, rewards = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T)
-    columns = []  # of logprobs, real, mask and turn
+    columns = []  # of logprobs, mask, written and turn
     tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
     attention_mask = prompt_mask  # (B, P), after each pass one wider
     cache = None
@@ -150,7 +151,7 @@ def group_advantages(scores, G, scale):
     return advantages.flatten()
 
 
-def turn_advantages(rewards, turn, mask, G):
+def turn_advantages(rewards, turn, written, G):
     """(B, T) what a turn and those after it earn, less the group's mean of that, over a deviation.
 
     What was earned before a turn is not to its credit, and episodes that had ended are no measure
@@ -159,8 +160,8 @@ def turn_advantages(rewards, turn, mask, G):
     K = turn.max().item() + 1
     earned = rewards.new_zeros(len(turn), K).scatter_add(1, turn, rewards)  # (B, K) by each turn
     to_come = earned.flip(1).cumsum(1).flip(1)  # (B, K) by it and those after it
-    is_played = rewards.new_zeros(len(turn), K).scatter_add(1, turn, mask.to(rewards)) > 0  # (B, K)
-    groups = to_come.masked_fill(~is_played, torch.nan).view(-1, G, K)
+    lengths = rewards.new_zeros(len(turn), K).scatter_add(1, turn, written.to(rewards))  # (B, K)
+    groups = to_come.masked_fill(lengths == 0, torch.nan).view(-1, G, K)
     advantages = (groups - groups.nanmean(1, keepdim=True)).view(-1, K).nan_to_num()
     return advantages.gather(1, turn) / (rewards.sum(1).std() + 1e-4)
 
@@ -193,6 +194,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: play and loss must see one distribution
@@ -202,8 +204,9 @@ tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 file, _, name = args.env.rpartition(":")
 Environment = runpy.run_path(file)[name]
 optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-examples = load_dataset(args.dataset, split="train").to_list()
-prompts = tokenizer([example["prompt"] for example in examples])["input_ids"]
+data = load_dataset(args.dataset, split="train")
+examples = data.to_list()
+prompts = tokenizer(list(data["prompt"]))["input_ids"]
 
 
 def make_seed(*numbers):
@@ -241,11 +244,11 @@ for update in (bar := trange(1, num_updates + 1)):
     games, ids, attention_mask = start(drawn)  # of the last two (B, P) each
     P = ids.shape[1]
     uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
-    stream, old_logprobs, real, mask, turn, rewards = play(
+    stream, old_logprobs, mask, written, turn, rewards = play(
         policy, tokenizer, games, ids, attention_mask, uniforms, args.temperature
     )
     ids = torch.cat([ids, stream], 1)  # (B, P+T)
-    attention_mask = torch.cat([attention_mask, real], 1)  # (B, P+T): answers are read, too
+    attention_mask = torch.cat([attention_mask, mask], 1)  # (B, P+T): answers are read, too
 
     # 2. Score
     scores = rewards.sum(1)  # (B,)
@@ -253,32 +256,32 @@ for update in (bar := trange(1, num_updates + 1)):
     # 3. Advantage
     advantages = group_advantages(scores, G, args.scale_rewards)[:, None]  # (B, 1)
     if args.credit == "turn":
-        advantages = turn_advantages(rewards, turn, mask, G)  # (B, T)
+        advantages = turn_advantages(rewards, turn, written, G)  # (B, T)
 
     # 4. Loss, and 5. update
-    num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
+    num_tokens = written.sum() / args.num_mini_batches  # in a mini-batch, on average
     logs = []  # of the steps, each a mean over tokens
     for _ in range(args.num_ppo_epochs):
         for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
             logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
             losses, ratio, clipped = policy_loss(
-                logprobs, old_logprobs[i], advantages[i], mask[i], args.epsilon
+                logprobs, old_logprobs[i], advantages[i], written[i], args.epsilon
             )
-            loss = (losses * mask[i]).sum() / num_tokens
+            loss = (losses * written[i]).sum() / num_tokens
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             seen = {"clip_ratio/region_mean": clipped, "val/ratio": ratio}  # (b, T) each
-            logs.append({name: x.detach()[mask[i]].float().mean() for name, x in seen.items()})
+            logs.append({name: x.detach()[written[i]].float().mean() for name, x in seen.items()})
 
     stats = {name: torch.stack([log[name] for log in logs]).mean().item() for name in seen}
     stats["reward"] = scores.mean().item()
     is_equal = scores.view(-1, G) == scores[::G, None]  # (B/G, G)
     stats["frac_reward_zero_std"] = is_equal.all(1).float().mean().item()
-    stats["completions/mean_length"] = mask.sum(1).float().mean().item()
-    stats["turns"] = (turn * mask).amax(1).add(1).float().mean().item()
+    stats["completions/mean_length"] = written.sum(1).float().mean().item()
+    stats["turns"] = (turn * written).amax(1).add(1).float().mean().item()
     history.append(stats)
     wandb.log(stats, step=update)
     bar.set_postfix_str(f"reward {stats['reward']:.2f}, turns {stats['turns']:.2f}")
@@ -288,11 +291,11 @@ policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
 games, ids, attention_mask = start(range(len(prompts))[:B])
 uniforms = torch.full((len(games), args.response_length), 0.5).to(device)  # any, near temperature 0
-stream, _, real, mask, turn, rewards = play(
+stream, _, mask, written, turn, rewards = play(
     policy, tokenizer, games, ids, attention_mask, uniforms, 1e-6
 )
 for i in range(3):
-    print(f"{rewards[i].sum():.2f}  {tokenizer.decode(stream[i][real[i]])}")
+    print(f"{rewards[i].sum():.2f}  {tokenizer.decode(stream[i][mask[i]])}")
 for name, first in history[0].items():
     print(f"{name:23s} {first:9.3g} -> {history[-1][name]:9.3g}")
-print(f"turns of the likeliest play: {(turn * mask).amax(1).add(1).float().mean():.2f}")
+print(f"turns of the likeliest play: {(turn * written).amax(1).add(1).float().mean():.2f}")

@@ -68,7 +68,7 @@ class Args:
     model: str = f"{TOY}/shapes/sd"  # a Stable Diffusion pipeline, whose UNet is trained
     reward_fn: str = f"{TOY}/shapes/make.py:left_ink"  # FILE:NAME of f(images, prompts, metadata)
     dataset: str = f"{TOY}/shapes/data"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_ddpo"  # where the trained pipeline is saved
+    output_dir: str = "runs/lecture_ddpo"  # a new folder, for the trained pipeline
     seed: int = 1  # of the order of prompts, the noise and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -150,6 +150,7 @@ def policy_loss(logprobs, old_logprobs, advantages, cliprange):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 pipe = StableDiffusionPipeline.from_pretrained(
     args.model, dtype=torch.float32, safety_checker=None, requires_safety_checker=False

@@ -62,7 +62,7 @@ class Args:
     temperature: float = 0.7  # divides their logits
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
     dataset: str = f"{TOY}/data/preferences"  # with columns `prompt`, `chosen` and `rejected`
-    output_dir: str = "runs/lecture_dpo"  # where the trained policy is saved
+    output_dir: str = "runs/lecture_dpo"  # a new folder, for the trained policy
     seed: int = 1  # of the order of pairs, and of the responses
     track: bool = False  # log to Weights & Biases
 
@@ -121,6 +121,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # Without .train() dropout stays off: policy and reference must begin as one, with a loss of log 2
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)

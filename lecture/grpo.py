@@ -70,7 +70,7 @@ class Args:
     model: str = f"{TOY}/shells/sft"  # the policy to start from: a folder, or a name on the hub
     reward_fn: str = f"{TOY.parent}/rewards/verifiers.py:right_number"  # FILE:FUNCTION
     dataset: str = f"{TOY}/shells/data/prompts"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_grpo"  # where the trained policy is saved
+    output_dir: str = "runs/lecture_grpo"  # a new folder, for the trained policy
     seed: int = 1  # of the order of prompts, the responses and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -182,6 +182,7 @@ def token_weights(mask, num_tokens, args):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must see one distribution
@@ -192,8 +193,9 @@ tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 file, _, function = args.reward_fn.rpartition(":")
 reward = runpy.run_path(file)[function]  # of prompts, completions and the columns of the dataset
 optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-examples = load_dataset(args.dataset, split="train").to_list()
-prompts = tokenizer([example["prompt"] for example in examples])["input_ids"]
+data = load_dataset(args.dataset, split="train")
+examples = data.to_list()
+prompts = tokenizer(list(data["prompt"]))["input_ids"]
 
 
 def make_seed(*numbers):
@@ -280,7 +282,7 @@ for update in (bar := trange(1, num_updates + 1)):
 # %% The trained policy
 policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
-for i in range(3):
+for i in range(0, B, G)[:3]:  # one of each group
     print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")
 for name, first in history[0].items():
     print(f"{name:23s} {first:9.3g} -> {history[-1][name]:9.3g}")

@@ -66,7 +66,7 @@ class Args:
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
     reward_model: str = f"{TOY}/reward_model"  # a classifier with one label, for the same tokens
     dataset: str = f"{TOY}/data/prompts"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_ppo"  # where the trained policy is saved
+    output_dir: str = "runs/lecture_ppo"  # a new folder, for the trained policy
     seed: int = 1  # of the order of prompts, the responses and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -189,6 +189,7 @@ def value_loss(values, old_values, returns, mask, cliprange_value):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must see one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)

@@ -56,7 +56,7 @@ class Args:
     num_train_epochs: float = 1.0  # passes over the pairs. Large models overfit with more
     model: str = f"{TOY}/sft"  # the model to start from: a folder, or a name on the hub
     dataset: str = f"{TOY}/data/preferences"  # columns prompt, chosen, rejected [, margin]
-    output_dir: str = "runs/lecture_reward_model"  # where the reward model is saved
+    output_dir: str = "runs/lecture_reward_model"  # a new folder, for the reward model
     seed: int = 1  # of the head, the order of pairs, and dropout
     track: bool = False  # log to Weights & Biases
 
@@ -105,6 +105,7 @@ def preference_loss(chosen, rejected, margin, center_rewards_coefficient):
 # %% Model and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(args.seed)
 # The head is new, which the library reports as a weight that is missing

@@ -64,7 +64,7 @@ class Args:
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
     reward_model: str = f"{TOY}/reward_model"  # a classifier with one label, for the same tokens
     dataset: str = f"{TOY}/data/prompts"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_rloo"  # where the trained policy is saved
+    output_dir: str = "runs/lecture_rloo"  # a new folder, for the trained policy
     seed: int = 1  # of the order of prompts, the responses and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -158,6 +158,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 assert args.batch_size % args.rloo_k == 0, "batch_size: a multiple of rloo_k"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must see one distribution
@@ -256,7 +257,7 @@ for update in (bar := trange(1, num_updates + 1)):
 # %% The trained policy
 policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
-for i in range(3):
+for i in range(0, B, K)[:3]:  # one of each group
     print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")
 for name, first in history[0].items():
     print(f"{name:20s} {first:9.3g} -> {history[-1][name]:9.3g}")

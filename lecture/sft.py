@@ -54,7 +54,7 @@ class Args:
     model: str | None = None  # the pretrained model to fine-tune: a folder, or a name on the hub
     from_scratch: str = f"{TOY}/base"  # without one: its config and tokenizer, with random weights
     dataset: str = f"{TOY}/data/sft"  # folder or hub name, with columns `prompt` and `completion`
-    output_dir: str = "runs/lecture_sft"  # where the trained policy is saved
+    output_dir: str = "runs/lecture_sft"  # a new folder, for the trained policy
     seed: int = 1  # of the weights, the order of texts, and dropout
     track: bool = False  # log to Weights & Biases
 
@@ -92,6 +92,7 @@ def token_logprobs(logits, tokens):
 # %% Model and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(args.seed)
 if args.model:

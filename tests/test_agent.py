@@ -70,7 +70,7 @@ def test_with_one_turn_and_no_answer_it_is_grpo(credit, scale, uneven, tmp_path,
     grpo = run("grpo", monkeypatch, tmp_path, reward_fn=reward, **settings)
     agent = run("agent", monkeypatch, tmp_path, "# %% The trained policy", env=env, credit=credit, **settings)
     assert torch.equal(agent["ids"], grpo["ids"])
-    assert torch.equal(agent["mask"], grpo["mask"]) and set(grpo["ended"].tolist()) == {True, False}
+    assert torch.equal(agent["written"], grpo["mask"]) and set(grpo["ended"].tolist()) == {True, False}
     for ours, theirs in zip(agent["history"], grpo["history"], strict=True):
         assert ours.pop("turns") == 1
         assert ours == pytest.approx({name: theirs[name] for name in ours}, rel=1e-9)
@@ -102,10 +102,12 @@ def test_the_drawing(tmp_path, monkeypatch):
     policy = Scripted([tokenizer.convert_tokens_to_ids(row) for row in rows], len(tokenizer))
     games, ids, attention_mask = names["start"]([5, 5])
     played = names["play"](policy, tokenizer, games, ids, attention_mask, torch.full((2, 24), 0.5), 1.0)
-    stream, _, real, mask, turn, rewards = played
+    stream, _, mask, written, turn, rewards = played
     assert stream.shape == (2, 8)
     assert [tokenizer.convert_ids_to_tokens(row) for row in stream] == rows
-    for found, pair in zip((real, mask, turn, rewards), (cells[2:4], cells[4:6], cells[6:8], cells[8:10]), strict=True):
+    for found, pair in zip(
+        (mask, written, turn, rewards), (cells[2:4], cells[4:6], cells[6:8], cells[8:10]), strict=True
+    ):
         drawn = torch.tensor([[float("nan" if word == "." else word) for word in row] for row in pair])
         known = ~drawn.isnan()
         assert torch.allclose(found.float()[known], drawn[known], atol=0.006)
@@ -154,13 +156,13 @@ def test_the_end_of_a_stream(tmp_path, monkeypatch):
 
     games = [Wordy(), Wordy()]
     prompts = torch.tensor([[five := 5], [five]])
-    stream, _, real, mask, turn, rewards = names["play"](
+    stream, _, mask, written, turn, rewards = names["play"](
         policy, tokenizer, games, prompts, torch.ones_like(prompts), torch.full((2, 4), 0.5), 1.0
     )
     assert heard == ["9 8", "9 8 9 6"]
     assert stream[1, 3] == tokenizer.convert_tokens_to_ids("lower")
-    assert real.all()
-    assert mask.tolist() == [[True] * 4, [True, True, True, False]]
+    assert mask.all()
+    assert written.tolist() == [[True] * 4, [True, True, True, False]]
     assert rewards.tolist() == [[0, 0, 0, 0.25], [0, 0, 0.25, 0]]
     assert turn.tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
 
@@ -220,7 +222,7 @@ def test_an_update_by_hand(credit, talk, tmp_path, monkeypatch):
                 count += 1
     assert {len(turns) for turns, _ in episodes} == {1, 2, 3, 4}
     assert P > min(map(len, names["prompts"]))
-    assert count == names["mask"].sum()
+    assert count == names["written"].sum()
     (sum(losses) / count).backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     for ours, theirs in zip(names["policy"].parameters(), policy.parameters(), strict=True):
@@ -234,7 +236,7 @@ def test_it_discovers_binary_search(tmp_path, monkeypatch):
     names = run("agent", monkeypatch, tmp_path, total_episodes=512 * 66)
     assert names["history"][0]["turns"] > 4
     assert names["history"][-1]["turns"] < 3.8
-    assert (names["turn"] * names["mask"]).amax(1).add(1).double().mean() <= 3.5
+    assert (names["turn"] * names["written"]).amax(1).add(1).double().mean() <= 3.5
     said = {names["tokenizer"].decode(row[0]) for row in names["stream"]}
     assert said <= {"7", "8", "9"}
 

@@ -54,14 +54,14 @@ def test_it_is_the_short_file(talk, tmp_path, monkeypatch):
         settings_of_full = settings | FULL | dict(device="cpu", output_dir=str(tmp_path / "full"))
         full.train(full.Args(**settings_of_full, num_sample_generations=3))
     short = run_lecture("agent", monkeypatch, tmp_path, "# %% The trained policy", **settings)
-    for name, theirs in dict(mask="real", written="mask", rewards="rewards", responses="stream").items():
+    for name, theirs in dict(mask="mask", written="written", rewards="rewards", responses="stream").items():
         for i, mask in enumerate(rollouts[-1].mask):
-            assert torch.equal(getattr(rollouts[-1], name)[i][mask], short[theirs][i][short["real"][i]]), name
+            assert torch.equal(getattr(rollouts[-1], name)[i][mask], short[theirs][i][short["mask"][i]]), name
     for ours, theirs in zip(lines_of(tmp_path / "full"), short["history"], strict=True):
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-8, abs=1e-8)
     for ours, theirs in zip(weights, short["policy"].parameters(), strict=True):
         assert (ours - theirs).abs().max() < 1e-8
-    assert not short["mask"].all() and short["history"][0]["turns"] > 2
+    assert not short["written"].all() and short["history"][0]["turns"] > 2
 
 
 # --- What is said

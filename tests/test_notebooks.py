@@ -28,7 +28,7 @@ def test_a_notebook_runs(file, tiny, tmp_path, same_signals):
     settings = AGENT if file.stem == "agent" else {k: v for k, v in tiny[file.stem].items() if k != "num_eval_prompts"}
     notebook = jupytext.read(file)
     [cell] = [cell for cell in notebook.cells if "args = Args()" in cell.source]
-    cell.source = cell.source.replace("Args()", f"Args(**{settings}, output_dir={str(tmp_path)!r})")
+    cell.source = cell.source.replace("Args()", f"Args(**{settings}, output_dir={str(tmp_path / 'model')!r})")
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(file.parent)}}).execute()
     assert len(notebook.cells) >= 6
     assert [output for output in notebook.cells[-1].outputs if output.get("name") == "stdout"]
