@@ -152,7 +152,8 @@ class Args:
     model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Name | None = None  # regular expression for their layers, or all-linear; default: peft's
+    # regular expression for their layers, or all-linear; by default peft's choice, or all-linear where it has none
+    lora_target_modules: Name | None = None
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -790,20 +791,26 @@ def free_numbers(args: Args) -> int:
 
 
 def use_bfloat16(model: nn.Module) -> None:
-    """Casts once what autocast would cast at each use: the weights of matrix products, but for those of embeddings."""
+    """Casts once what autocast would cast at each use: frozen weights of matrix products, but for those of embeddings.
+
+    So are those of experts (E, D, D), whose grouped products autocast does not know. A head of one output stays.
+    """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
-        is_product = isinstance(module, (nn.Linear, Conv1D))
-        if is_product and id(module.weight) not in embeddings:
-            module.to(torch.bfloat16)
+        for p in module.parameters(recurse=False):
+            is_product = isinstance(module, (nn.Linear, Conv1D)) or p.dim() == 3
+            if is_product and not p.requires_grad and id(p) not in embeddings and len(p) > 1:
+                p.data = p.data.bfloat16()
 
 
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
     """Freezes the model and gives it LoRA adapters to train (Hu et al. 2021)."""
     from peft import LoraConfig
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as known_layers
 
     is_transposed = any(isinstance(module, Conv1D) for module in model.modules())  # GPT-2's weights
-    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
+    layers = args.lora_target_modules or known_layers.get(model.config.model_type, "all-linear")
+    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": layers}
     model.add_adapter(LoraConfig(**shape, fan_in_fan_out=is_transposed, **options))
 
 
@@ -947,7 +954,7 @@ def place(model: nn.Module | None, args: Args) -> None:
     if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     is_trained = any(p.requires_grad for p in model.parameters())
-    if args.bf16 and not is_trained:
+    if args.bf16:
         use_bfloat16(model)
     if args.zero_stage == 0:
         model.to(args.device)

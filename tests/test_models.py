@@ -1,6 +1,7 @@
 """Models: the architectures that people train, tiny and random; weights that do not fit; adapters, types and memory."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -362,6 +363,13 @@ def test_the_reference_is_the_policy_with_its_adapter_off(kind):
     assert [name for name, p in policy.named_parameters() if p.requires_grad] == trained
 
 
+@pytest.mark.parametrize("kind", ["phi3", "smollm3", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("script", [sft, reward_model], ids=lambda module: module.__name__)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_where_peft_names_no_layers(saved, train, script, kind):
+    assert train(script, model=saved(kind), lora_r=2)
+
+
 @pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo], ids=lambda module: module.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_adapter_and_merged_model_are_saved(script, tmp_path, tiny):
@@ -425,9 +433,12 @@ def test_gradient_checkpointing_changes_memory_and_no_number(script, lora_r, tmp
     assert sum(kept[half:]) < 0.8 * sum(kept[:half])
 
 
+@pytest.mark.parametrize("lora_r", [0, 4])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
-def test_frozen_models_in_bfloat16_say_the_same(kind):
-    """To the bit what autocast makes of float32 weights, and half of the memory."""
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_frozen_is_stored_in_bfloat16(kind, lora_r):
+    """It says to the bit what autocast makes of float32 weights, but for experts, which autocast does not reach."""
+    args = ppo.Args(bf16=True, lora_r=lora_r, device="cpu")
     model = make(kind)
     ids = torch.arange(4, 64).view(4, 15)
 
@@ -435,13 +446,39 @@ def test_frozen_models_in_bfloat16_say_the_same(kind):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             return model(input_ids=ids).logits
 
-    before = logits()
-    ppo.place(model, ppo.Args(bf16=True, device="cpu"))
+    ppo.place(model, args)
     assert {p.dtype for p in model.parameters()} == {torch.float32}  # a model that is trained stays
-    ppo.place(model.requires_grad_(False), ppo.Args(bf16=True, device="cpu"))
-    assert torch.equal(logits(), before)
-    layers = [m for m in model.modules() if type(m).__name__ in ("Linear", "Conv1D") and m is not model.lm_head]
-    assert all(layer.weight.dtype == torch.bfloat16 for layer in layers)
+    if lora_r:
+        ppo.add_adapter(model, args, task_type="CAUSAL_LM")
+        [nn.init.normal_(p) for name, p in model.named_parameters() if "lora_B" in name]
+    else:
+        model.requires_grad_(False)
+    before = logits()
+    ppo.place(model, args)
+    torch.testing.assert_close(logits(), before, rtol=0, atol=0.1 if kind == "mixtral" else 0)
+    for name, p in model.named_parameters():
+        stays = p.requires_grad or re.search(r"norm|ln_|emb|wte|wpe|\.gate\.", name)
+        assert p.dtype == (torch.float32 if stays else torch.bfloat16), name
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, grpo, reward_model], ids=lambda module: module.__name__)
+def test_rewards_and_values_under_bfloat16(script):
+    """The head is in float32: a reward of about 10 would else be a multiple of 1/16."""
+    args = ppo.Args(bf16=True, device="cpu")
+    model = make("llama", AutoModelForSequenceClassification, num_labels=1).requires_grad_(False)
+    ppo.place(model, args)
+    model.tokenizer = TOKENIZER
+    prompts, mask = left_padded_prompts()
+    r = ppo.Rollout(prompts, mask, prompts, torch.ones_like(mask), mask[:, 0], torch.zeros(mask.shape), [])
+    with ppo.autocast(args):
+        found = [script.read_reward(model, r.inputs()["input_ids"], r.inputs()["attention_mask"])]
+        if script is ppo:
+            policy = make("llama")
+            policy.tokenizer = TOKENIZER
+            found.append(ppo.make_critic(args, policy, model)(r))
+    for x in found:
+        assert x.dtype == torch.float32
+        assert (x != x.bfloat16()).float().mean() > 0.8
 
 
 def test_tf32_on_a_gpu_and_the_ratio_that_goes_with_it():
