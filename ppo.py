@@ -1952,7 +1952,7 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
         from peft import PeftModel
 
         whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
-        whole.generation_config = model.generation_config
+        whole.generation_config = getattr(model, "generation_config", None)  # a reward model has none
         PeftModel.from_pretrained(whole, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 
