@@ -1224,7 +1224,6 @@ ALIASES = {  # other libraries' spellings
     "--router-aux-loss-coef": "--aux-loss-coef",
     "--resume-from-checkpoint": "--resume",
 }
-# a panel each: patterns of the metrics in it
 CURVES = {  # title of a panel: pattern of the metrics in it
     "reward": "^reward$|/mean$|accuracy$|pass@1$",
     "shares": "zero_std$|clipped_ratio$",
