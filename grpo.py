@@ -707,17 +707,34 @@ def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
-    """In each epoch another random partition of the batch into mini-batches of row numbers, cut into micro-batches.
+def mini_batches(rollout: Rollout, args: Args) -> Iterator[list[tuple[Tensor, bool]]]:
+    """In each epoch another random partition of the batch into mini-batches, cut into micro-batches: row numbers, and
+    whether there is anything to learn from them.
 
     The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
     is a sum over its rows: how it is cut changes nothing. Each process gets its share.
     """
     B = len(rollout.mask)
+    size = args.micro_batch_size * WORLD_SIZE
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(B).to(rollout.mask.device)
         for mini_batch in order.split(B // args.num_mini_batches):
-            yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
+            rows, num_taught = silent_last(rollout.by_length(mini_batch), rollout, size, args)
+            parts = rows[RANK::WORLD_SIZE].split(args.micro_batch_size)
+            yield [(index, i * size < num_taught) for i, index in enumerate(parts)]
+
+
+def silent_last(rows: Tensor, rollout: Rollout, size: int, args: Args) -> tuple[Tensor, int]:
+    """Row numbers in another order, and up to which of them a gradient is needed: first comes what teaches.
+
+    Groups with equal scores have advantage 0: without KL, only the metrics of such rows are wanted, so that a forward
+    pass is enough, if they fill micro-batches of their own. The first always has its backward pass: each weight gets a
+    gradient, if only of zeros.
+    """
+    if args.beta or args.aux_loss_coef or args.loss_type == "bnpo" or len(rows) <= size:
+        return rows, len(rows)
+    is_silent = rollout.advantages[rows, 0] == 0
+    return rows[is_silent.long().argsort(stable=True)], max(1, int((~is_silent).sum()))
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
@@ -737,7 +754,7 @@ def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, T
 
 
 def mini_batch_gradient(
-    policy: nn.Module, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
+    policy: nn.Module, rollout: Rollout, mini_batch: list[tuple[Tensor, bool]], args: Args
 ) -> dict[str, float]:
     """Adds up the gradient of a mini-batch; returns what is logged of it, most often means over its tokens.
 
@@ -747,12 +764,13 @@ def mini_batch_gradient(
     sums = defaultdict(float)
     total_loss = torch.zeros((), device=rollout.mask.device)
     shares = []  # of each row's tokens, those that are clipped below and above: (b, 2)
-    num_rows = sum(len(index) for index in mini_batch)
+    num_rows = sum(len(index) for index, _ in mini_batch)
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / (args.num_mini_batches * WORLD_SIZE)
-    for index in mini_batch:
+    for index, is_taught in mini_batch:
         r = rollout.select(index)
         mask = r.loss_mask
-        logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
+        with torch.set_grad_enabled(is_taught):
+            logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
         ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # (b, T) or (b, 1)
         losses = surrogate_loss(ratio, logprobs, r.advantages, args)
         kl = torch.zeros_like(logprobs)
@@ -762,7 +780,8 @@ def mini_batch_gradient(
                 kl = kl * ratio  # so that its gradient is that of the true KL
         weights = token_weights(mask, num_rows, num_tokens, args)  # (b, 1)
         loss = masked_sum((losses + args.beta * kl) * weights, mask)
-        (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
+        if is_taught:
+            (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
         total_loss += loss.detach()
         lower, upper = clip_bounds(args)
         is_low = (ratio < lower) & (r.advantages < 0)  # clipped: it has no gradient, but in cispo
