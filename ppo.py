@@ -815,7 +815,7 @@ def optimize(
         here = gradient_and_sums(policy, critic, rollout, mini_batch, args)
         means = {name: x / here["tokens"] for name, x in here.items()}
         if not sums:
-            check_first_ratio(means["ratio_error"], args)  # the ratio is 1: nothing has moved yet
+            check_first_ratio(means["ratio_error"], ratio_rounding(args))  # the ratio is 1: nothing has moved yet
         sums.update(here)  # a Counter adds
         if args.target_kl and means["policy/approxkl_avg"] > 1.5 * args.target_kl:
             break
@@ -1322,14 +1322,17 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> 
     )
 
 
-def check_first_ratio(error: float, args: Args) -> None:
-    """Ends the program if the mean of |ratio - 1| before the first step is more than rounding: the policy in the update
-    must be the one that sampled. With bf16 the logits have 8 binary digits, with TF32 the factors have 11."""
-    bound = 1e-3
-    if torch.get_float32_matmul_precision() == "high":
-        bound = 6e-3
+def ratio_rounding(args: Args) -> float:
+    """The largest mean of |ratio - 1| over tokens that rounding explains: with bf16 the logits have 8 binary digits,
+    with TF32 the factors have 11."""
     if args.bf16:
-        bound = 5e-2
+        return 5e-2
+    return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
+
+
+def check_first_ratio(error: float, bound: float) -> None:
+    """Ends the program if the mean of |ratio - 1| before the first step is beyond the bound: the policy in the update
+    must be the one that sampled."""
     require(
         error <= bound,
         f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "

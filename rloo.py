@@ -274,6 +274,9 @@ def train(args: Args) -> None:
         with run.clock("rollout"):
             rollout = sample_batch(policy, examples, args)  # 1
         with run.clock("score"):
+            if not args.token_level_kl and ratio_rounding(args) > 1e-3:
+                # The rounding of tokens adds up over a response: no cache, and both sides of the ratio round alike
+                rollout.old_logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
             with adapter_off(policy, reference):  # 2
                 rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
             rollout.kl = compute_kl(policy, reference, rollout, args)
@@ -735,13 +738,14 @@ def gradient_and_sums(
             "policy/clipfrac_avg": pg_clipped,
             "val/ratio": ratio,
             "ratio_squared": ratio**2,
+            "ratio_error": (ratio - 1).abs(),
             "actions": torch.ones_like(ratio),
         }
         for name, x in action_stats.items():
             sums[name] += masked_sum(x.detach(), actions)
         token_stats = {
             "policy/entropy_avg": entropy,
-            "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
+            "token_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
             "tokens": torch.ones_like(logprobs),
         }
         for name, x in token_stats.items():
@@ -766,7 +770,9 @@ def optimize(
         optimizer.zero_grad()
         here = gradient_and_sums(policy, rollout, mini_batch, args)
         if not sums:
-            check_first_ratio(here["ratio_error"] / here["tokens"], args)  # it is 1: nothing has moved yet
+            check_first_ratio(here["token_error"] / here["tokens"], ratio_rounding(args))  # it is 1: nothing has moved
+            if not args.token_level_kl:
+                check_first_ratio(here["ratio_error"] / here["actions"], args.cliprange / 4)
         sums.update(here)  # a Counter adds
         if args.target_kl and here["policy/approxkl_avg"] / here["actions"] > 1.5 * args.target_kl:
             break
@@ -782,7 +788,9 @@ def optimize(
             if ema is not None:
                 move_average(ema, policy, args.ema_decay)
     optimizer.zero_grad()
-    means = {name: x / sums["actions"] for name, x in sums.items() if name not in ("actions", "tokens", "ratio_error")}
+    means = {name: x / sums["actions"] for name, x in sums.items()}
+    for name in ("actions", "tokens", "ratio_error", "token_error"):  # these are for this function alone
+        del means[name]
     means["policy/entropy_avg"] = sums["policy/entropy_avg"] / sums["tokens"]
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
     means["val/skipped_steps"] = args.num_ppo_epochs * args.num_mini_batches - steps
@@ -1231,14 +1239,17 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> 
     )
 
 
-def check_first_ratio(error: float, args: Args) -> None:
-    """Ends the program if the mean of |ratio - 1| before the first step is more than rounding: the policy in the update
-    must be the one that sampled. With bf16 the logits have 8 binary digits, with TF32 the factors have 11."""
-    bound = 1e-3
-    if torch.get_float32_matmul_precision() == "high":
-        bound = 6e-3
+def ratio_rounding(args: Args) -> float:
+    """The largest mean of |ratio - 1| over tokens that rounding explains: with bf16 the logits have 8 binary digits,
+    with TF32 the factors have 11."""
     if args.bf16:
-        bound = 5e-2
+        return 5e-2
+    return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
+
+
+def check_first_ratio(error: float, bound: float) -> None:
+    """Ends the program if the mean of |ratio - 1| before the first step is beyond the bound: the policy in the update
+    must be the one that sampled."""
     require(
         error <= bound,
         f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
