@@ -170,12 +170,20 @@ def test_rotary_embeddings_under_bfloat16_elsewhere(saved, train, script):
 
 @pytest.mark.parametrize("script", [rloo, grpo], ids=lambda module: module.__name__)
 def test_ratios_of_responses_under_bfloat16(saved, train, script, monkeypatch):
-    """The rounding of tokens would add up: before a step the ratio of each response is 1, as near as float32 comes."""
+    """The rounding of tokens, here large, adds up over a response: both sides of its ratio come from one kind of pass."""
+    sample_batch = script.sample_batch
+
+    def sample_roughly(*args):
+        r = sample_batch(*args)
+        r.old_logprobs += 0.04
+        return r
+
     errors = []
+    monkeypatch.setattr(script, "sample_batch", sample_roughly)
     monkeypatch.setattr(script, "check_first_ratio", lambda error, bound: errors.append(error))
     settings = dict(importance_sampling_level="sequence", loss_type="grpo") if script is grpo else {}
-    train(script, model=saved("llama"), bf16=True, num_mini_batches=1, response_length=64, stop_token="none", **settings)
-    assert max(errors) < 1e-5
+    train(script, model=saved("llama"), bf16=True, **settings)
+    assert max(errors) < 5e-3
 
 
 @pytest.mark.parametrize("kind", STRANGERS)

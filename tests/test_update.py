@@ -79,7 +79,7 @@ def steps_made(monkeypatch, script, mini_batches, **settings):
         for model in models:
             model.weight.grad = torch.full((1, 1), slope)
         stats = {"policy/approxkl_avg": 2 * kl, "val/ratio": 2 * ratio, "ratio_squared": 2 * ratio**2}
-        return stats | {"policy/entropy_avg": 0.0, "ratio_error": 0.0, "tokens": 2, "actions": 2}
+        return stats | {"policy/entropy_avg": 0.0, "ratio_error": 0.0, "token_error": 0.0, "tokens": 2, "actions": 2}
 
     monkeypatch.setattr(script, "gradient_and_sums", gradient)
     optimizer = torch.optim.SGD([{"params": model.parameters()} for model in models], lr=1.0)
