@@ -710,34 +710,32 @@ def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batches(rollout: Rollout, args: Args) -> Iterator[list[tuple[Tensor, bool]]]:
-    """In each epoch another random partition of the batch into mini-batches, cut into micro-batches: row numbers, and
-    whether there is anything to learn from them.
+def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
+    """In each epoch another random partition of the batch into mini-batches of row numbers, cut into micro-batches.
 
     The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
     is a sum over its rows: how it is cut changes nothing. Each process gets its share.
     """
     B = len(rollout.mask)
-    size = args.micro_batch_size * WORLD_SIZE
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(B).to(rollout.mask.device)
         for mini_batch in order.split(B // args.num_mini_batches):
-            rows, num_taught = silent_last(rollout.by_length(mini_batch), rollout, size, args)
-            parts = rows[RANK::WORLD_SIZE].split(args.micro_batch_size)
-            yield [(index, i * size < num_taught) for i, index in enumerate(parts)]
+            yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
 
 
-def silent_last(rows: Tensor, rollout: Rollout, size: int, args: Args) -> tuple[Tensor, int]:
-    """Row numbers in another order, and up to which of them a gradient is needed: first comes what teaches.
+def taught_first(mini_batch: tuple[Tensor, ...], rollout: Rollout, args: Args) -> list[tuple[Tensor, bool]]:
+    """The micro-batches cut anew, so that rows which teach nothing come last, and whether they need a backward pass.
 
-    Groups with equal scores have advantage 0: without KL, only the metrics of such rows are wanted, so that a forward
-    pass is enough, if they fill micro-batches of their own. The first always has its backward pass: each weight gets a
-    gradient, if only of zeros.
+    Groups with equal scores have advantage 0. Without KL, only the metrics of such rows are wanted, for which a forward
+    pass is enough. The first micro-batch always has both: each weight gets a gradient, if only of zeros.
     """
-    if args.beta or args.aux_loss_coef or args.loss_type == "bnpo" or len(rows) <= size:
-        return rows, len(rows)
+    if args.beta or args.aux_loss_coef or args.loss_type == "bnpo" or len(mini_batch) == 1:
+        return [(index, True) for index in mini_batch]
+    rows = torch.cat(mini_batch)
     is_silent = rollout.advantages[rows, 0] == 0
-    return rows[is_silent.long().argsort(stable=True)], max(1, int((~is_silent).sum()))
+    num_taught = int(all_gather((~is_silent).sum()[None]).max())  # processes go through as many backward passes
+    parts = rows[is_silent.long().argsort(stable=True)].split(args.micro_batch_size)
+    return [(index, i == 0 or i * args.micro_batch_size < num_taught) for i, index in enumerate(parts)]
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
@@ -757,7 +755,7 @@ def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, T
 
 
 def mini_batch_gradient(
-    policy: nn.Module, rollout: Rollout, mini_batch: list[tuple[Tensor, bool]], args: Args
+    policy: nn.Module, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
 ) -> dict[str, float]:
     """Adds up the gradient of a mini-batch; returns what is logged of it, most often means over its tokens.
 
@@ -767,9 +765,9 @@ def mini_batch_gradient(
     sums = defaultdict(float)
     total_loss = torch.zeros((), device=rollout.mask.device)
     shares = []  # of each row's tokens, those that are clipped below and above: (b, 2)
-    num_rows = sum(len(index) for index, _ in mini_batch)
+    num_rows = sum(len(index) for index in mini_batch)
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / (args.num_mini_batches * WORLD_SIZE)
-    for index, is_taught in mini_batch:
+    for index, is_taught in taught_first(mini_batch, rollout, args):
         r = rollout.select(index)
         mask = r.loss_mask
         with torch.set_grad_enabled(is_taught):

@@ -140,7 +140,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
 SCORES = torch.tensor([1.0, 0, 0, 2, 0, 0, 0, 1, 3, 1, 1, 0])
 
 
-def an_update(scores, rows=None, in_loss=True, all_taught=True, **settings):
+def an_update(scores, rows=None, in_loss=True, **settings):
     """The gradient of one mini-batch of the golden episodes with other scores, and what is logged of it."""
     policy = golden_model("policy")
     given = dict(num_ppo_epochs=1, epsilon=0.05, epsilon_high=0.1) | settings
@@ -151,11 +151,7 @@ def an_update(scores, rows=None, in_loss=True, all_taught=True, **settings):
     rollout.loss_mask = rollout.mask & in_loss
     rollout.ref_logprobs = rollout.old_logprobs - 0.3
     order = torch.arange(12) if rows is None else rows
-    parts = [(x, True) for x in order.split(args.micro_batch_size)]
-    if not all_taught:
-        (parts,) = grpo.mini_batches(rollout, args)
-        assert [taught for _, taught in parts] == [True, False, False]
-    stats = grpo.mini_batch_gradient(policy, rollout, parts, args)
+    stats = grpo.mini_batch_gradient(policy, rollout, order.split(args.micro_batch_size), args)
     return gradient_of(policy), stats
 
 
@@ -179,12 +175,17 @@ def test_what_changes_nothing(loss_type, level):
 
 @pytest.mark.parametrize("loss_type", [x for x in LOSSES if x != "bnpo"])
 @pytest.mark.parametrize("heard", [0, 4])
-def test_equal_scores_need_no_backward_pass(loss_type, heard):
+def test_equal_scores_need_no_backward_pass(loss_type, heard, monkeypatch):
     """The gradient and the metrics are those of a pass over all rows, also if no group differs."""
     scores = torch.tensor([7.0] * 8 + [1, 2, 2, 1][:heard] + [7.0] * (4 - heard))
     settings = dict(loss_type=loss_type, micro_batch_size=4)
+    taught_first = grpo.taught_first
+    parts = []
+    monkeypatch.setattr(grpo, "taught_first", lambda *args: parts.extend(taught_first(*args)) or parts)
+    quick, quick_stats = an_update(scores, **settings)
+    assert [is_taught for _, is_taught in parts] == [True, False, False]
+    monkeypatch.setattr(grpo, "taught_first", lambda mini_batch, *_: [(index, True) for index in mini_batch])
     plain, stats = an_update(scores, **settings)
-    quick, quick_stats = an_update(scores, all_taught=False, **settings)
     close(quick, plain)
     assert stats == pytest.approx(quick_stats)
 
