@@ -182,6 +182,9 @@ def tables(results: dict) -> dict[str, str]:
             by_swaps = [run[when]["by_swaps"]["looked"] for run in runs[: 1 if when == "before" else None]]
             label = "before" if when == "before" else name
             looks.append([label, *(cell(list(shares), 2) for shares in zip(*by_swaps))])
+    first = next(run["before"]["by_swaps"] for run in results["runs"] if run["fork"] == LOOKING[0])
+    own = [(right - looked) / (1 - looked) for right, looked in zip(first["right"], first["looked"])]
+    looks.append(["right by itself, before", *(f"{share:.2f}" for share in own)])
     return {"agent-guesses": markdown(guesses), "agent-looks": markdown(looks)}
 
 

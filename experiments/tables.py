@@ -403,7 +403,7 @@ def files() -> str:
         "|---|---|---|---|",
     ]
     for script, (about, result) in rows.items():
-        lengths = lines_in(f"lecture/{script}.py"), round(lines_in(f"{script}.py"), -2)
+        lengths = round(lines_in(f"lecture/{script}.py"), -1), round(lines_in(f"{script}.py"), -2)
         lines.append(
             f"| [`lecture/{script}.py`](lecture/{script}.py), {lengths[0]} lines "
             f"| [`{script}.py`]({script}.py), {lengths[1]:,} lines | {about} | {result} |"
@@ -474,7 +474,7 @@ def which_lines() -> str:
         "|---|---|---|---:|---|",
     ]
     for script, cells in rows.items():
-        lengths = f"{lines_in(f'lecture/{script}.py')}, {round(lines_in(f'{script}.py'), -2):,}"
+        lengths = f"{round(lines_in(f'lecture/{script}.py'), -1)}, {round(lines_in(f'{script}.py'), -2):,}"
         memory = mean(script, "end perf/peak_memory_mb", 0)
         lines.append(f"| `{script}.py` | {' | '.join(cells)} | {memory} | {lengths} |")
     return "\n".join(lines)
