@@ -73,7 +73,7 @@ def measure(key: tuple[str, str, int]) -> dict:
     arm, flags, seed = key
     source = (ROOT / GRPO).read_text("utf-8")
     if arm == "leave one out":
-        source = source.replace(MEAN, f"{MEAN} * G / (G - 1)")
+        source = source.replace(MEAN, f"G / (G - 1) * {MEAN}")
     flags = f"--model {START} --total-episodes {UPDATES * BATCH} --response-length 12 --seed {seed} {flags}"
     start = time.process_time()
     with contextlib.redirect_stdout(None):

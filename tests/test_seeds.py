@@ -1,0 +1,53 @@
+"""tools/seeds.py: what it says of paired seeds, and which runs it makes."""
+
+import sys
+
+import pytest
+from sources import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import seeds
+
+PROGRAM = """
+import sys
+import wandb
+name, bonus, seed = sys.argv[0], *map(float, sys.argv[2:5:2])
+if bonus < 0:
+    sys.exit("no bonus below 0")
+open(name + ".made", "a").write("run ")
+for step in range(9):
+    wandb.log({"score": 10 * seed + bonus * seed + step, "time/update": seed}, step=step)
+"""
+
+
+def test_what_three_pairs_say():
+    """By hand: d = 1, 2, 3 deviates by 1; Student's t of two degrees is 4.303; 7.849 (1 / 2)^2 = 1.96 seeds."""
+    root = 3**-0.5
+    wanted = {"difference": 2, "error": root, "low": 2 - 4.3027 * root, "high": 2 + 4.3027 * root}
+    assert seeds.judge([1, 5, 9], [2, 7, 12]) == pytest.approx(wanted | {"higher": 3, "needed": 2}, abs=1e-4)
+    assert seeds.judge([0, 0, 0], [1, 5, 0])["needed"] == 14  # d = 2 with a deviation of sqrt 7: 7.849 * 7 / 4
+    assert seeds.judge([1, 2], [2, 1])["needed"] == float("inf")
+
+
+def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, capsys, pictures):
+    """The ends are those of the last five updates, and differ by the bonus times the seed; clocks are left out."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    made = tmp_path / "program.py.made"
+
+    def compare(bonus):
+        sides = [f"{program} --bonus {x}" for x in (0, bonus)]
+        monkeypatch.setattr(sys, "argv", ["seeds.py", *sides, "--seeds", "3", "--output-dir", f"{tmp_path}/out"])
+        seeds.main()
+        return len(made.read_text().split()), capsys.readouterr().out
+
+    count, said = compare(1)
+    assert count == 6 and "time/" not in said
+    assert [row for row in said.splitlines() if "score" in row and "26 ± 10" in row and "28 ± 11" in row]
+    assert compare(1)[0] == 6
+    assert compare(2)[0] == 9
+    assert len(list((tmp_path / "out").glob("*.png"))) == 2
+    with pytest.raises(SystemExit, match="no bonus below 0"):
+        compare(-1)
+    program.write_text(PROGRAM + "\n")
+    assert compare(2)[0] == 15

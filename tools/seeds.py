@@ -1,0 +1,187 @@
+"""Is it better? Two programs, or two settings of one, over the same seeds.
+
+  1. run      each side with seeds 1, 2, ..., `--jobs` runs at once; what is there is not run again
+  2. pair     per seed and metric, d = B - A at the end of the runs: what both sides owe to their seed cancels
+  3. judge    mean of d, its standard error sd(d) / sqrt(n), and Student's interval, which holds 95 times in 100
+
+  python tools/seeds.py lecture/ppo.py lecture/fork.py --seeds 10
+  python tools/seeds.py grpo.py "grpo.py --scale-rewards none --loss-type dr_grpo" --seeds 10 --jobs 2
+
+An interval without 0 is marked with a star: the difference is shown. (Of twenty metrics that do not differ at all, one
+has a star by chance: say before the runs which metric you mean.) The last column says how many seeds would show a
+difference of this size in four of five experiments, (1.96 + .84)^2 (sd(d) / d)^2 by the normal distribution.
+
+A side is a script that takes --seed and --output-dir, with its flags. Each run leaves its metrics under the name of its
+file and a digest of what was run: a changed fork is run again, and what it was copied from is not.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import shlex
+import statistics
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from tqdm import tqdm
+
+LAST = 5  # updates at the end of a run whose mean is its result
+PANELS = 4  # of the picture, unless metrics are named
+
+
+class Run(NamedTuple):
+    """A command, without its seed, and the file that its metrics go to."""
+
+    command: str
+    seed: int
+    file: Path
+
+
+def plan(command: str, seeds: int, folder: Path) -> list[Run]:
+    """The runs of a side."""
+    text = Path(shlex.split(command)[0]).read_bytes()
+    digest = hashlib.sha256(text + command.encode()).hexdigest()[:8]
+    name = f"{Path(shlex.split(command)[0]).stem}-{digest}"
+    return [Run(command, seed, folder / f"{name}-{seed}.jsonl") for seed in range(1, seeds + 1)]
+
+
+def train(run: Run) -> None:
+    """Makes a run, and writes its metrics, a line an update. Of a short file they are what it logs to W&B."""
+    script, *flags = shlex.split(run.command)
+    lines = []
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run")
+        argv = [script, *flags, "--seed", str(run.seed), "--output-dir", str(folder)]
+        stack.enter_context(mock.patch("sys.argv", argv))
+        stack.enter_context(
+            mock.patch.multiple("wandb", init=mock.DEFAULT, log=lambda stats, **_: lines.append(dict(stats)))
+        )
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        runpy.run_path(script, run_name="__main__")
+        if (folder / "metrics.jsonl").exists():
+            lines = read(folder / "metrics.jsonl")
+    part = run.file.with_suffix(".part")
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    part.rename(run.file)  # whole, or not at all
+
+
+def read(file: Path) -> list[dict[str, float]]:
+    """The metrics of a run's updates."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def end(lines: list[dict[str, float]], metric: str) -> float | None:
+    """The mean of a metric over the last updates that have it; None if none has."""
+    values = [line[metric] for line in lines[-LAST:] if line.get(metric) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def judge(a: list[float], b: list[float]) -> dict[str, float]:
+    """What paired seeds say of B - A.
+
+    >>> {name: round(x, 2) for name, x in judge([1, 2, 3], [2, 4, 6]).items()}
+    {'difference': 2.0, 'error': 0.58, 'low': -0.48, 'high': 4.48, 'higher': 3, 'needed': 2}
+    """
+    from scipy.stats import norm, t
+
+    differences = [y - x for x, y in zip(a, b, strict=True)]
+    n, mean, spread = len(differences), statistics.fmean(differences), statistics.stdev(differences)
+    error = spread / math.sqrt(n)
+    margin = t.ppf(0.975, n - 1) * error
+    found = {"difference": mean, "error": error, "low": mean - margin, "high": mean + margin}
+    found["higher"] = sum(d > 0 for d in differences)
+    needed = ((norm.ppf(0.975) + norm.ppf(0.8)) * spread / mean) ** 2 if mean else math.inf
+    return found | {"needed": max(2, math.ceil(needed)) if math.isfinite(needed) else math.inf}
+
+
+def compare(runs: tuple[list, list], metrics: list[str]) -> dict[str, tuple[list[float], list[float]]]:
+    """Metric -> its ends in the seeds of A, and of B. Without names, all that both log and in which they differ."""
+    names = metrics or [name for name in runs[0][0][-1] if not name.startswith(("time/", "perf/"))]
+    found = {name: tuple([end(lines, name) for lines in side] for side in runs) for name in names}
+    if metrics:
+        return found
+    return {name: (a, b) for name, (a, b) in found.items() if None not in a + b and a != b}
+
+
+def show(ends: dict[str, tuple[list[float], list[float]]]) -> None:
+    """The table; ± behind a mean is the standard deviation of seeds, and behind a difference its standard error."""
+    from rich.box import MARKDOWN
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", "A", "B", "B − A", "95 % interval", "B higher", "seeds needed", box=MARKDOWN)
+    for name, (a, b) in ends.items():
+        found = judge(a, b)
+        sides = [f"{statistics.fmean(x):.4g} ± {statistics.stdev(x):.2g}" for x in (a, b)]
+        star = " *" if found["low"] > 0 or found["high"] < 0 else ""
+        table.add_row(
+            name,
+            *sides,
+            f"{found['difference']:+.3g} ± {found['error']:.2g}",
+            f"{found['low']:+.3g} to {found['high']:+.3g}{star}",
+            f"{found['higher']} of {len(a)}",
+            f"{found['needed']}",
+        )
+    Console(width=200).print(table)
+
+
+def draw(runs: tuple[list, list], commands: list[str], metrics: list[str], file: Path) -> None:
+    """Each metric against updates: means of the seeds, and a standard error to both sides."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((4.5 * len(metrics), 3.4), layout="constrained")
+    for axis, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics):
+        for side, command, colour in zip(runs, commands, ("0.5", "C3")):
+            rows = zip(*([line.get(metric) for line in lines] for lines in side))
+            points = [(x, row) for x, row in enumerate(rows, 1) if None not in row]
+            means = [statistics.fmean(row) for _, row in points]
+            errors = [statistics.stdev(row) / math.sqrt(len(row)) for _, row in points]
+            x = [x for x, _ in points]
+            axis.plot(x, means, color=colour, label=command)
+            bounds = [[m + sign * e for m, e in zip(means, errors)] for sign in (-1, 1)]
+            axis.fill_between(x, *bounds, color=colour, alpha=0.2, linewidth=0)
+        axis.set_title(metric, fontsize=10)
+        axis.set_xlabel("update")
+    figure.axes[0].legend(frameon=False, fontsize=7)
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    """Makes the runs that are missing, and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sides", nargs=2, metavar="FILE", help="A and B; in quotes with flags")
+    parser.add_argument("--seeds", type=int, default=10, help="how many, two at least")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the cores")
+    parser.add_argument("--metrics", nargs="+", default=[], help="those to show; by default all")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/seeds"))
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    sides = [plan(command, args.seeds, args.output_dir) for command in args.sides]
+    missing = [run for pair in zip(*sides) for run in pair if not run.file.exists()]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))  # before torch is imported
+    os.environ["TQDM_DISABLE"] = "1"  # for the runs
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, context) as pool:
+        for done in tqdm(as_completed([pool.submit(train, run) for run in missing]), total=len(missing), disable=False):
+            done.result()
+    runs = tuple([read(run.file) for run in side] for side in sides)
+    ends = compare(runs, args.metrics)
+    print(f"A: {args.sides[0]}\nB: {args.sides[1]}")
+    show(ends)
+    picture = args.output_dir / f"{sides[0][0].file.stem[:-2]}-{sides[1][0].file.stem[:-2]}.png"
+    draw(runs, args.sides, args.metrics or list(ends)[:PANELS], picture)
+    print(f"the curves: {picture}")
+
+
+if __name__ == "__main__":
+    main()
