@@ -1,6 +1,7 @@
 """tools/xray.py: whatever a model writes reaches the page as text, the page loads nothing, and a browser draws it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import dom_of, needs_browser
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -18,7 +20,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 import xray  # noqa: E402
 
 HOSTILE = ["</script>", "<script>document.title='broken'</script>", "<!--", "&lt;", "\n", "\x1b"]
-CHROMIUM = shutil.which("chromium")
 
 
 def write_samples(run, step, tokenizer, responses, prompt="<img src=x>", **tensors):
@@ -162,15 +163,7 @@ def test_the_viewer_of_docs_has_its_data():
         assert data["run"] == f"python {script}.py" and data["samples"] and data["quantities"] and data["curves"]
 
 
-def dom_of(url, folder):
-    """The elements that a browser makes of a page."""
-    quiet = ["quic", "background-networking", "component-update", "sync", "gpu"]
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)]
-    command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=3000", "--dump-dom", url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no browser here: install chromium to see the page's own code run")
+@needs_browser
 def test_a_browser_draws_the_page(run, tmp_path_factory):
     (run / "xray.html").write_text(xray.make_page(run), "utf-8")
     dom = dom_of((run / "xray.html").as_uri(), tmp_path_factory.mktemp("browser"))
@@ -192,7 +185,7 @@ def test_a_browser_draws_the_page(run, tmp_path_factory):
     assert "&lt;img src=x&gt;" in dom and "&lt;i&gt;fn&lt;/i&gt; 2.00" in dom and "<path " in dom
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no browser here: install chromium to see the page's own code run")
+@needs_browser
 def test_a_browser_reads_the_data_beside_the_viewer(tmp_path):
     dom = dom_of((ROOT / "docs/xray/index.html").as_uri() + "#rloo", tmp_path)
     assert '<span id="run">python rloo.py</span>' in dom and '<span class="token"' in dom
@@ -202,3 +195,16 @@ def test_a_browser_reads_the_data_beside_the_viewer(tmp_path):
 def test_the_command(run):
     done = subprocess.run([sys.executable, ROOT / "tools/xray.py", run, "--output", run / "x.html"], check=True)
     assert done.returncode == 0 and data_of((run / "x.html").read_text("utf-8"))["run"] == run.name
+
+
+def test_the_newest_run_is_taken(run, monkeypatch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    for name, seconds in (("b", 1000), ("a", 2000), ("c", 500)):
+        shutil.copytree(run, folder / "runs" / name)
+        for file in (folder / "runs" / name).glob("samples/*"):
+            os.utime(file, (seconds, seconds))
+    monkeypatch.chdir(folder)
+    assert xray.newest_run().name == "a"
+    shutil.rmtree(folder / "runs")
+    with pytest.raises(SystemExit, match="name the folder"):
+        xray.newest_run()

@@ -1,6 +1,7 @@
 """X-ray of a run that samples texts: one web page in which every sampled token is coloured by its numbers.
 
-    python tools/xray.py runs/my-run     # writes runs/my-run/xray.html, one file, to be opened in any browser
+    python tools/xray.py                 # writes xray.html, one file for any browser, into the newest run's folder in runs/
+    python tools/xray.py runs/my-run     # into this one's
     python tools/xray.py --docs          # runs each of SCRIPTS as it is, and writes its data in docs/xray/
 
 For each table that a run shows it leaves the tensors behind it in samples/: `prompts` and `prompt_mask` (B, P), and
@@ -181,10 +182,22 @@ def read_run(run: Path) -> dict:
     }
 
 
+def newest_run() -> Path:
+    """The folder in runs/ in which the last table of samples was saved."""
+    files = sorted(Path("runs").glob("*/samples/step-*.safetensors"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        sys.exit("error: runs/ has no run that has shown a table: name the folder of one")
+    return files[-1].parent.parent
+
+
+def as_json(data: dict) -> str:
+    """Data for a page's script, without a < that could end it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
 def as_script(name: str, data: dict) -> str:
-    """Data as the viewer reads them, without a < that could end the script."""
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return f"runs.set({json.dumps(name)}, {text})\n"
+    """Data as the viewer reads them."""
+    return f"runs.set({json.dumps(name)}, {as_json(data)})\n"
 
 
 def make_page(run: Path) -> str:
@@ -207,16 +220,15 @@ def make_docs() -> None:
 def main() -> None:
     """Reads the command line, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, nargs="?", help="the folder of a run")
+    parser.add_argument("run", type=Path, nargs="?", help="the folder of a run; by default the newest in runs/")
     parser.add_argument("--output", type=Path, help="the page to write; by default xray.html in that folder")
     parser.add_argument("--docs", action="store_true", help="run the scripts, and write the data of docs/xray/")
     args = parser.parse_args()
     if args.docs:
         return make_docs()
-    if args.run is None:
-        parser.error("name the folder of a run")
-    output = args.output or args.run / "xray.html"
-    output.write_text(make_page(args.run), "utf-8")
+    run = args.run or newest_run()
+    output = args.output or run / "xray.html"
+    output.write_text(make_page(run), "utf-8")
     print(f"saved as {output}")
 
 

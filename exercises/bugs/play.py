@@ -156,7 +156,10 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(plant(bug), "utf-8")
     if asked.answer:
-        print(judge(bug, asked.answer))
+        print(said := judge(bug, asked.answer))
+        if said.startswith("Yes"):
+            flags = " ".join(f"--{name} {x}" for name, x in bug.get("flags", {}).items())
+            print(f"What it does: python tools/trace.py {file} --against lecture/{script}.py {flags}")
     elif asked.check is not None:
         print(
             "\n".join(check(script, file.read_text("utf-8")))

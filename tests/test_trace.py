@@ -1,0 +1,225 @@
+"""tools/trace.py: the numbers on a page are those of the run, it loads nothing, and a browser steps through it."""
+
+import json
+import re
+import runpy
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from browser import dom_of, needs_browser
+from sources import ROOT, text_of
+
+sys.path.insert(0, str(ROOT / "tools"))
+import recorder  # noqa: E402
+
+trace = runpy.run_path(str(ROOT / "tools/trace.py"), run_name="tools.trace")  # the name is that of a module of Python's
+
+FILE = '''
+import torch
+from types import SimpleNamespace
+
+policy = SimpleNamespace(config=SimpleNamespace(vocab_size=7))
+P = B = 2
+
+
+def add(x, mask):
+    """Right to left."""
+    x = x.clone()
+    for t in reversed(range(x.shape[1] - 1)):
+        x[:, t] += 10 * x[:, t + 1]
+    return x * mask
+
+
+for update in range(3):
+    responses = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    mask = responses < 6
+    score = float(responses.sum())
+    total = add(responses, mask)  # (B, T)
+    for i in torch.tensor([1, 0]).split(2):
+        part = total[i] / 4
+    logs = [part]
+    words = ["</script>", "<b>"]
+print("never reached")
+'''
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A function that records the file, or that file with something in place of something else."""
+
+    def make(old="", new="", name="file.py"):
+        (tmp_path / name).write_text(FILE.replace(old, new) if old else FILE, "utf-8")
+        return recorder.Recorder(tmp_path / name).run()
+
+    return make
+
+
+def made(record, line):
+    """What the steps of a line made, in turn: numbers as lists."""
+    return [
+        {name: record.values[x].x.tolist() if isinstance(x, int) else x for name, x in step.made.items()}
+        for step in record.steps
+        if FILE.splitlines()[step.line - 1].strip().startswith(line)
+    ]
+
+
+def test_each_line_and_what_it_made(record):
+    """One pass of the loop; a number that is changed later stays in the record as it was."""
+    seen = record()
+    assert made(seen, "for update") == [{"update": "0"}] and made(seen, "score") == [{"score": "21"}]
+    assert made(seen, "def add") == [{"x": [[1, 2, 3], [4, 5, 6]], "mask": [[True] * 3, [True, True, False]]}]
+    assert made(seen, "x[:, t]") == [{"x": [[1, 32, 3], [4, 65, 6]]}, {"x": [[321, 32, 3], [654, 65, 6]]}]
+    assert made(seen, "return") == [{"returned": [[321, 32, 3], [654, 65, 0]]}]
+    assert made(seen, "part") == [{"part": [[163.5, 16.25, 0], [80.25, 8, 0.75]]}]
+    assert [step.place for step in seen.steps if step.parent is None] == ["loop"] * sum(
+        step.place == "loop" for step in seen.steps
+    )
+    [caller] = {step.parent for step in seen.steps if step.place == "add"}
+    assert list(seen.steps[caller].made) == ["total"] and set(seen.steps[caller].read) == {"responses", "mask"}
+
+
+def test_what_stands_over_the_numbers(record):
+    """Tokens and mask, also of rows in another order."""
+    seen = record()
+    [part] = [seen.values[step.made["part"]] for step in seen.steps if "part" in step.made]
+    assert part.rows == [1, 0] and part.tokens.tolist() == [[4, 5, 6], [1, 2, 3]]
+    assert part.mask.tolist() == [[True, True, False], [True] * 3]
+    data = trace["read_record"](seen, "a title", "a command")
+    assert data["values"][[s for s in data["steps"] if "part" in s[4]][0][4]["part"]]["x"][0] == [163.5, 16.25, 0]
+    assert ["B", "T"] in [x["shape"] for x in data["values"]]
+
+
+@pytest.mark.parametrize(
+    "old, new, line, name",
+    [
+        ("x[:, t] += 10", "x[:, t] += 11", "x[:, t] +=", "x"),  # rewritten
+        ("    x = x.clone()\n", "    x = x.clone()\n    x[0, 0] = 5\n", "x[0, 0]", "x"),  # one more
+        ("        x[:, t] += 10 * x[:, t + 1]\n", "        pass\n", "return", "returned"),  # gone
+        ("float(responses", "float(-responses", "score", "score"),  # no tensor
+        ("range(x.shape[1] - 1)", "range(x.shape[1] - 2)", "for t", "t"),
+    ],
+)
+def test_the_first_difference(record, old, new, line, name):
+    fork, original = record(old, new, "fork.py"), record()
+    found = trace["first_difference"](fork, original)
+    assert fork.text.splitlines()[fork.steps[found.step].line - 1].strip().startswith(line) and found.name == name
+    assert trace["first_difference"](record("never", "ever", "other.py"), original) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 4, 5, 7, 8, 11])
+def test_the_line_of_a_bug_of_the_museum(number, tmp_path, monkeypatch):
+    """It, or where a line is gone the next, is named."""
+    monkeypatch.syspath_prepend(ROOT / "exercises/bugs")
+    import play
+
+    bug = play.BUGS[number - 1]
+    file = tmp_path / f"{bug['script']}.py"
+    file.write_text(play.plant(bug), "utf-8")
+    fork, original = (recorder.Recorder(x).run() for x in (file, ROOT / f"lecture/{file.name}"))
+    line = fork.steps[trace["first_difference"](fork, original).step].line
+    assert line in play.changed(original.text, fork.text)
+
+
+@pytest.fixture(scope="module")
+def ppo():
+    """The record of an update of lecture/ppo.py."""
+    torch.manual_seed(0)  # the file seeds itself
+    return recorder.Recorder(ROOT / "lecture/ppo.py", ["--response-length", "22"]).run()
+
+
+def test_the_numbers_are_those_of_the_run(ppo, tmp_path, monkeypatch):
+    """Of the file run as it is, without being watched, for an update: with what it left behind."""
+    data = ROOT / "toy/data/prompts/train.jsonl"
+    (tmp_path / "train.jsonl").write_text("".join(data.read_text().splitlines(keepends=True)[:64]))
+    words = f"--batch-size 4 --total-episodes 4 --response-length 22 --dataset {tmp_path} --output-dir {tmp_path}/model"
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *words.split()])
+    run = runpy.run_path(str(ROOT / "lecture/ppo.py"))
+    last = {name: x for step in ppo.steps if step.place == "loop" for name, x in step.made.items()}
+    page = trace["read_record"](ppo, "", "")
+    for name in ("responses", "mask", "scores", "rewards", "advantages", "returns", "ratio", "values", "loss"):
+        torch.testing.assert_close(ppo.values[last[name]].x, run[name].detach(), rtol=1e-5, atol=1e-6)
+        shown = torch.tensor(page["values"][last[name]]["x"], dtype=torch.float64)
+        torch.testing.assert_close(shown.flatten(), run[name].detach().double().flatten(), rtol=1e-3, atol=1e-6)
+    first = next(step.made["ratio"] for step in ppo.steps if "ratio" in step.made)
+    torch.testing.assert_close(ppo.values[first].x, torch.ones(4, 22))
+
+
+class Elements(HTMLParser):
+    """The tags of a page, and the names of their attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.attributes = [], set()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attributes}
+
+
+def test_the_page_loads_nothing_and_shows_text_as_text(record):
+    page = trace["make_page"](trace["read_record"](record(), "<img src=x>", ""))
+    elements = Elements(page)
+    assert elements.tags.count("script") == page.count("</script>") == 1 and "img" not in elements.tags
+    assert not {"src", "onerror"} & elements.attributes and "default-src 'none'" in page
+    assert not re.search(r"https?:|@import|url\(|fetch\(|import\(|innerHTML|insertAdjacent", page)
+
+
+@pytest.mark.parametrize("name", ["agent", "ddpo", "dpo", "grpo", "ppo", "reward_model", "rloo", "sft"])
+def test_the_pages_of_docs(name):
+    """They are small, and of the files as they stand: else `python tools/trace.py --docs`."""
+    page = text_of(f"docs/trace/{name}.html")
+    assert len(page.encode()) < 400_000
+    data = json.loads(re.search(r"^const data = (.*)$", page, re.M)[1])
+    assert data["source"] == text_of(f"lecture/{name}.py").splitlines()
+
+
+SCRIPT = """
+<script>
+const told = [], say = x => told.push(x)
+addEventListener("error", event => say("error: " + event.message))
+const press = key => document.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
+const state = () => $("where").textContent + " | " + location.hash
+setTimeout(() => {
+  for (const key of KEYS) { press(key); say(state()) }
+  document.title = JSON.stringify(told)
+}, 100)
+</script>
+"""
+
+
+@needs_browser
+def test_a_browser_steps(record, tmp_path):
+    """By keys through the loop, into a call and out of it; a link leads to a line, and nothing is an error."""
+    keys = ["ArrowDown"] * 4 + [
+        "ArrowRight",
+        "ArrowDown",
+        "ArrowDown",
+        "ArrowDown",
+        "ArrowLeft",
+        "ArrowDown",
+        "ArrowUp",
+    ]
+    page = trace["make_page"](trace["read_record"](record(), "a title", "a command"))
+    page += SCRIPT.replace("KEYS", json.dumps(keys))
+    (tmp_path / "page.html").write_text(page, "utf-8")
+    dom = dom_of((tmp_path / "page.html").as_uri(), tmp_path)
+    told = json.loads(re.search("<title>(.*)</title>", dom)[1])
+    where = [re.match(r"Line (\d+) in ([^:,]*)", x).groups() for x in told]
+    line = {text.strip(): str(n) for n, text in enumerate(FILE.splitlines(), 1)}
+    call, changed = line["total = add(responses, mask)  # (B, T)"], line["x[:, t] += 10 * x[:, t + 1]"]
+    assert where[3] == where[8] == where[10] == (call, "loop") and where[4] == (line["def add(x, mask):"], "loop › add")
+    assert where[7] == (changed, "loop › add") and told[7].endswith(f"changed x. | #L{changed}")
+
+
+@needs_browser
+def test_a_browser_draws_a_page_of_docs(tmp_path):
+    """A link to a line; padding and what was changed are told apart."""
+    lines = text_of("lecture/ppo.py").splitlines()
+    line = 1 + lines.index("        advantages[:, t] += gamma * lam * advantages[:, t + 1]")
+    dom = dom_of((ROOT / "docs/trace/ppo.html").as_uri() + f"#L{line}.3", tmp_path)
+    assert re.search(rf"Line {line}</b> in loop › gae, time 3 of \d+: it made or changed advantages", dom)
+    assert dom.count('class="cell pad"') > 5 and dom.count('changed"') > 2 and f'href="#L{line - 2}"' in dom

@@ -1,0 +1,318 @@
+"""Runs one update of a short file, and writes down what each of its lines does to the tensors.
+
+The file is not changed: Python tells (`sys.settrace`) which line comes next, and two looks at the variables, before a
+line and behind it, show what it made or changed. Set-up runs as it is; the longest loop at the top of the file is
+watched for one pass, then the run ends. tools/trace.py draws the record.
+"""
+
+import ast
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import datasets
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+# what tensors of tokens, and of what is real, are called
+TOKENS = ("ids", "input_ids", "targets", "responses", "stream", "tokens", "prompts", "drawn")
+MASKS = ("mask", "real", "attention_mask", "prompt_mask")
+FEW = {  # settings that make an update small enough to be read; those that a file lacks are left out
+    "batch_size": 4,
+    "rloo_k": 2,
+    "num_generations": 4,
+    "micro_batch_size": 2,
+    "response_length": 22,
+    "sample_num_steps": 4,
+    "sample_batch_size": 2,
+    "sample_num_batches_per_epoch": 1,
+    "train_batch_size": 2,
+    "train_gradient_accumulation_steps": 1,
+    "warmup_ratio": 0.0,
+}
+GROUPS = {  # where there are groups: two that differ in themselves, one with a long answer, and a ratio that is not 1
+    "batch_size": 8,
+    "num_ppo_epochs": 2,
+    "seed": 14,
+}
+
+
+class Seen(Exception):
+    """One pass of the loop was watched."""
+
+
+@dataclass
+class Value:
+    """A tensor as it was at one moment, and what its rows and columns are."""
+
+    x: Tensor
+    rows: list[int] | None  # which rows of the batch, where the loop has shuffled them
+    tokens: Tensor | None  # over its columns
+    mask: Tensor | None  # false where it is padding
+
+
+@dataclass
+class Step:
+    """A statement that was run: before those that it calls."""
+
+    line: int
+    place: str  # the function, or "loop"
+    parent: int | None  # the step that called the function
+    read: dict[str, int | str] = field(default_factory=dict)  # name -> number of its value, or a text
+    made: dict[str, int | str] = field(default_factory=dict)
+
+
+@dataclass
+class Call:
+    """A call that is running."""
+
+    frame: object
+    statement: ast.stmt | None = None  # the one that runs
+    step: int | None = None  # its number
+    before: dict = field(default_factory=dict)  # the variables before it
+
+
+def is_in(inner: ast.stmt | None, outer: ast.stmt) -> bool:
+    """Whether a statement is part of the body of another."""
+    return inner is not None and outer.lineno < inner.lineno <= outer.end_lineno
+
+
+def tensors_in(name: str, x) -> dict[str, Tensor]:
+    """The tensors that a variable holds, by the names under which Python finds them. A list is put together."""
+    if isinstance(x, Tensor):
+        return {name: x.detach()}
+    if isinstance(x, Mapping):
+        return {f"{name}[{key!r}]": y.detach() for key, y in x.items() if isinstance(y, Tensor)}
+    if isinstance(x, (list, tuple)) and x and all(isinstance(y, Tensor) for y in x):
+        if isinstance(x, tuple):
+            return {f"{name}[{i}]": y.detach() for i, y in enumerate(x)}
+        parts = [y.detach() for y in x]
+        if all(y.dim() == 2 and y.shape[1] == 1 for y in parts):
+            return {name: torch.cat(parts, 1)}  # columns: one for each token so far
+        return {name: torch.stack(parts)} if len({y.shape for y in parts}) == 1 else {}
+    return {}
+
+
+def identity(x) -> object:
+    """Two looks at a variable differ in this exactly if it has become another, or was changed in place."""
+    if isinstance(x, Tensor):
+        return id(x), x._version
+    if isinstance(x, Mapping):
+        return tuple((key, identity(y)) for key, y in x.items() if isinstance(y, (Tensor, float)))
+    if isinstance(x, (list, tuple)):
+        return tuple(map(identity, x)) if len(x) <= 64 else id(x)
+    return x if isinstance(x, (bool, int, float, str)) else None
+
+
+def plain(x) -> str | None:
+    """What is no tensor, as a text: numbers, and short lists of them or of texts."""
+    if isinstance(x, (list, tuple)) and x and all(isinstance(y, (int, float, str)) for y in x):
+        return f"{list(x[:8])!r}"[:-1] + (", …]" if len(x) > 8 else "]")
+    if isinstance(x, float):
+        return f"{x:.4g}"
+    if isinstance(x, dict) and x and all(isinstance(y, float) for y in x.values()):
+        return ", ".join(f"{key} {y:.4g}" for key, y in x.items())
+    return repr(x) if isinstance(x, (bool, int, str)) else None
+
+
+def reads(statement: ast.stmt) -> list[str]:
+    """The names that a statement reads; of one with a body, its head."""
+    if isinstance(statement, ast.FunctionDef):
+        return []
+    head = statement
+    if isinstance(statement, ast.For):
+        head = statement.iter
+    if isinstance(statement, (ast.If, ast.While)):
+        head = statement.test
+    return list(dict.fromkeys(node.id for node in ast.walk(head) if isinstance(node, ast.Name)))
+
+
+class Recorder:
+    """The steps of one pass through the loop of a file."""
+
+    def __init__(self, file: Path, words: list[str] = ()):
+        self.file = file
+        self.text = file.read_text("utf-8")
+        self.tree = ast.parse(self.text)
+        self.words = words
+        self.steps: list[Step] = []
+        self.values: list[Value] = []
+        self.statements: dict[int, ast.stmt] = {}  # line -> the innermost statement that it belongs to
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.stmt):
+                last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
+                first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
+                for line in range(first, max(last, node.lineno) + 1):
+                    self.statements[line] = node
+        loops = [node for node in self.tree.body if isinstance(node, ast.For)]
+        if not loops:
+            sys.exit(f"error: {file} has no loop at its top level: a trace is of a file as those of lecture/ are")
+        self.loop = max(loops, key=lambda node: node.end_lineno - node.lineno)
+        self.mini_batches = [
+            node for node in ast.walk(self.loop) if isinstance(node, ast.For) and getattr(node.target, "id", "") == "i"
+        ]
+        self.open: list[Call] = []  # the innermost is the last
+        self.numbers: dict[object, int] = {}  # identity of a tensor -> number of its value
+        self.alive = []  # else another tensor could be given the identity of one that is gone
+        has_toy = any(Path(folder, "toy").exists() for folder in file.parents[:2])
+        home = file if has_toy else ROOT / "lecture" / file.name  # a fork may lie anywhere
+        self.names: dict = {"__name__": "__main__", "__file__": str(home)}
+
+    def run(self) -> "Recorder":
+        """Set-up, then one pass of the loop under observation."""
+        fields = {
+            node.target.id
+            for top in self.tree.body
+            if isinstance(top, ast.ClassDef) and top.name == "Args"
+            for node in top.body
+            if isinstance(node, ast.AnnAssign)
+        }
+        few = FEW | (GROUPS if "num_generations" in fields else {})
+        settings = [(name, x) for name, x in few.items() if name in fields]
+        self.words = [word for name, x in settings for word in (f"--{name.replace('_', '-')}", str(x))] + [*self.words]
+        load = datasets.load_dataset
+
+        def load_some(*args, **options):  # to encode all takes longer than the update
+            data = load(*args, **options)
+            return data.select(range(min(64, len(data))))
+
+        before = self.tree.body[: self.tree.body.index(self.loop)]
+        patches = (
+            mock.patch("datasets.load_dataset", load_some),
+            mock.patch.object(sys, "argv", [self.file.name, *self.words]),
+        )
+        with patches[0], patches[1]:
+            exec(compile(ast.Module(before, []), self.file, "exec"), self.names)
+            code = compile(ast.Module([self.loop], []), self.file, "exec")
+            previous = sys.gettrace()
+            sys.settrace(self.on_call)
+            try:
+                exec(code, self.names)
+            except Seen:
+                pass
+            finally:
+                sys.settrace(previous)
+        for value in self.values:  # what was sampled before anybody looked for its end is padding all the same
+            for mask in [self.names.get(name) for name in MASKS]:
+                if value.mask is None and value.tokens is not None and isinstance(mask, Tensor):
+                    if value.rows is None and value.x.shape[:2] == mask.shape:
+                        value.mask = mask.bool()
+        return self
+
+    def end(self, line: int) -> int:
+        """The last line of the statement that begins in a line; of one with a body, of its head."""
+        statement = self.statements[line]
+        return line if hasattr(statement, "body") else statement.end_lineno
+
+    def on_call(self, frame, event, arg):
+        """A function begins: if it is one of the file's, its lines are watched, too."""
+        code = frame.f_code
+        if code.co_filename != str(self.file) or (code.co_name[0] == "<" and code.co_name != "<module>"):
+            return None
+        self.open.append(Call(frame))
+        if code.co_name != "<module>":
+            self.begin(self.statements[code.co_firstlineno], {})  # it makes its arguments
+        return self.on_line
+
+    def on_line(self, frame, event, arg):
+        """A line is about to run, or a function returns."""
+        call = self.open[-1]
+        if event == "line":
+            statement = self.statements[frame.f_lineno]
+            if statement is not call.statement:
+                self.finish()
+                if isinstance(statement, ast.With):  # it makes nothing, and Python comes to it twice
+                    call.statement = None
+                    return self.on_line
+                if statement is self.loop and self.steps:
+                    raise Seen
+                self.begin(statement, self.look(frame))
+        elif event == "return":
+            self.finish()
+            if frame.f_code.co_name != "<module>" and arg is not None:
+                step = self.steps[call.step]
+                for name, x in ({} if isinstance(arg, Mapping) else tensors_in("returned", arg)).items():
+                    step.made[name] = self.number(name, x, identity(x))
+            self.open.pop()
+        return self.on_line
+
+    def look(self, frame) -> dict:
+        """The variables of a function as they are."""
+        return {name: identity(x) for name, x in frame.f_locals.items() if name[0] != "_"}
+
+    def begin(self, statement: ast.stmt, before: dict) -> None:
+        """Notes that a statement runs, and the tensors that it reads."""
+        call = self.open[-1]
+        name = call.frame.f_code.co_name
+        parent = self.open[-2].step if len(self.open) > 1 else None
+        step = Step(statement.lineno, "loop" if name == "<module>" else name, parent)
+        call.statement, call.step, call.before = statement, len(self.steps), before
+        self.steps.append(step)
+        for name in reads(statement):
+            if name in call.frame.f_locals:
+                step.read |= self.written(name, call.frame.f_locals[name])
+
+    def finish(self) -> None:
+        """Notes what the statement made that has run."""
+        call = self.open[-1]
+        if call.statement is None:
+            return
+        for name, x in call.frame.f_locals.items():
+            if name[0] != "_" and call.before.get(name, ()) != identity(x):
+                self.steps[call.step].made |= self.written(name, x, True)
+
+    def written(self, name: str, x, plainly: bool = False) -> dict[str, int | str]:
+        """A variable for the record: numbers of its tensors or, if it has none, its text."""
+        found = tensors_in(name, x)
+        if found:
+            keys = [identity(x)] if len(found) == 1 else [(identity(x), key) for key in found]
+            self.alive.append(x)
+            return {key: self.number(key, y, k) for (key, y), k in zip(found.items(), keys)}
+        text = plain(x) if plainly else None
+        return {name: text} if text else {}
+
+    def number(self, name: str, x: Tensor, key) -> int:
+        """The number of a tensor's value, which is written down when it is first seen."""
+        if key not in self.numbers:
+            self.alive.append(x)
+            self.numbers[key] = len(self.values)
+            rows, tokens, mask = self.around(x)
+            if name in TOKENS and not x.is_floating_point():
+                tokens = x.clone()
+            self.values.append(Value(x.clone(), rows, tokens, mask))
+        return self.numbers[key]
+
+    def shuffled(self) -> Tensor | None:
+        """The row numbers `i`, while the loop over mini-batches runs."""
+        i = self.names.get("i")
+        inside = any(is_in(self.open[0].statement, node) for node in self.mini_batches)
+        return i if inside and isinstance(i, Tensor) and i.dim() == 1 else None
+
+    def around(self, x: Tensor) -> tuple:
+        """Of a new tensor: its rows' numbers, the tokens over its columns, and where it is no padding."""
+        i = self.shuffled()
+        rows = i.tolist() if i is not None and x.dim() and len(x) == len(i) else None
+        if x.dim() < 2 or x.shape[1] == 1:
+            return rows, None, None
+        B, C = x.shape[:2]
+        found = {"tokens": {}, "mask": {}}  # of each width the innermost
+        for call in reversed(self.open):
+            own = call.frame.f_locals
+            parts = [own.get("prompts"), *tensors_in("responses", own.get("responses")).values()]
+            if len(parts) == 2 and isinstance(parts[0], Tensor):
+                parts.append(torch.cat(parts, 1))
+            for kind, candidates in {
+                "tokens": [*(own.get(name) for name in TOKENS), *parts],
+                "mask": [own.get(name) for name in MASKS],
+            }.items():
+                for y in candidates:
+                    if isinstance(y, Tensor) and y.dim() == 2 and not y.is_floating_point():
+                        y = y[rows] if own is self.names and rows and len(y) > max(rows) else y
+                        if len(y) == B:
+                            found[kind].setdefault(y.shape[1], y)
+        # of one column less: what predicts, without the last, or what is predicted, without the first
+        both = [kinds[C] if C in kinds else kinds[C + 1][:, 1:] if C + 1 in kinds else None for kinds in found.values()]
+        return rows, *(y if y is None else y.clone() for y in both)

@@ -1,0 +1,296 @@
+"""One update of a short file, line by line: a web page with the code on the left, and what each line did on the right.
+
+    python tools/trace.py lecture/ppo.py                     # writes runs/trace/ppo.html, to be opened in any browser
+    python tools/trace.py lecture/ppo.py --batch-size 2      # with settings of the file
+    python tools/trace.py fork.py --against lecture/ppo.py   # and says at which line a number is another first
+    python tools/trace.py --docs                             # the pages in docs/trace/
+
+The file is run as it is (recorder.py), with few short rows. The page is one file, loads nothing, and needs no network.
+Its template is trace.html; colours and what draws a token are those of the X-ray's viewer, docs/xray/index.html.
+"""
+
+import argparse
+import re
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import torch
+from recorder import Recorder, Value
+from torch import Tensor
+from xray import QUANTITIES, as_json, rounded
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs/trace"
+TEMPLATE = Path(__file__).resolve().parent / "trace.html"
+ROWS, COLUMNS, LIKELIEST = 8, 64, 5  # of a tensor, what the page shows
+
+
+def model_of(names: dict):
+    """The model that a file trains."""
+    return names.get("policy", names.get("model"))
+
+
+def vocabulary(names: dict) -> int | None:
+    """How many tokens the model knows; None for one of images."""
+    return getattr(model_of(names).config, "vocab_size", None)
+
+
+def letters(value: Value, names: dict) -> list[str]:
+    """The shape of a tensor in the letters of the short files; a size that has none there as it is."""
+    P = names.get("P")
+    T = next(
+        (x.shape[1] for x in map(names.get, ("responses", "stream")) if isinstance(x, Tensor) and x.dim() == 2), None
+    )
+    columns = {P + T: "P+T", T: "T", P: "P"} if isinstance(P, int) and T else {}
+    rest = {vocabulary(names): "V", getattr(model_of(names).config, "hidden_size", None): "D"}
+    B = "B" if value.rows is None else "b"
+    of_axis = [{names.get("B"): B}, columns, rest]
+    return [str(of_axis[min(axis, 2)].get(n) or rest.get(n) or n) for axis, n in enumerate(value.x.shape)]
+
+
+def commented(line: str) -> list[list[str]]:
+    """The shapes in the comment of a line of code: of `x = f(y)  # (B, T), (B,) each` B, T and B."""
+    found = re.findall(r"\(([\w+*/-]+(?:, ?[\w+*/-]+)*),?\)", line.partition("  # ")[2])
+    return [re.split(", ?", shape) for shape in found]
+
+
+def numbers(x: Tensor) -> list:
+    """A tensor as nested lists, rounded; truth values and whole numbers as such."""
+    if x.dim() > 1:
+        return [numbers(y) for y in x]
+    return [rounded(y) if isinstance(y, float) else int(y) for y in x.tolist()]
+
+
+def likeliest(x: Tensor) -> list:
+    """Of logits (B, S, V) or a distribution (B, V): [[token, number], ...] of the largest, for each row and position.
+
+    Of cumulated probabilities, those at which they rise most, which are the likeliest tokens, too.
+    """
+    x = x[:, None] if x.dim() == 2 else x
+    x = x[:ROWS, :COLUMNS]
+    rises = torch.diff(x, dim=-1, prepend=torch.zeros_like(x[..., :1]))
+    size = rises if (rises >= 0).all() else x
+    best = size.topk(min(LIKELIEST, x.shape[-1]), -1).indices
+    return [
+        [[[int(k), rounded(float(y))] for k, y in zip(*cell)] for cell in zip(*row)]
+        for row in zip(best, x.gather(-1, best))
+    ]
+
+
+def entry(value: Value, names: dict, layouts: list) -> dict:
+    """What the page shows of a tensor: all numbers, pictures, the likeliest tokens, or three numbers of many."""
+    x = value.x
+    found = {"shape": letters(value, names), "size": list(x.shape)}
+    layout = {"rows": value.rows}
+    for name, y in (("tokens", value.tokens), ("mask", value.mask)):
+        if y is not None and x.dim() > 1 and y.shape == x.shape[:2]:
+            layout[name] = y[:ROWS, :COLUMNS].int().tolist()
+    if layout not in layouts:
+        layouts.append(layout)
+    found["layout"] = layouts.index(layout)
+    if x.dim() > 1 and x.shape[-1] == vocabulary(names):
+        return found | {"top": likeliest(x)}
+    if x.dim() >= 4 and max(x.shape[-2:]) <= 16:  # images: rows of pictures
+        pictures = x.flatten(1, -3)[:ROWS, :COLUMNS]
+        return found | {"pictures": [[numbers(y.double().round(decimals=2)) for y in row] for row in pictures]}
+    if x.dim() > 2 or (x.dim() == 2 and value.tokens is None and x.shape[1] > COLUMNS):
+        return found | {"summary": [rounded(float(f(x.double()))) for f in (torch.min, torch.mean, torch.max)]}
+    if x.dim() == 0:
+        x = x.reshape(1)
+    x = x[:, None] if x.dim() == 1 else x
+    is_token = value.tokens is not None and torch.equal(value.tokens, value.x)
+    return found | {"x": numbers(x[:ROWS, :COLUMNS]), "kind": "token" if is_token else str(x.dtype)[6:]}
+
+
+def places(recorder: Recorder) -> dict:
+    """Function -> name -> lines in which it is made, and lines in which it is read; of those that were run."""
+    found: dict = {}
+    for step in recorder.steps:
+        names = found.setdefault(step.place, {})
+        for kind, those in (("made", step.made), ("read", step.read)):
+            for name in those:
+                names.setdefault(name.partition("[")[0], {"made": [], "read": []})[kind].append(step.line)
+    return {
+        place: {name: {kind: sorted(set(lines)) for kind, lines in both.items()} for name, both in names.items()}
+        for place, names in found.items()
+    }
+
+
+def read_record(recorder: Recorder, title: str, command: str) -> dict:
+    """All that the page shows."""
+    layouts: list = []
+    values = [entry(value, recorder.names, layouts) for value in recorder.values]
+    source = recorder.text.splitlines()
+    for step in recorder.steps:  # the file's own letters, where it says them
+        for x in step.made.values():
+            for shape in commented(source[recorder.end(step.line) - 1]):
+                if isinstance(x, int) and len(shape) == len(values[x]["size"]):
+                    values[x]["shape"] = shape
+                    break
+    tokenizer = recorder.names.get("tokenizer")
+    ids = {k for layout in layouts for row in layout.get("tokens", []) for k in row}
+    ids |= {k for value in values for row in value.get("top", []) for cell in row for k, _ in cell}
+    ids |= {k for value in values if value.get("kind") == "token" for row in value["x"] for k in row}
+    names = {name.partition("[")[0] for step in recorder.steps for name in step.made}
+    return {
+        "title": title,
+        "command": command,
+        "settings": " ".join(recorder.words),
+        "source": source,
+        "ends": {line: recorder.end(line) for line in {step.line for step in recorder.steps}},
+        "steps": [[step.line, step.place, step.parent, step.read, step.made] for step in recorder.steps],
+        "values": values,
+        "layouts": layouts,
+        "tokens": {k: tokenizer.decode([k]) for k in sorted(ids)} if tokenizer else {},
+        "places": places(recorder),
+        "texts": {name: text for name, (_, _, text) in QUANTITIES.items() if name in names},
+    }
+
+
+@dataclass
+class Difference:
+    """The first step of a fork at which a number is another."""
+
+    step: int
+    name: str
+    ours: int | str  # number of a value, or a text
+    theirs: int | str
+
+
+def differing(x: Tensor, y: Tensor) -> str:
+    """The first number of two tensors that differs by more than rounding, and both; empty if none does."""
+    if x.shape != y.shape:
+        return f" has the shape {tuple(x.shape)}, and had {tuple(y.shape)}"
+    x, y = x.double(), y.double()
+    places = (~torch.isclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True)).nonzero().tolist()
+    if not places:
+        return ""
+    place = tuple(places[0])
+    return f"{list(place) if place else ''} is {x[place]:.4g}, and was {y[place]:.4g}"
+
+
+def first_difference(fork: Recorder, original: Recorder) -> Difference | None:
+    """Walks through both records side by side. Lines that one file has alone are passed over, but for what they did to
+    a name that both have."""
+    lines = [recorder.text.splitlines() for recorder in (fork, original)]
+    same: dict[int, int] = {}  # line of the fork -> line of the original
+    rewritten = set()
+    for kind, a, b, c, d in SequenceMatcher(None, *lines, autojunk=False).get_opcodes():
+        if kind == "equal" or (kind == "replace" and b - a == d - c):
+            same |= dict(zip(range(a + 1, b + 1), range(c + 1, d + 1)))
+            rewritten |= set(range(a + 1, b + 1)) if kind == "replace" else set()
+    targets = set(same.values())
+
+    def below(recorder: Recorder) -> dict[int | None, list[int]]:
+        found: dict = {}
+        for number, step in enumerate(recorder.steps):
+            found.setdefault(step.parent, []).append(number)
+        return found
+
+    children = below(fork), below(original)
+
+    def differs(x: int | str, y: int | str) -> bool:
+        if isinstance(x, str) or isinstance(y, str):
+            return x != y
+        return differing(fork.values[x].x, original.values[y].x) != ""
+
+    def walk(ours: list[int], theirs: list[int]) -> Difference | None:
+        last: dict[str, int | str] = {}  # what the original's names hold
+        ours, theirs = list(ours), list(theirs)
+        while ours:
+            i = ours[0]
+            step = fork.steps[i]
+            if step.line not in same or not theirs:
+                changed = {
+                    name: last[name] for name in step.made if name in last and differs(step.made[name], last[name])
+                }
+                if changed:
+                    name = next(iter(changed))
+                    return Difference(i, name, step.made[name], changed[name])
+                ours.pop(0)
+                continue
+            other = original.steps[theirs[0]]
+            if other.line not in targets:
+                last |= other.made
+                theirs.pop(0)
+                continue
+            if other.line != same[step.line]:
+                return Difference(i, "the next line", f"{step.line}", f"{other.line}")
+            j = theirs.pop(0)
+            ours.pop(0)
+            span = range(step.line, fork.end(step.line) + 1)
+            if rewritten.isdisjoint(span) and (inner := walk(children[0].get(i, []), children[1].get(j, []))):
+                return inner
+            for name, x in step.made.items():
+                if name in other.made and differs(x, other.made[name]):
+                    return Difference(i, name, x, other.made[name])
+            last |= other.made
+        return None
+
+    return walk(children[0][None], children[1][None])
+
+
+def shared(viewer: str) -> list[str]:
+    """What the X-ray's viewer has in common with this page: its style, and the functions that draw a token."""
+    return re.findall(r"/\* shared: .*? \*/\n(.*?)/\* to here \*/", viewer, re.S)
+
+
+def make_page(data: dict) -> str:
+    """The template with style, functions and data in it."""
+    style, functions = shared((ROOT / "docs/xray/index.html").read_text("utf-8"))
+    page = TEMPLATE.read_text("utf-8")
+    for place, text in (("/* style */", style), ("/* functions */", functions), ("/* data */", as_json(data))):
+        page = page.replace(place, text)
+    return page
+
+
+def compare(fork: Recorder, original: Recorder, data: dict) -> str:
+    """Notes on the page where the two part, and says it."""
+    found = first_difference(fork, original)
+    if found is None:
+        return "No number of this update is another than that of the original."
+    step = fork.steps[found.step]
+    code = fork.text.splitlines()[step.line - 1].strip()
+    data["difference"] = {"step": found.step, "name": found.name, "original": original.file.name}
+    if isinstance(found.ours, str) or isinstance(found.theirs, str):
+        text = f" is {found.ours}, and was {found.theirs}"
+        data["difference"]["text"] = f"{found.theirs}"
+    else:
+        text = differing(fork.values[found.ours].x, original.values[found.theirs].x)
+        data["difference"]["value"] = len(data["values"])
+        data["values"].append(entry(original.values[found.theirs], original.names, data["layouts"]))
+    return f"{fork.file.name}:{step.line}, in {step.place}: {code}\n  {found.name}{text}"
+
+
+def main() -> None:
+    """Reads the command line, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Other settings are the file's own.")
+    parser.add_argument("file", type=Path, nargs="?", help="a file of lecture/, or a fork of one")
+    parser.add_argument("--against", type=Path, help="another such file: where is a number another than there?")
+    parser.add_argument("--output", type=Path, help="the page to write; by default runs/trace/NAME.html")
+    parser.add_argument("--docs", action="store_true", help="write the pages of docs/trace/")
+    args, words = parser.parse_known_args()
+    torch.set_num_threads(1)  # the numbers are those of any machine of a kind
+    if args.docs:
+        for file in sorted((ROOT / "lecture").glob("*.py")):
+            if file.stem != "fork":
+                name = f"lecture/{file.name}"
+                data = read_record(Recorder(file).run(), name, f"python tools/trace.py {name}")
+                (DOCS / f"{file.stem}.html").write_text(make_page(data), "utf-8")
+        return
+    if args.file is None:
+        parser.error("name a file, such as lecture/ppo.py")
+    recorder = Recorder(args.file.resolve(), words).run()
+    command = " ".join(["python tools/trace.py", str(args.file), *words])
+    data = read_record(recorder, str(args.file), command)
+    if args.against:
+        print(compare(recorder, Recorder(args.against.resolve(), words).run(), data))
+    output = args.output or ROOT / f"runs/trace/{args.file.stem}.html"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(make_page(data), "utf-8")
+    print(f"saved as {output}")
+
+
+if __name__ == "__main__":
+    main()
