@@ -279,7 +279,7 @@ def train(args: Args) -> None:
                 rollout.old_logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
             with adapter_off(policy, reference):  # 2
                 rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
-            rollout.kl = compute_kl(policy, reference, rollout, args)
+            rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
             rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
         rollout.kl_coef = memory["kl_coef"] if args.adaptive_kl else args.kl_coef
         scores = rollout.scores
@@ -530,13 +530,6 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     return token_logprobs(logits, r.responses)
 
 
-def compute_kl(policy: nn.Module, reference: nn.Module, rollout: Rollout, args: Args) -> Tensor:
-    """(B, T) KL of policy and reference, by the chosen estimator."""
-    if args.kl_estimator == "full":
-        return rollout.map(lambda r: response_kl(policy, reference, r, args), args)
-    return kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)
-
-
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
 
@@ -550,7 +543,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def response_kl(policy: nn.Module, reference: nn.Module, r: Rollout, args: Args) -> Tensor:
-    """(b, T) exact KL of policy and reference for some episodes."""
+    """(b, T) KL of policy and reference for some episodes, by the chosen estimator."""
+    if args.kl_estimator != "full":
+        return kl_estimate(r.old_logprobs, r.ref_logprobs, args.kl_estimator)
     logits, _ = response_forward(policy, r, args.temperature)  # (b, T, V)
     with adapter_off(policy, reference):
         ref_logits, _ = response_forward(reference, r, args.temperature)
