@@ -3,7 +3,6 @@
     python experiments/learning.py                       # all that is missing; says first how long it takes
     python experiments/learning.py --only "ppo*" --seeds 1,2
     python experiments/learning.py --list                # the runs, and which of them are there
-    python experiments/learning.py --compare "ppo.py --lam 1"       # a table: this beside the default, five seeds
 
 Ours run as a reader runs them, on one thread, and log the gold score: `python ppo.py --seed S --reward-fn reward_model
 toy/make.py:gold_score --reward-weights 1 0`. TRL runs in virtual environments of its own (benchmarks/run_trl.py), from
@@ -39,7 +38,6 @@ import run_trl
 from common import LEARNED, ROOT, describe_machine, describe_ours
 
 RECORD = LEARNED / "learning.jsonl"
-COMPARED = ROOT / "runs/learning/compared.jsonl"  # of --compare; the defaults are read from RECORD, if they are there
 TRAINED = "cpu_seconds.txt"  # in the folder of a run of TRL's, once it has ended
 LAST = 5  # updates at the end of a run whose mean is its result
 FIVE, ONE = (1, 2, 3, 4, 5), (1,)
@@ -408,7 +406,7 @@ def make_run(run: Run, seed: int) -> None:
             result["answers"] = json.loads((output / "answers.json").read_text())
         else:
             result["answers"] = read_answers(output)
-    with LOCK, open(COMPARED if COMPARING else RECORD, "a") as file:
+    with LOCK, open(RECORD, "a") as file:
         file.write(json.dumps(result) + "\n")
 
 
@@ -541,26 +539,11 @@ def write_texts() -> None:
 
 LOCK = threading.Lock()
 VENVS = Path("/tmp")
-COMPARING = False
 
 
 def read_record() -> list[dict]:
     """What is there."""
-    files = [RECORD, COMPARED] if COMPARING else [RECORD]
-    return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
-
-
-def compared(runs: list[Run]) -> str:
-    """A table of runs of one script: mean and standard deviation over the seeds."""
-    import pandas
-
-    names = [run.name for run in runs]
-    rows = [
-        {"run": line["run"]} | {name: line["end"][name] for name in CURVES[runs[0].script]}
-        for line in read_record()
-        if line["run"] in names
-    ]
-    return pandas.DataFrame(rows).groupby("run").agg(["mean", "std"]).round(2).T.to_string()
+    return [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
 
 
 def make_all(wanted: list[tuple[Run, int]], jobs: int) -> list[str]:
@@ -589,7 +572,7 @@ def make_all(wanted: list[tuple[Run, int]], jobs: int) -> list[str]:
 
 def main() -> None:
     """Plans, and runs what is missing."""
-    global VENVS, COMPARING
+    global VENVS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of --list, * for any letters"
@@ -597,12 +580,11 @@ def main() -> None:
     parser.add_argument("--seeds", default="1,2,3,4,5", help="of those of each run, these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, on one thread each")
     parser.add_argument("--list", action="store_true", help="show the runs and end")
-    parser.add_argument("--compare", metavar="COMMAND", help="run this, such as 'ppo.py --lam 1', beside the default")
     parser.add_argument("--venvs", type=Path, default=VENVS, help="where TRL's environments are, or are made")
     for name, n in {"--save-start": 2, "--judge": 3, "--read-shells": 1}.items():
         parser.add_argument(name, nargs=n, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    VENVS, COMPARING = args.venvs, bool(args.compare)
+    VENVS = args.venvs
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     for asked, function in ((args.save_start, save_start), (args.read_shells, read_shells)):
@@ -610,12 +592,9 @@ def main() -> None:
             return function(*map(Path, asked))
     if args.judge:
         return judge(args.judge[0], Path(args.judge[1]), Path(args.judge[2]))
-    seeds, runs = [int(seed) for seed in args.seeds.split(",")], RUNS
-    if args.compare:
-        script, _, flags = args.compare.partition(".py")
-        runs = [Run(script), Run(script, flags.strip())]
+    seeds = [int(seed) for seed in args.seeds.split(",")]
     there = {(line["run"], line["seed"]) for line in read_record()}
-    chosen = [run for run in runs if args.compare or any(fnmatch.fnmatch(run.name, name) for name in args.only)]
+    chosen = [run for run in RUNS if any(fnmatch.fnmatch(run.name, name) for name in args.only)]
     wanted = [(run, s) for s in seeds for run in chosen if s in run.seeds and (run.name, s) not in there]
     if args.list:
         for run in chosen:
@@ -626,8 +605,6 @@ def main() -> None:
     if args.list:
         return None
     failures = make_all(wanted, args.jobs)
-    if args.compare:
-        print(compared(runs))
     return print("\n".join(["", "failed:", *failures])) if failures else None
 
 
