@@ -291,9 +291,7 @@ def encode_preference(
     if is_conversation:
         a, b = (encode_conversation(prompt, text, tokenizer) for text in (chosen, rejected))
     else:
-        a, b = (tokenizer(text)["input_ids"] for text in (chosen, rejected))
-    a = with_eos(a, tokenizer)
-    b = with_eos(b, tokenizer)
+        a, b = (with_eos(tokenizer(text)["input_ids"], tokenizer) for text in (chosen, rejected))
     shared = len(os.path.commonprefix([a, b]))
     start = a[:shared]
     if not start:  # something to continue
@@ -598,15 +596,16 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
 
 
 def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a conversation: the prompt's turns if it has any, then those of the text, or the text as a turn."""
+    """Token ids of a conversation: the prompt's turns if it has any, then those of the text, or the text as a turn;
+    up to the token that ends the last turn, or EOS."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
     if answer[: len(turns)] != turns:  # some hold the prompt, too
         answer = turns + answer
-    ids = tokenizer.apply_chat_template(answer, return_dict=False)
-    if ids[-2:-1] == [tokenizer.eos_token_id]:  # ChatML writes a newline behind EOS
-        return ids[:-1]
-    return ids
+    end, behind = turn_end(tokenizer)
+    rendered = tokenizer.apply_chat_template(answer, tokenize=False).removesuffix(behind)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return ids if end else with_eos(ids, tokenizer)
 
 
 def load_pairs(args: Args, model: nn.Module) -> tuple[list, list]:

@@ -205,7 +205,7 @@ def train(args: Args) -> None:
         rows = length_grouped_batch(lengths, step - 1, args.batch_size, args.seed)
         mini_batch = [pairs[i] for i in rows]
         if args.eos_dropout:
-            mini_batch = drop_eos(mini_batch, model.tokenizer.eos_token_id, args.eos_dropout)
+            mini_batch = drop_eos(mini_batch, model.tokenizer, args.eos_dropout)
         separate_dropout(args, step)
         with run.clock("step"):
             stats = mini_batch_gradient(model, mini_batch, args)  # 2 and 3
@@ -270,12 +270,14 @@ def encode_pair(
     return Pair(encode(prompt, chosen, tokenizer), encode(prompt, rejected, tokenizer))
 
 
-def drop_eos(pairs: list[Pair], eos_token_id: int | None, share: float) -> list[Pair]:
-    """The pairs, a random share of them as they would look cut off just before their EOS."""
+def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[Pair]:
+    """The pairs, a random share of them as they would look cut off just before their EOS, or the end of their turn."""
+    end, _ = turn_end(tokenizer)
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end or tokenizer.eos_token)}
 
     def cut(ids: list[int]) -> list[int]:
         """Without its EOS, unless that is all."""
-        if len(ids) > 1 and ids[-1] == eos_token_id:
+        if len(ids) > 1 and ids[-1] in ends:
             return ids[:-1]
         return ids
 
@@ -508,15 +510,16 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
 
 
 def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a conversation: the prompt's turns if it has any, then those of the text, or the text as a turn."""
+    """Token ids of a conversation: the prompt's turns if it has any, then those of the text, or the text as a turn;
+    up to the token that ends the last turn, or EOS."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
     if answer[: len(turns)] != turns:  # some hold the prompt, too
         answer = turns + answer
-    ids = tokenizer.apply_chat_template(answer, return_dict=False)
-    if ids[-2:-1] == [tokenizer.eos_token_id]:  # ChatML writes a newline behind EOS
-        return ids[:-1]
-    return ids
+    end, behind = turn_end(tokenizer)
+    rendered = tokenizer.apply_chat_template(answer, tokenize=False).removesuffix(behind)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return ids if end else with_eos(ids, tokenizer)
 
 
 def load_pairs(args: Args, model: nn.Module) -> tuple[list, list]:
@@ -734,6 +737,19 @@ def context_length(model: nn.Module) -> int:
     """Most tokens that the model can read at once, as far as it and its tokenizer tell."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     return min(positions, model.tokenizer.model_max_length)
+
+
+@cache
+def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
+    """The token that ends a turn of a chat template, and what stands behind it: mostly a line break, which is neither
+    drawn, nor taught, nor read by a reward model. Both are empty where no special token ends a turn."""
+    if not tokenizer.chat_template:
+        return "", ""
+    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
+    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    end = min(filter(tail.count, special), key=tail.index, default="")
+    return end, tail.partition(end)[2] if end else ""
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:

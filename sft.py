@@ -247,11 +247,7 @@ def encode_pair(
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         turns = as_turns(prompt, "user") if prompt else []
-        ids, labels = encode_messages(turns + as_turns(completion, "assistant"), tokenizer, completion_only)
-        if completion_only and turns:
-            start = len(tokenizer.apply_chat_template(turns, return_dict=False))
-            labels = [IGNORE] * start + labels[start:]
-        return ids, labels
+        return encode_messages(turns + as_turns(completion, "assistant"), tokenizer, completion_only, len(turns))
     if not prompt:
         ids = with_eos(tokenizer(completion)["input_ids"], tokenizer)
         return ids, ids
@@ -262,27 +258,33 @@ def encode_pair(
     return head + tail, head + tail
 
 
-def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_only: bool) -> Row:
-    """A conversation; with completion_only, the labels are the assistant's turns and what ends them."""
-    ids = []
-    labels = []
-    for i, message in enumerate(messages):
-        whole = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False)
-        require(
-            whole[: len(ids)] == ids,
-            "this chat template rewrites earlier turns when a later one is added, so a loss on single turns has no "
-            "meaning; use prompt and completion columns",
-        )
-        if not completion_only:
-            start = len(ids)  # of what is labelled in this turn
-        elif message["role"] == "assistant":  # all but the header, which a rollout is given
-            head = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False)
-            start = len(os.path.commonprefix([head, whole]))  # less a last token that merges with the first word
+def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_only: bool, num_given: int = 0) -> Row:
+    """A conversation; with completion_only, the labels are the assistant's turns behind the first num_given messages,
+    and the tokens that end them.
+
+    Where a turn stands is seen in the text, which is encoded once: a label is a token whose last letter is of a turn.
+    """
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    end, behind = turn_end(tokenizer)
+    text = render(messages).removesuffix(behind)
+    is_label = bytearray(len(text))
+    for i in range(num_given, len(messages)):
+        if messages[i]["role"] != "assistant":
+            continue
+        head = render(messages[:i], add_generation_prompt=True)  # which a rollout is given
+        turn = render(messages[: i + 1]).removesuffix(behind)
+        if text.startswith(turn):
+            start = len(os.path.commonprefix([head, turn]))
+            is_label[start : len(turn)] = b"\1" * (len(turn) - start)
         else:
-            start = len(whole)
-        labels += [IGNORE] * (start - len(ids)) + whole[start:]
-        ids = whole
-    return ids, labels
+            warnings.warn("this chat template rewrites earlier turns: of a conversation only the last turn is trained")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = encoded["input_ids"]
+    labels = ids
+    if completion_only:
+        places = encoded["offset_mapping"]
+        labels = [x if stop > start and is_label[stop - 1] else IGNORE for x, (start, stop) in zip(ids, places)]
+    return (ids, labels) if end else (with_eos(ids, tokenizer), with_eos(labels, tokenizer))
 
 
 def pack(rows: list[Row], length: int) -> list[Row]:

@@ -63,7 +63,7 @@ def test_batches_hold_every_row_once_and_pad_less(script):
 @pytest.mark.parametrize("share, lengths", [(0.0, (3, 2)), (1.0, (2, 2))])
 def test_drop_eos(share, lengths):
     """Of both texts of a pair, where they have one."""
-    (pair,) = reward_model.drop_eos([reward_model.Pair([5, 6, EOS], [5, 7], 0.5)], EOS, share)
+    (pair,) = reward_model.drop_eos([reward_model.Pair([5, 6, EOS], [5, 7], 0.5)], TOKENIZER, share)
     assert (len(pair.chosen), len(pair.rejected), pair.margin) == (*lengths, 0.5)
 
 

@@ -1,0 +1,82 @@
+"""Ten families of chat models: all scripts and tools read one conversation alike, and end its turns where it ends."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, make_tokenizer, save_family
+
+import dpo
+import ppo
+import reward_model
+import sft
+
+TALK = [
+    {"role": "user", "content": "The film?"},
+    {"role": "assistant", "content": "It is good."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "It sings."},
+]
+REWRITE = {"qwen 3", "gpt-oss"}  # what they write for a turn depends on what follows it
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tokenizer(family):
+    return make_tokenizer(family)
+
+
+@pytest.mark.parametrize("prompt", [TALK[:1], TALK[:3]], ids=["one turn", "two turns"])
+def test_all_scripts_read_one_text(tokenizer, prompt):
+    """That of a rollout: the prompt up to where the assistant speaks, its words, the token that ends its turn. No line
+    break behind it is taught, or read by a reward model."""
+    head = ppo.encode_prompt(prompt, tokenizer)
+    ids, labels = sft.encode_pair(prompt, "It sings.", tokenizer, True)
+    end, _ = ppo.turn_end(tokenizer)
+    assert ids[: len(head)] == head and labels == [sft.IGNORE] * len(head) + ids[len(head) :]
+    assert tokenizer.decode(ids[len(head) :]).endswith(f"It sings.{end}")
+    assert reward_model.encode_conversation(prompt, "It sings.", tokenizer) == ids
+    pair = dpo.encode_preference(prompt, "It sings.", "No.", tokenizer)
+    assert pair.prompt + pair.chosen == ids and pair.rejected[-1] == pair.chosen[-1] == ids[-1]
+    assert reward_model.encode_pair(prompt, "It sings.", "No.", tokenizer).chosen == ids
+    (cut,) = reward_model.drop_eos([reward_model.Pair(ids, ids)], tokenizer, 1.0)
+    assert cut.chosen == ids[:-1]
+
+
+def test_the_turns_that_are_trained(family, tokenizer):
+    """All of the assistant's, each with its end; where a template rewrites earlier ones, the last, and it is said."""
+    end, behind = ppo.turn_end(tokenizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ids, labels = sft.encode_messages(TALK, tokenizer, True)
+    text = "".join("|" if label == sft.IGNORE else tokenizer.decode(label) for label in labels)
+    turns = [turn.partition("It")[2] for turn in re.split(r"\|{2,}", text) if turn]
+    assert turns == [f" is good.{end}", f" sings.{end}"][family in REWRITE :]
+    assert [str(x.message) for x in said if "rewrites" in str(x.message)] or family not in REWRITE
+    assert tokenizer.decode(ids) + behind == tokenizer.apply_chat_template(TALK, tokenize=False)
+
+
+def test_the_templates_are_the_models(family, tokenizer):
+    """As far as TRL, where it is installed, has them."""
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    file = folder / (re.sub("[ -]", "", family).replace(".", "_") + ".jinja")
+    if not file.exists():
+        pytest.skip("TRL has no such template")
+    thought = {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}
+    for talk in (TALK[:1], TALK[:3], TALK, [{"role": "system", "content": "Rhyme."}, *TALK[:3], thought]):
+        for begins in (True, False):
+            options = dict(tokenize=False, add_generation_prompt=begins)
+            theirs = tokenizer.apply_chat_template(talk, chat_template=file.read_text(), **options)
+            assert tokenizer.apply_chat_template(talk, **options) == theirs
+
+
+def test_the_stop_tokens(family, tokenizer, tmp_path):
+    """Those that the makers name, with the tokenizer's."""
+    policy, _ = save_family(family, tmp_path)
+    names = {*FAMILIES[family].stops.split(), FAMILIES[family].eos}
+    assert set(ppo.load_policy(ppo.Args(model=policy)).stop_token_ids) == set(tokenizer.convert_tokens_to_ids([*names]))
