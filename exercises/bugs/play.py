@@ -1,4 +1,4 @@
-"""A museum of bugs that shipped in libraries, each planted in a short file. Find them by their curves.
+"""A museum of bugs that shipped in libraries, each planted in a short file, to be found.
 
 python exercises/bugs/play.py                      which there are, and what people complain of
 python exercises/bugs/play.py 3                    trains with number 3 and without it, a minute or two, and draws both
