@@ -435,7 +435,7 @@ def sample(
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
-    attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
+    attention_mask = F.pad(prompt_mask.long(), (0, T))  # (rows, P+T), 0 on what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     stops = prompts.new_tensor(policy.stop_token_ids)
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
@@ -455,6 +455,7 @@ def sample(
         going &= ~torch.isin(token, stops)
         tokens = token[:, None]
         positions = positions[:, -1:] + 1
+        attention_mask[:, P + t] = 1
         if (t + 1) % look_every:
             continue
         left = going.nonzero().squeeze(1)
@@ -998,7 +999,7 @@ def play(
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     tokens = prompts  # (B, P), after the first pass (B, 1), as are their positions
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-    attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)
+    attention_mask = F.pad(prompt_mask.long(), (0, T))  # (B, P+T), 0 on what is not yet written
     for t in range(T):
         output = policy(input_ids=tokens, attention_mask=attention_mask, position_ids=positions, **options)
         drawn, logprobs[:, t] = sample_categorical(output.logits[:, -1].float() / args.temperature, uniforms[:, t])
@@ -1021,6 +1022,7 @@ def play(
             break
         tokens = responses[:, [t]].to(prompts.device)
         positions = positions[:, -1:] + 1
+        attention_mask[:, prompts.shape[1] + t] = 1
     responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
     found = responses, mask, ended, logprobs.cpu().masked_fill(~written, 0.0), written, rewards, num_turns
     return [x.to(prompts.device) for x in found]

@@ -439,7 +439,7 @@ def sample(
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
-    attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (rows, P+T): causality hides what is not yet written
+    attention_mask = F.pad(prompt_mask.long(), (0, T))  # (rows, P+T), 0 on what is not yet written
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     stops = prompts.new_tensor(policy.stop_token_ids)
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
@@ -459,6 +459,7 @@ def sample(
         going &= ~torch.isin(token, stops)
         tokens = token[:, None]
         positions = positions[:, -1:] + 1
+        attention_mask[:, P + t] = 1
         if (t + 1) % look_every:
             continue
         left = going.nonzero().squeeze(1)

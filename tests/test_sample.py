@@ -134,6 +134,17 @@ def test_sample_equals_a_plain_loop(policy):
             torch.testing.assert_close(ours[i][r.mask[i]], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_mask_has_a_one_for_each_token_that_was_written(policy):
+    """Causality hides the rest from some kinds of attention, but flash attention knows the keys by the mask alone."""
+
+    def look(module, args, given):
+        assert torch.equal(given["attention_mask"].sum(1), given["position_ids"][:, -1] + 1)
+
+    hook = policy.register_forward_pre_hook(look, with_kwargs=True)
+    tiny_rollout(policy)
+    hook.remove()
+
+
 def test_padding_and_its_content_change_nothing(policy):
     """More padding on the left, and random tokens in place of all padding: same logits and values."""
     r = tiny_rollout(policy)
