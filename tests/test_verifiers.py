@@ -1,5 +1,6 @@
 """rewards/: right answers, wrong ones, and what people's models have been found to write."""
 
+import importlib
 import time
 from fractions import Fraction
 
@@ -81,6 +82,56 @@ LONG = ["", "#### \x00", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### " + "0
 def test_wrong_numbers(text):
     """None of them raises, or takes any time."""
     assert one(verifiers.right_number, text, answer=72) == 0.0
+
+
+LAST = """
+18 + 17 = 35. | 35 | 1
+18+17=35 | 35 | 1
+The answer is $1,035.00, I think. | 1035 | 1
+20-5 | 5 | 1
+it falls to -5° | -5 | 1
+which is 3/4 | 0.75 | 1
+35, or else 36 | 35 | 0
+thirty-five | 35 | 0
+the answer is 3 | 35 | 0
+35.5 | 35 | 0
+"""
+
+
+@pytest.mark.parametrize("line", LAST.strip().splitlines())
+def test_the_last_number_of_a_text(line):
+    text, answer, reward = line.split(" | ")
+    assert one(verifiers.last_number, text, answer=answer) == int(reward)
+    assert one(verifiers.last_number, text + "9" * 10**5, answer=answer) == 0
+
+
+SENTENCES = """
+The cat sat down. | 1
+ Did it cost 3.5 dollars?  | 1
+He said "go home." | 1
+Good morning. | 0
+The cat sat. It slept. | 0
+1. The cat sat | 0
+The cat sat down | 0
+The cat sat.\\nIt slept. | 0
+The cat sat... | 0
+"""
+
+
+@pytest.mark.parametrize("line", SENTENCES.strip().splitlines())
+def test_one_sentence(line):
+    text, _, reward = line.rpartition(" | ")
+    assert one(verifiers.one_sentence, text.replace("\\n", "\n")) == int(reward)
+
+
+def test_polarity():
+    """A rule with a lexicon: kind words are positive, their negation and unkind words are not."""
+    sentiment = pytest.importorskip("textblob") and importlib.import_module("rewards.sentiment")
+    kind, unkind, negated, plain = [
+        one(sentiment.polarity, [{"role": "assistant", "content": f"The sea is {words}."}])
+        for words in ("wonderful", "terrible", "not wonderful", "wet")
+    ]
+    assert kind > 0.5 and unkind < -0.5 and negated < 0 and abs(plain) < 0.2
 
 
 def test_a_row_without_a_number_to_compare_with():
@@ -180,7 +231,13 @@ def test_tags(line):
 def test_a_text_takes_time_in_proportion_to_its_length(piece):
     start = time.process_time()
     for text in (piece * 20_000, f"<think>a</think>{piece * 20_000}<answer>"):
-        for function in (verifiers.tagged, verifiers.countdown, verifiers.right_number):
+        for function in (
+            verifiers.tagged,
+            verifiers.countdown,
+            verifiers.right_number,
+            verifiers.last_number,
+            verifiers.one_sentence,
+        ):
             assert one(function, text, target=3, nums=[1, 2], answer=3) == 0
     assert time.process_time() - start < 2
 

