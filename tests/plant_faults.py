@@ -326,7 +326,7 @@ def main() -> int:
         importlib.import_module(script)
         del sys.modules[script]
     sys.path.pop(0)
-    marks = "" if asked.slow else "not slow"
+    marks = "not real" if asked.slow else "not slow and not real"
     results = []
     for fault in try_all([fault | {"tests": tests_of(fault)} for fault in faults], marks, asked.jobs):
         results.append(fault)
