@@ -171,7 +171,7 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
-    # responses per update, on all GPUs together; by default 64 (on a CPU, for a policy over 30M: 8)
+    # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
     # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
@@ -1315,13 +1315,14 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> 
     """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
     prints them in words."""
     size = policy.num_parameters()
-    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
-    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    # 2e-5 up to 135M parameters, which docs/real.md measured, then falling to 3e-6 at 1B (as the N+ details); for the
+    # smallest models higher
+    rate = max(3e-6, min(2e-5, 2700 / size), 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     learning_rate = args.learning_rate or float(f"{rate:.2g}")
 
     parts = args.num_mini_batches * WORLD_SIZE
     per_device = args.per_device_train_batch_size
-    batch_size = args.batch_size or (8 if args.device == "cpu" and size > 30e6 else 64)
+    batch_size = args.batch_size or 64
     if per_device and args.batch_size is None:
         batch_size = per_device * args.gradient_accumulation_steps * parts
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"

@@ -186,7 +186,7 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradients of policy and critic are each clipped to this norm
 
     # --- Batch sizes ---
-    # responses per update, on all GPUs together; by default 64 (on a CPU, for a policy over 30M: 8)
+    # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
     micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
     # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
@@ -1287,7 +1287,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> 
 
     parts = args.num_mini_batches * WORLD_SIZE
     per_device = args.per_device_train_batch_size
-    batch_size = args.batch_size or (8 if args.device == "cpu" and size > 30e6 else 64)
+    batch_size = args.batch_size or 64
     if per_device and args.batch_size is None:
         batch_size = per_device * args.gradient_accumulation_steps * parts
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"

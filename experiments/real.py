@@ -40,7 +40,9 @@ THINGS = (
 SHOWN = 5  # answers that are kept
 SUMS = "--reward-fn rewards/verifiers.py:last_number --response-length 24"
 GRPO = f"{SUMS} --total-episodes 1280 --batch-size 64 --bf16"  # 20 updates
-SHORT = GRPO.replace("1280", "768")  # 12
+SHORT = GRPO.replace("1280", "512")  # 8
+LORA = f"{SHORT} --lora-r 16"
+WIDE = "--lora-target-modules all-linear"
 
 
 class Arm(NamedTuple):
@@ -64,15 +66,18 @@ PAIRS = "--bf16 --batch-size 16"  # 15 steps
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
     "grpo": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 2e-5", JUDGED),
-    "grpo 5e-5, 12 updates": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
-    "grpo 2e-5, 12 updates": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
-    "LoRA 3e-4, 12 updates": Arm("grpo.py", "sums", f"{SHORT} --lora-r 16 --learning-rate 3e-4", JUDGED),
-    "LoRA 1e-3, 12 updates": Arm("grpo.py", "sums", f"{SHORT} --lora-r 16 --learning-rate 1e-3", JUDGED),
+    "8 updates, 5e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
+    "8 updates, 2e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
+    "8 updates, 1e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 1e-5", JUDGED),
+    "8 updates, LoRA 2e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 2e-4", JUDGED),
+    "8 updates, LoRA 1e-3": Arm("grpo.py", "sums", f"{LORA} --learning-rate 1e-3", JUDGED),
+    "8 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 2e-4", JUDGED),
+    "8 updates, LoRA of all layers, 1e-3": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 1e-3", JUDGED),
     "reward model": Arm("reward_model.py", "pairs", f"{PAIRS} --learning-rate 5e-5", "", is_kept=True),
     "before, things": Arm("", "things", "", FRIENDLY),
     "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5", FRIENDLY),
-    "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 384", FRIENDLY),
-    "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 320", FRIENDLY),
+    "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 256", FRIENDLY),
+    "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 192", FRIENDLY),
 }
 
 
