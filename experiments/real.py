@@ -3,6 +3,7 @@
     python tools/smollm2.py models/smollm2                       # the model, unless you load it from the hub
     python experiments/real.py --list                            # all runs, and which are not on record yet
     python experiments/real.py --runs "grpo" --seeds 1 2 3       # some of them
+    python experiments/real.py --tables                          # the tables and the picture of the page
 
 A run is one of the scripts with the flags below, and then tools/evaluate.py on prompts that it was not trained on, both
 as subprocesses. As it ends, a line is added to results/real.jsonl: both commands, seconds, what was logged, the figures
@@ -17,6 +18,7 @@ import random
 import resource
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -24,9 +26,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from common import LEARNED, ROOT, describe_machine, describe_ours
+from common import LEARNED, ROOT, describe_machine, describe_ours, figure_of
+from forks import put_tables
+from tables import markdown, number
 
 OUTPUT = LEARNED / "real.jsonl"
+PAGE = ROOT / "docs/real.md"
 RUNS = ROOT / "runs/real"
 DATA = RUNS / "data"
 THINGS = (
@@ -202,6 +207,141 @@ def measure(name: str, seed: int, model: str) -> dict:
     return result
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables and the picture
+
+
+def runs_of(record: list[dict], name: str) -> list[dict]:
+    """The seeds of an arm."""
+    return sorted((run for run in record if run["run"] == name), key=lambda run: run["seed"])
+
+
+def of_end(runs: list[dict], metric: str, digits: int) -> str:
+    """A cell: what the evaluations found; of one run, the standard error over its prompts."""
+    found = [run["end"][metric] for run in runs if metric in run.get("end", {})]
+    if len(found) == 1:
+        return " ± ".join(f"{x:.{digits}f}" for x in found[0].values()).replace("-", "−")
+    return number([x["mean"] for x in found], digits)
+
+
+def of_curves(runs: list[dict], metric: str, digits: int, part: slice = slice(None)) -> str:
+    """A cell: the mean over some updates."""
+    return number([statistics.fmean(run["curves"][metric][part]) for run in runs], digits)
+
+
+def sums_table(record: list[dict]) -> str:
+    """Before and after, on the unseen sums."""
+    right = "rewards/rewards/verifiers.py:last_number"
+    heads = ["", "right", "ended by itself", "tokens", "KL", "CPU seconds an update", "GB"]
+    lines = [heads, ["---", *["---:"] * 6]]
+    for name in ("before", "grpo"):
+        runs = runs_of(record, name)
+        line = [f"{name}, {len(runs)} seeds" if len(runs) > 1 else name]
+        for metric, digits in {right: 2, "eos_share": 2, "response_length": 1, "kl": 1}.items():
+            line.append(of_end(runs, metric, digits) if name != "before" or metric != "kl" else "0")
+        trained = [run for run in runs if "curves" in run]
+        line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in trained], 0))
+        line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in trained], 1))
+        lines.append(line)
+    return markdown(lines)
+
+
+def curve_table(record: list[dict]) -> str:
+    """Over the training, the mean of the seeds: right answers, silent groups, entropy, tokens."""
+    runs = runs_of(record, "grpo")
+    updates = (1, 5, 10, 15, 20)
+    lines = [["update", *map(str, updates)], ["---", *["---:"] * len(updates)]]
+    for title, metric, digits in (
+        ("right answers in the batch", "reward", 2),
+        ("groups that all score alike", "frac_reward_zero_std", 2),
+        ("entropy of a token, nats", "entropy", 2),
+        ("tokens of an answer", "completions/mean_length", 1),
+    ):
+        cells = [of_curves(runs, metric, digits, slice(update - 1, update)) for update in updates]
+        lines.append([title, *cells])
+    return markdown(lines)
+
+
+def answers_table(record: list[dict]) -> str:
+    """What the policy of seed 1 says to five unseen sums, before and after."""
+    lines = [["", "before", "after"], ["---"] * 3]
+    before, after = (runs_of(record, name)[0]["answers"] for name in ("before", "grpo"))
+    for (prompt, old), (_, new) in zip(before, after):
+        lines.append([prompt, *(text.replace("\n", " ⏎ ").replace("|", "\\|") for text in (old, new))])
+    return markdown(lines)
+
+
+def rates_table(record: list[dict]) -> str:
+    """One seed of each learning rate, eight updates."""
+    right = "rewards/rewards/verifiers.py:last_number"
+    lines = [
+        ["8 updates", "right in the last two batches", "entropy then", "right of unseen sums", "CPU s an update", "GB"]
+    ]
+    lines.append(["---", *["---:"] * 5])
+    for name in ARMS:
+        runs = runs_of(record, name)
+        if name.startswith("8 updates") and runs:
+            last = slice(-2, None)
+            line = [
+                name.removeprefix("8 updates, "),
+                of_curves(runs, "reward", 2, last),
+                of_curves(runs, "entropy", 2, last),
+            ]
+            line += [of_end(runs, right, 2), f"{runs[0]['cpu_seconds'] / 8:.0f}"]
+            lines.append(line + [f"{max(runs[0]['curves']['perf/peak_memory_mb']) / 1024:.1f}"])
+    return markdown(lines)
+
+
+def pipeline_table(record: list[dict]) -> str:
+    """Gold score, reward and KL on unseen things: before, best of four, and each script."""
+    gold, learned = f"rewards/{GOLD}", f"rewards/{REWARD_MODEL}"
+    lines = [["", "gold score", "reward model", "KL", "ended by itself", "CPU seconds", "GB"], ["---", *["---:"] * 6]]
+    for name in ("before, things", "dpo", "rloo", "ppo"):
+        runs = runs_of(record, name)
+        if not runs:
+            continue
+        is_trained = "curves" in runs[0]
+        line = [f"`{name}.py`" if is_trained else "before", of_end(runs, gold, 3), of_end(runs, learned, 2)]
+        line += [of_end(runs, "kl", 1) if is_trained else "0", of_end(runs, "eos_share", 2)]
+        memory = f"{max(runs[0]['curves']['perf/peak_memory_mb']) / 1024:.1f}" if is_trained else ""
+        lines.append([*line, str(runs[0].get("cpu_seconds", "")), memory])
+        if not is_trained:
+            golds, scores = ([runs[0]["rewards"][key][i : i + 4] for i in range(0, 192, 4)] for key in (gold, learned))
+            for title, judge in (("best of 4, by the reward model", scores), ("best of 4, by the gold score", golds)):
+                best = [group[judged.index(max(judged))] for group, judged in zip(golds, judge)]
+                error = statistics.stdev(best) / len(best) ** 0.5
+                lines.append([title, f"{statistics.fmean(best):.3f} ± {error:.3f}", "", "at most 0.6", "", "", ""])
+    return markdown(lines)
+
+
+TABLES = {
+    "real-sums": sums_table,
+    "real-curve": curve_table,
+    "real-answers": answers_table,
+    "real-rates": rates_table,
+    "real-pipeline": pipeline_table,
+}
+
+
+def tables(record: list[dict]) -> dict[str, str]:
+    """All that the page has."""
+    return {name: table(record) for name, table in TABLES.items() if f"<!-- {name} -->" in PAGE.read_text("utf-8")}
+
+
+def draw(record: list[dict]) -> None:
+    """docs/real.png: right answers, entropy and length, a line for each seed."""
+    figure, axes = figure_of(1, 3, 11, 3)
+    for run in runs_of(record, "grpo"):
+        x = range(1, len(run["curves"]["reward"]) + 1)
+        for panel, metric in zip(axes[0], ("reward", "entropy", "completions/mean_length")):
+            panel.plot(x, run["curves"][metric], label=f"seed {run['seed']}")
+    titles = ("right answers in the batch", "entropy of a token, nats", "tokens of an answer")
+    for panel, title in zip(axes[0], titles):
+        panel.set_title(title, fontsize=10), panel.set_xlabel("updates", fontsize=9), panel.set_ylim(0)
+    axes[0, 0].legend(frameon=False, fontsize=9)
+    figure.savefig(ROOT / "docs/real.png", dpi=100)
+
+
 def main() -> None:
     """Makes the data and the runs that are missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -210,7 +350,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--data", action="store_true", help="only write the prompts")
     parser.add_argument("--list", action="store_true", help="only say which runs there are, and on record")
+    parser.add_argument("--tables", action="store_true", help="only write the tables and the picture of docs/real.md")
     args = parser.parse_args()
+    if args.tables:
+        put_tables(PAGE, tables(read_record()))
+        draw(read_record())
+        return
     make_data()
     for name in args.runs if not args.data else []:
         for seed in args.seeds:

@@ -768,6 +768,7 @@ def stale_of_others() -> list[Path]:
     import gallery
     import overoptimization
     import questions
+    import real
 
     of = {program: json.loads(program.OUTPUT.read_text()) for program in (agent, forks, gallery, questions)}
     pages = {
@@ -776,6 +777,7 @@ def stale_of_others() -> list[Path]:
         gallery.PAGE: {"gallery": gallery.gallery(of[gallery])},
         questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()},
     }
+    pages[real.PAGE] = real.tables(real.read_record())
     stale = []
     for page, filled in pages.items():
         text = page.read_text("utf-8")
