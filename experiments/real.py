@@ -45,7 +45,7 @@ THINGS = (
 SHOWN = 5  # answers that are kept
 SUMS = "--reward-fn rewards/verifiers.py:last_number --response-length 24"
 GRPO = f"{SUMS} --total-episodes 1280 --batch-size 64 --bf16"  # 20 updates
-SHORT = GRPO.replace("1280", "512")  # 8
+SHORT = f"{GRPO.replace('1280', '384')} --lr-scheduler-type constant"  # 6
 LORA = f"{SHORT} --lora-r 16"
 WIDE = "--lora-target-modules all-linear"
 
@@ -57,6 +57,7 @@ class Arm(NamedTuple):
     data: str  # the folder under DATA
     flags: str
     judged: str
+    seeds: tuple[int, ...] = (1,)
     is_kept: bool = False  # for a later one, which starts from it
 
 
@@ -64,22 +65,22 @@ JUDGED = f"{SUMS} --temperature 0"
 GOLD = "rewards/sentiment.py:polarity"
 REWARD_MODEL = "runs/real/reward-model-1"
 WORDS = "--response-length 32 --temperature 0.7"
-FRIENDLY = f"{WORDS} --num-generations 4 --reward-fn {GOLD} {REWARD_MODEL}"
+FRIENDLY = f"{WORDS} --num-generations 2 --reward-fn {GOLD} {REWARD_MODEL}"
 BOTH = f"--reward-fn reward_model {GOLD} --reward-weights 1 0 --reward-model {REWARD_MODEL}"
 ONLINE = f"{WORDS} {BOTH} --bf16 --learning-rate 2e-5 --batch-size 32 --num-ppo-epochs 1 --missing-eos-penalty 0"
 PAIRS = "--bf16 --batch-size 16"  # 15 steps
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
-    "grpo": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 2e-5", JUDGED),
-    "8 updates, 5e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
-    "8 updates, 2e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
-    "8 updates, 1e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 1e-5", JUDGED),
-    "8 updates, LoRA 2e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 2e-4", JUDGED),
-    "8 updates, LoRA 1e-3": Arm("grpo.py", "sums", f"{LORA} --learning-rate 1e-3", JUDGED),
-    "8 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 2e-4", JUDGED),
-    "8 updates, LoRA of all layers, 1e-3": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 1e-3", JUDGED),
+    "grpo": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 2e-5", JUDGED, seeds=(1, 2, 3)),
+    "6 updates, 5e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
+    "6 updates, 2e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
+    "6 updates, 1e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 1e-5", JUDGED),
+    "6 updates, LoRA 2e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 2e-4", JUDGED),
+    "6 updates, LoRA 1e-3": Arm("grpo.py", "sums", f"{LORA} --learning-rate 1e-3", JUDGED),
+    "6 updates, LoRA of all layers, 5e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 5e-4", JUDGED),
+    "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 2e-4", JUDGED),
     "reward model": Arm("reward_model.py", "pairs", f"{PAIRS} --learning-rate 5e-5", "", is_kept=True),
-    "before, things": Arm("", "things", "", FRIENDLY),
+    "before, things": Arm("", "things", "", FRIENDLY.replace("generations 2", "generations 4")),
     "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5", FRIENDLY),
     "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 256", FRIENDLY),
     "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 192", FRIENDLY),
@@ -275,19 +276,19 @@ def rates_table(record: list[dict]) -> str:
     """One seed of each learning rate, eight updates."""
     right = "rewards/rewards/verifiers.py:last_number"
     lines = [
-        ["8 updates", "right in the last two batches", "entropy then", "right of unseen sums", "CPU s an update", "GB"]
+        ["6 updates", "right in the last two batches", "entropy then", "right of unseen sums", "CPU s an update", "GB"]
     ]
     lines.append(["---", *["---:"] * 5])
     for name in ARMS:
         runs = runs_of(record, name)
-        if name.startswith("8 updates") and runs:
+        if name.startswith("6 updates") and runs:
             last = slice(-2, None)
             line = [
-                name.removeprefix("8 updates, "),
+                name.removeprefix("6 updates, "),
                 of_curves(runs, "reward", 2, last),
                 of_curves(runs, "entropy", 2, last),
             ]
-            line += [of_end(runs, right, 2), f"{runs[0]['cpu_seconds'] / 8:.0f}"]
+            line += [of_end(runs, right, 2), f"{runs[0]['cpu_seconds'] / 6:.0f}"]
             lines.append(line + [f"{max(runs[0]['curves']['perf/peak_memory_mb']) / 1024:.1f}"])
     return markdown(lines)
 
@@ -347,7 +348,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="models/smollm2", help="a folder, or a name on the hub")
     parser.add_argument("--runs", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="NAME", help="which")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--seeds", nargs="+", type=int, help="by default those of the page")
     parser.add_argument("--data", action="store_true", help="only write the prompts")
     parser.add_argument("--list", action="store_true", help="only say which runs there are, and on record")
     parser.add_argument("--tables", action="store_true", help="only write the tables and the picture of docs/real.md")
@@ -358,7 +359,7 @@ def main() -> None:
         return
     make_data()
     for name in args.runs if not args.data else []:
-        for seed in args.seeds:
+        for seed in args.seeds or ARMS[name].seeds:
             is_there = any((run["run"], run["seed"]) == (name, seed) for run in read_record())
             print(f"{name}, seed {seed}{': on record' if is_there else ''}", flush=True)
             if not (is_there or args.list):
