@@ -2,7 +2,7 @@
 
     python docs/diffs/make.py     # after a change to lecture/; a test fails as long as the pages are old
 
-A page names the functions, and cells, that fall away, come in and stay the same text, and shows the others as a diff.
+A page names the functions, and cells, that fall away, come in and stay the same text, and shows the others, but for settings, as a diff.
 Docstrings are left out.
 """
 
@@ -84,7 +84,7 @@ def page(before: str, after: str) -> str:
     new = [name for name in b if name not in partners]
     out = [f"# From `lecture/{before}.py` to `lecture/{after}.py`", "", STEPS[before, after], ""]
     out += [
-        f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py), which has what comes in.",
+        f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py), which has what comes in, and the settings.",
         "",
     ]
     out += ["| | functions and cells |", "|---|---|"]
@@ -92,6 +92,8 @@ def page(before: str, after: str) -> str:
     out += [f"| come in | {named(new)} |", f"| change | {named([titles[name] for name in changed])} |"]
     out += [f"| stay, word for word | {named([name for name in b if name in partners and name not in changed])} |", ""]
     for name in changed:
+        if name in ("Settings", "The trained policy"):  # which say nothing about the algorithm
+            continue
         diff = list(difflib.unified_diff(a[partners[name]], b[name], lineterm="", n=1))[2:]
         lines = [" ⋯" if line.startswith("@@") else line for line in diff]
         out += [f"## `{titles[name]}`", "", "```diff", *lines, "```", ""]
