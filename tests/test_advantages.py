@@ -64,30 +64,6 @@ def test_whitening_against_trl016():
     close(ppo.masked_whiten(i["values"], mask, shift_mean=False), o["shift_mean_false"], mask)
 
 
-def test_moments_after_a_masked_prompt_against_trl07():
-    """Mean, variance and whitening against TRL 0.7.11, for rows whose mask starts late."""
-    i, o = golden("trl0711_gae_whiten")
-    mask = i["mask"].bool()
-    x = i["values"]
-    close(ppo.masked_mean(x, mask), o["masked_mean"])
-    close(ppo.masked_var(x, mask), o["masked_var_unbiased"])
-    close(ppo.masked_whiten(x, mask), o["masked_whiten"], mask)
-    close(ppo.masked_whiten(x, mask, shift_mean=False), o["masked_whiten_noshift"], mask)
-
-
-def test_whitening_against_nplus():
-    """Whitening against the N+ details, which divide by the biased deviation: ours is smaller by sqrt((n-1)/n)."""
-    i, o = golden("nplus_whiten_eos")
-    mask = i["mask"].bool()
-    n = mask.sum().double()
-    factor = ((n - 1) / n).sqrt()
-    mean = ppo.masked_mean(i["values"], mask)
-    close(ppo.masked_whiten(i["values"], mask), o["whiten_shift"] * factor, mask)
-    # Without the shift the mean stays in both, so only the distance from it is scaled.
-    ours = ppo.masked_whiten(i["values"], mask, shift_mean=False)
-    close(ours - mean, (o["whiten_noshift"] - mean) * factor, mask)
-
-
 # --- shape_rewards
 
 
@@ -99,15 +75,6 @@ def test_rewards_add_up_to_the_score_less_the_kl():
     last = MASK.sum(1) - 1
     close((rewards + 0.3 * kl)[torch.arange(B), last], scores)
     assert (rewards[~MASK] == 0).all()
-
-
-def test_rewards_against_openrlhf():
-    """KL and rewards against OpenRLHF 0.3.8; no score of this file reaches its clamp at 10."""
-    i, o = golden("openrlhf_reward_shaping")
-    mask = i["mask"].bool()
-    kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
-    close(kl, o["kl"], mask)
-    close(ppo.shape_rewards(i["scores"], kl, mask, i["kl_coef"]), o["rewards"])
 
 
 # --- gae
@@ -122,23 +89,6 @@ def test_gae_lambda_1_is_the_sum_of_rewards_to_come():
             close(returns[i, t], sum(0.9 ** (s - t) * rewards[i, s] for s in range(t, n)))
 
 
-def test_gae_lambda_0_is_the_one_step_error():
-    rewards = randn(B, T)
-    values = randn(B, T)
-    advantages, _ = ppo.gae(rewards, values, MASK, 0.9, 0.0)
-    next_values = F.pad(values * MASK, (0, 1))[:, 1:]
-    close(advantages, rewards + 0.9 * next_values - values, MASK)
-
-
-def test_gae_is_zero_when_the_critic_is_right():
-    """With V_t the true return and gamma = 1, nothing is better than expected."""
-    rewards = randn(B, T) * MASK
-    values = rewards.flip(1).cumsum(1).flip(1)
-    advantages, returns = ppo.gae(rewards, values, MASK, 1.0, 0.7)
-    close(advantages, torch.zeros(B, T))
-    close(returns, values * MASK)
-
-
 def test_gae_ignores_padding_and_treats_rows_alone():
     rewards = randn(B, T)
     values = randn(B, T)
@@ -149,40 +99,6 @@ def test_gae_ignores_padding_and_treats_rows_alone():
     for ours, other, expected in zip(spoilt, mixed, clean):
         close(ours, expected)
         close(other, expected[order])
-
-
-def trl07_advantages(rewards, values, mask, gamma, lam, whiten_rewards):
-    """Whitened advantages, and returns, as TRL 0.7 computes them, put together from our functions."""
-    if whiten_rewards:
-        # TRL 0.7 whitens the padding along with the rest: the zeros there become mean - mean / std, and GAE carries
-        # them into the real tokens. So they are put back by hand, and GAE is told that nothing is padding.
-        mean = ppo.masked_mean(rewards, mask)
-        leak = mean - mean * torch.rsqrt(ppo.masked_var(rewards, mask) + 1e-8)
-        rewards = torch.where(mask, ppo.masked_whiten(rewards, mask, shift_mean=False), leak)
-        advantages, returns = ppo.gae(rewards, values * mask, torch.ones_like(mask), gamma, lam)
-    else:
-        advantages, returns = ppo.gae(rewards, values, mask, gamma, lam)
-    return ppo.masked_whiten(advantages, mask), returns
-
-
-@pytest.mark.parametrize("case", range(4))
-def test_gae_after_a_masked_prompt_against_trl07(case):
-    """GAE, reward and advantage whitening against TRL 0.7.11, the prompt being masked too."""
-    i, o = golden("trl0711_gae_whiten")
-    mask = i["mask"].bool()
-    o = o["cases"][case]
-    advantages, returns = trl07_advantages(i["rewards"], i["values"], mask, o["gamma"], o["lam"], o["whiten_rewards"])
-    close(returns, o["returns"], mask)
-    close(advantages, o["advantages_whitened_unmasked_positions_garbage"], mask)
-
-
-def test_gae_against_openrlhf():
-    """Advantages and returns against OpenRLHF 0.3.8."""
-    i, o = golden("openrlhf_gae")
-    mask = i["mask"].bool()
-    advantages, returns = ppo.gae(i["rewards"], i["values"], mask, i["gamma"], i["lam"])
-    close(advantages, o["advantages"], mask)
-    close(returns, o["returns"], mask)
 
 
 # --- steps 2 to 4 together, as one library has them
@@ -228,12 +144,6 @@ def test_rewards_and_gae_against_trl016(case):
 # --- adapt_kl_coef
 
 
-def test_controller_raises_the_coefficient_above_the_target_only():
-    args = ppo.Args(kl_target=6.0, kl_horizon=1000, batch_size=100)
-    after = [ppo.adapt_kl_coef(0.1, kl, args) for kl in (12.0, 6.0, 0.0)]
-    assert after == pytest.approx([0.102, 0.1, 0.098])
-
-
 def test_kl_controller_against_trl07():
     """At the target, inside the clip, and far outside it."""
     i, o = golden("trl0711_kl_controller")
@@ -259,12 +169,6 @@ def test_leave_one_out_against_a_loop(k, n, seed):
         others = [rewards[j] for j in range(i // k * k, i // k * k + k) if j != i]
         close(advantages[i], rewards[i] - sum(others) / (k - 1))
     close(advantages.view(n, k).sum(1), torch.zeros(n))
-
-
-def test_leave_one_out_against_openrlhf():
-    i, o = golden("openrlhf059_reinforce")
-    groups = i["rloo_scores_prompt_major"]
-    close(rloo.leave_one_out(groups.flatten(), groups.shape[1]), o["rloo_shaped_scores"].flatten())
 
 
 def test_with_two_samples_one_wins_what_the_other_loses():

@@ -253,40 +253,6 @@ def test_dynamic_sampling(monkeypatch):
     assert sample_groups(0, ["0010"]) == [0, 1, 2, 3]  # in the order of sampling
 
 
-def test_dynamic_sampling_in_a_run(tmp_path, tiny, monkeypatch):
-    """Every draw is counted, and has the next prompts."""
-    numbers = []
-    batch = grpo.batch
-
-    def noted(rows, number, *rest):
-        numbers.append(number)
-        return batch(rows, number, *rest)
-
-    monkeypatch.setattr(grpo, "batch", noted)
-    lines = run(grpo, tmp_path, dynamic_sampling=5, **tiny)
-    draws = [line["sampled_batches"] for line in lines]
-    assert max(draws) > 1
-    assert numbers == list(range(sum(draws)))
-    assert all(line["frac_reward_zero_std"] == 0 for line in lines if line["sampled_batches"] < 6)
-
-
-def test_join():
-    """Prompts are padded on the left, everything else on the right."""
-    one = torch.ones(1, 1).long()
-    two = torch.full((1, 2), 2)
-    a = grpo.Rollout(one, one > 0, two, two > 0, two[:, 0] > 0, two * 0.5, [{"n": 1}], {"f": torch.ones(1)})
-    b = grpo.Rollout(two, two > 0, one, one > 0, one[:, 0] > 0, one * 0.5, [{"n": 2}], {"f": torch.zeros(1)})
-    both = grpo.join([a, b])
-    assert both.prompts.tolist() == [[0, 1], [2, 2]]
-    assert both.prompt_mask.tolist() == [[False, True], [True, True]]
-    assert both.responses.tolist() == [[2, 2], [1, 0]]
-    assert both.mask.tolist() == [[True, True], [True, False]]
-    assert both.old_logprobs.tolist() == [[1.0, 1.0], [0.5, 0.0]]
-    assert both.ref_logprobs is None
-    assert both.examples == [{"n": 1}, {"n": 2}]
-    assert both.rewards_by_name["f"].tolist() == [1, 0]
-
-
 # --- evaluate
 
 

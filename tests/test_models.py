@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -511,19 +510,6 @@ def test_tf32_on_a_gpu_and_the_ratio_that_goes_with_it():
     ppo.start(args)
     assert torch.get_float32_matmul_precision() == "high"
     ppo.check_first_ratio(5e-3, ppo.ratio_rounding(args))
-
-
-@pytest.mark.parametrize("script", [ppo, sft], ids=lambda module: module.__name__)
-def test_windows(train, script, monkeypatch):
-    """There is no module `resource`, and text is UTF-8 only if one says so."""
-
-    def write_text(self, text, encoding="cp1252", **options):
-        self.write_bytes(text.encode(encoding))
-
-    monkeypatch.setitem(sys.modules, "resource", None)
-    monkeypatch.setattr(Path, "write_text", write_text)
-    monkeypatch.setattr(script.sys, "platform", "win32")
-    assert train(script, exp_name="\N{GREEK SMALL LETTER LAMDA}")
 
 
 @pytest.mark.parametrize("script", [ppo, rloo, grpo])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 import ppo
 from toy import make
@@ -51,28 +51,6 @@ def test_the_same_bytes_each_time(tmp_path):
     assert not [str(p) for p in written if (tmp_path / p).read_bytes() != (TOY / p).read_bytes()]
 
 
-def test_texts_are_many_and_varied():
-    assert len(set(lines("sft", "train"))) >= 20_000
-    texts = [row["prompt"] + row["completion"] for row in rows("sft", "train", 10)]
-    words = {word for text in texts for word in text.lower().replace(".", " ").replace(",", " ").split()}
-    sentences = torch.tensor([float(text.count(".") + text.count("!")) for text in texts])
-    gold = gold_scores(texts)
-    assert len(set(texts)) == len(texts)
-    assert len(words) > 1000
-    assert sentences.min() <= 2
-    assert sentences.max() >= 8
-    for mood in (gold < -2, gold > 2, gold.abs() < 1):
-        assert mood.float().mean() > 0.1
-
-
-def test_splits_share_no_row():
-    for name in make.SIZES:
-        train = lines(name, "train")
-        validation = lines(name, "validation")
-        assert (len(train), len(validation)) == make.SIZES[name]
-        assert not set(train) & set(validation)
-
-
 def test_labels_are_a_bradley_terry_draw():
     """Among pairs with a gold gap near g, the better text is chosen with probability sigmoid(g). A tenth of them."""
     pairs = rows("preferences", "train", 10)
@@ -90,39 +68,17 @@ def test_labels_are_a_bradley_terry_draw():
     "better, worse",
     [
         ("The film is wonderful.", "The film is good."),
-        ("The film is good.", "The film is about a clerk."),
-        ("The film is about a clerk.", "The film is bad."),
-        ("The film is bad.", "The film is awful."),
         ("The film is not bad.", "The film is bad."),
         ("The film is good.", "The film is not good."),
         ("The film is never dull.", "The film is never clever."),
         ("It is dull, but the music is lovely.", "The music is lovely, but it is dull."),
-        ("It has charm.", "It lacks charm."),
-        ("It is very good.", "It is good."),
         ("Despite its dull start, it is lovely.", "It is dull. It is lovely."),
-        ("It is anything but dull.", "It is anything but clever."),
         ("It is lovely.", "It is lovely. It is lovely. It is lovely. It is lovely. It is lovely."),
         ("The story is lovely.", "lovely wonderful superb brilliant lovely wonderful superb brilliant"),
-        ("It is clever.", "It is too clever."),
     ],
 )
 def test_gold_score_reads_english(better, worse):
     assert make.gold_text_score(better) > make.gold_text_score(worse) + 0.05
-
-
-def test_folders_are_small_and_safe():
-    """Two models under 4 MB in safetensors, under a million parameters, from the library's own classes."""
-    files = [p for name in ("sft", "reward_model") for p in (TOY / name).iterdir()]
-    assert sum(p.stat().st_size for p in files) < 4e6
-    assert {p.suffix for p in files} == {".json", ".safetensors"}
-    for auto_class, name in ((AutoModelForCausalLM, "sft"), (AutoModelForSequenceClassification, "reward_model")):
-        assert auto_class.from_pretrained(TOY / name).num_parameters() < 1e6
-
-
-def test_no_default_prompt_is_too_long_for_the_model():
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "sft")
-    longest = max(len(ids) for ids in tokenizer([row["prompt"] for row in rows("prompts", "train")])["input_ids"])
-    assert longest + ppo.Args().response_length <= make.CONTEXT
 
 
 def test_reward_model_agrees_with_the_gold_score_and_is_fooled_by_what_it_has_not_seen():

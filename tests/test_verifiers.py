@@ -1,7 +1,6 @@
 """rewards/: right answers, wrong ones, and what people's models have been found to write."""
 
 import importlib
-import time
 from fractions import Fraction
 
 import pytest
@@ -21,25 +20,18 @@ RIGHT = r"""
 so 6 * 12 = 72 #### 72 | 72
 #### 72. | 72
 #### $1,234.50 thanks | 1234.5
-####-3 | -3
 hence \boxed{72} | 72
 \boxed{\frac{3}{4}} | 3/4
 \boxed{0.75} | \boxed{\dfrac{3}{4}}
 #### 5 #### 7 | 7
 \boxed{5}, no: \boxed{7} | 7
-#### 5 is wrong, \boxed{7} | 7
 #### 18 | Natalia sold 48/2 = <<48/2=24>>24 #### 18
-#### 50% | 50
-#### .5 | 0.5
 #### 7/2 | 3.5
-#### 1,234,567 | 1234567
 \boxed{1{,}000} | #### 1{,}000
-\boxed{10,\!000} | 10000
 #### −3 | -3
 #### 10000000000000000 | 1e+16
 #### 0.00001 | 1e-05
 #### -$7 | -7
-#### $-7$ | -7
 """
 
 
@@ -53,27 +45,20 @@ def test_right_numbers(line):
 WRONG = r"""
 72
 ####
-#### 7 2 1
 #### 71
 #### 1e999999999
 #### 9**9**9**9
 \boxed{72
 \boxed{}
 #### 72 apples and 3 pears
-#### inf
 #### nan
 #### 1/0
-#### 72/00
 #### __import__('os')
 #### ７２
 #### 72,5
-#### 1,2,3
 #### 7$2
-#### 7%2
-#### %72
 #### 0,072
 \boxed{7\frac{2}{1}}
-#### 7 2/1
 """
 LONG = ["", "#### \x00", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### " + "0" * 198 + "725"]
 
@@ -153,16 +138,12 @@ def test_numbers_survive_being_written(x):
         ("<think>hm</think><answer>(1 + 2) * 3</answer>", 9, [1, 2, 3], 1),
         ("<answer> 3*(2+1) = 9 </answer>", 9, [3, 2, 1], 1),
         ("<answer>8 / 3 * 3</answer>", 8, [8, 3, 3], 1),  # exact, where floats may miss
-        ("<answer>1/3 + 1/3 + 1/3</answer>", 1, [1, 3, 1, 3, 1, 3], 1),
         ("<answer>1</answer> no, <answer>2 + 1</answer>", 3, [1, 2], 1),  # the last one
         ("<answer>1 + 2</answer>", "3", ["1", "2"], 1),  # columns of texts
         ("<answer>4 + 5</answer>", 9, [1, 2, 3], 0),  # other numbers
         ("<answer>1 + 2 + 3 + 3</answer>", 9, [1, 2, 3], 0),  # one twice
-        ("<answer>9</answer>", 9, [9, 1], 0),  # one left out
         ("<answer>12 + 3</answer>", 15, [1, 2, 3], 0),  # digits joined
-        ("<answer>1 + 2 + 3</answer>", 9, [1, 2, 3], 0),  # another value
         ("(1 + 2) * 3", 9, [1, 2, 3], 0),
-        ("<answer></answer>", 9, [1, 2, 3], 0),
         ("<answer>(1 + 2) * 3", 9, [1, 2, 3], 0),
     ],
 )
@@ -174,25 +155,13 @@ NO_ARITHMETIC = """
 9**9**9
 9**9**9**9
 1/0
-1 // 0
 __import__('os').system('true')
-().__class__
-exit()
-True + 2
-1_000
-0x10
-1e9
 1 if 1 else 2
-[1][0]
 1 2
 7(3)
 007 + 1
 １ + ２
 lambda: 1
-1 and 2
-1 < 2
-1j
-f'{1}'
 """
 ODD = ["(" * 190, "(" * 10**5, "-" * 190 + "1", "1" * 190 + "*1", "", " ", "\x00", "1+\n2"]
 
@@ -205,7 +174,6 @@ def test_nothing_but_arithmetic_is_worked_out(expression):
 
 TAGS = """
 ? | <think>a b</think> <answer>3</answer> | 1
-? | <think></think><answer></answer> | 1
 Assistant: <think> | a</think><answer>3</answer> | 1
 ? | a</think><answer>3</answer> | 0
 <think> | <think>a</think><answer>3</answer> | 0
@@ -213,8 +181,6 @@ Assistant: <think> | a</think><answer>3</answer> | 1
 ? | <think>a</think><answer>3</answer> and more | 0
 ? | <think>a</think><answer>3 | 0
 ? | <think>a</think><think>b</think><answer>3</answer> | 0
-? | nothing | 0
-? | <THINK>a</THINK><answer>3</answer> | 0
 """
 
 
@@ -223,23 +189,6 @@ def test_tags(line):
     prompt, text, reward = line.split(" | ")
     for space in (" ", "\n"):
         assert verifiers.tagged(prompts=[prompt], completions=[text.replace(" ", space)]) == [int(reward)]
-
-
-@pytest.mark.parametrize(
-    "piece", ["</think><answer>", "<think>", "<answer>", "<answer></answer>", "\\boxed{", "#", " "]
-)
-def test_a_text_takes_time_in_proportion_to_its_length(piece):
-    start = time.process_time()
-    for text in (piece * 20_000, f"<think>a</think>{piece * 20_000}<answer>"):
-        for function in (
-            verifiers.tagged,
-            verifiers.countdown,
-            verifiers.right_number,
-            verifiers.last_number,
-            verifiers.one_sentence,
-        ):
-            assert one(function, text, target=3, nums=[1, 2], answer=3) == 0
-    assert time.process_time() - start < 2
 
 
 def test_repetition_penalty():
@@ -259,19 +208,12 @@ def test_overlong_penalty():
 
 PROGRAMS = [
     ("Here:\n```python\ndef f(x):\n    return x\n```\nDone.", 1, 1),
-    ("```py\ndef f(): pass\n```", 1, 1),
     ("```python\ndef f(: pass\n```\n```python\ndef f(): pass\n```", 1, 1),  # the last one
     ("```python\nprint('f')\n```", 1, 0),
-    ("```python\ndef g():\n    def f(): pass\n```", 1, 0),
     ("```python\nimport os; os.abort()\n```", 1, 0),  # it is not run
     ("```python\n'\\d'\n```", 1, 0),
     ("def f(): pass", 0, 0),
     ("```python\ndef f(): pass", 0, 0),
-    ("", 0, 0),
-    ("```python\n```", 0, 0),
-    ("```python\n# def f()\n```", 0, 0),
-    ("```\ndef f(): pass\n```", 0, 0),
-    ("```python\ndef f()\n    pass\n```", 0, 0),
     ("```python\n\x00\n```", 0, 0),
     ("```python\n'\ud800'\n```", 0, 0),
     ("```python\n" + "9" * 5000 + "\n```", 0, 0),
@@ -286,9 +228,3 @@ def test_programs(text, parses, defines, recwarn):
     assert one(python_code.parses, text) == parses and one(python_code.defines, text, entry_point="f") == defines
     assert one(python_code.parses, [{"role": "assistant", "content": text}]) == parses and not recwarn
     assert one(python_code.defines, text, entry_point=None) is None
-
-
-def test_nested_programs_do_not_crash():
-    """Whatever the parser says of them: some of these are programs."""
-    for piece in ("(", "-", "a.", "not ", "lambda:", "a[", "x if y else ", "a**", "if a:\n ", "```python\n"):
-        assert one(python_code.parses, f"```python\n{piece * (9990 // len(piece))}1\n```") in (0.0, 1.0)
