@@ -174,6 +174,13 @@ def test_reference_column(tmp_path):
     assert pairs[0]["score_b"] == pytest.approx(model(ids[:, -160:]).logits.item(), abs=1e-4)
 
 
+def test_a_text_that_ends_is_not_the_one_that_was_cut_off():
+    pairs = [compare.Pair(0, "", "same", "same", 1, 1, ended, False) for ended in (True, False)]
+    scores = iter([[2.0, 1.0 + 1e-7], [1.0, 1.0]])
+    compare.judge_by_reward(pairs, [], [], lambda _: next(scores), lambda _: None, compare.Args("a"))
+    assert [pair.winner for pair in pairs] == ["a", "tie"]
+
+
 def test_a_reward_that_says_nothing_leaves_its_pair_open(tmp_path, says):
     (tmp_path / "r.py").write_text(
         "said = {'none': None, 'nan': float('nan'), 'high': 2.0, 'low': 1}\n"

@@ -190,13 +190,13 @@ def test_templates_that_do_not_fit(tokenizer, calculator, template):
         policy.play([PROBLEM])
 
 
-def test_the_calculator():
-    names = grpo.runpy.run_path(f"{ROOT}/rewards/calculator.py")
-    assert names["calculate"](".05 * 1,200 + 1") == "61"
-    assert names["calculate"]("1 / 3") == "0.333333"
+def test_the_calculator(calculator):
+    calculate = grpo.load_function("rewards/calculator.py:calculate")
+    assert calculate(".05 * 1,200 + 1") == calculate("61.0") == "61"
+    assert calculate("1 / 3") == "0.333333"
     for expression in ("", "1 / 0", "x", "2 ** 9", "1.2.3", "(" * 100, "9" * 300, "__import__('os')"):
-        assert names["calculate"](expression) == "not arithmetic"
-    problem = names["Calculator"]({"answer": "#### 1,200"})
+        assert calculate(expression) == "not arithmetic"
+    problem = calculator({"answer": "#### 1,200"})
     assert problem.step("<calc>1</calc><calc>3*400</calc>") == ("1200", None, False)
     assert problem.step("so #### 1200.") == ("", 1.0, True)
 
@@ -219,6 +219,33 @@ def test_a_run(tmp_path, capsys):
     samples = load_file(tmp_path / "samples/step-00000001.safetensors")
     assert torch.equal(samples["loss_mask"], samples["written"])
     assert (samples["mask"] & ~samples["written"]).any() and not (samples["written"] & ~samples["mask"]).any()
+
+
+SPOILER = """
+import torch
+
+class Spoiler:
+    def __init__(self, row):
+        self.number = row["facts"].pop()  # of a list that the group must not share
+        torch.rand(1)
+
+    def step(self, said):
+        torch.rand(1)
+        return "", float(self.number == 3), True
+"""
+
+
+def test_an_environment_may_spoil_its_row_and_draw_numbers(tokenizer, tmp_path):
+    """All of a group find the same row, and what is drawn afterwards is what it would have been."""
+    (tmp_path / "e.py").write_text(SPOILER)
+    policy = Scripted(tokenizer, grpo.load_function(f"{tmp_path}/e.py:Spoiler"), [65, tokenizer.eos_token_id])
+    row = PROBLEM | {"facts": [3]}
+    torch.rand(2, 2)  # the uniform numbers of two streams
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    rollout = policy.play([row] * 2)
+    assert rollout.rewards.sum(1).tolist() == [1, 1] and row["facts"] == [3]
+    assert torch.rand(1) == after
 
 
 def test_an_environment_that_fails(tmp_path):

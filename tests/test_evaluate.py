@@ -99,13 +99,17 @@ def test_mean_and_standard_error_are_over_prompts(tmp_path):
 def test_reward_models_read_as_in_training(tmp_path):
     """The reward model's own stop token is read where the answer has one, even if padding and it are one token."""
     reward_model = copy_of("reward_model", tmp_path / "rm", "tokenizer_config.json", pad_token="<|end|>")
+    config = Path(reward_model, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"reward_bias": 0.5}))
     _, answers = run(reward_fn=(reward_model,), temperature=1.0, response_length=12, num_prompts=12)
     assert set(answers["eos_share"]) == {0, 1}
     model = AutoModelForSequenceClassification.from_pretrained("toy/reward_model")
     tokenizer = AutoTokenizer.from_pretrained("toy/reward_model")
     for row in answers.to_dict("records"):
         text = row["prompt"] + row["response"] + tokenizer.eos_token * int(row["eos_share"])
-        assert row[reward_model] == pytest.approx(model(**tokenizer(text, return_tensors="pt")).logits.item(), abs=1e-4)
+        assert row[reward_model] == pytest.approx(
+            0.5 + model(**tokenizer(text, return_tensors="pt")).logits.item(), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -89,10 +89,11 @@ def worlds(tmp_path_factory, uneven):
     """
     folder = tmp_path_factory.mktemp("worlds")
     sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=17)
-    config = LlamaConfig(**sizes, num_labels=1, pad_token_id=1, initializer_range=0.3, reward_bias=0.7)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     tokenizer.eos_token = tokenizer.pad_token = "."
     cups = AutoTokenizer.from_pretrained(ROOT / "toy/shells/base")
+    sizes |= dict(pad_token_id=1, eos_token_id=cups.eos_token_id)
+    config = LlamaConfig(**sizes, num_labels=1, initializer_range=0.3, reward_bias=0.7)
     kinds = {"model": AutoModelForCausalLM, "reward_model": AutoModelForSequenceClassification}
     torch.manual_seed(0)
     for role, auto_class in kinds.items():
@@ -153,6 +154,7 @@ def texts(tmp_path_factory, uneven):
             (folder / world / name).mkdir()
             (folder / world / name / "train.jsonl").write_text("\n".join(map(json.dumps, pairs)))
             pairs[3]["prompt"] = ""  # from here on; without one, dpo.py looks for what two texts share
+            pairs[5]["prompt"] *= 40  # nor is there room for its completion
 
     def settings(script: str, world: str) -> dict:
         key = "from_scratch" if (script, world) == ("sft", "toy") else "model"
@@ -233,7 +235,7 @@ def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
 
 
 CASES = [(script, WORLDS.get(script, ("toy",))[0], 1) for script in SETTINGS]
-CASES += [(script, "llama", 1) for script in ON_TEXTS]
+CASES += [(script, "llama", 1) for script in ON_TEXTS] + [("grpo", "llama", 2), ("grpo", "llama", 3)]
 SLOW = [(s, world, seed) for s in SETTINGS for world in WORLDS.get(s, ("toy", "llama")) for seed in (1, 2, 3)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
 

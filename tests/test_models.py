@@ -314,6 +314,17 @@ def other_ids(folder):
     return str(folder)
 
 
+def test_texts_that_end_with_another_token_are_others(train, capsys, tmp_path):
+    """One vocabulary is not enough: the reward model would never see its end of text."""
+    for part in (AutoModelForSequenceClassification, AutoTokenizer):
+        part.from_pretrained(ROOT / "toy/reward_model").save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.eos_token = "."
+    tokenizer.save_pretrained(tmp_path)
+    train(ppo, reward_model=str(tmp_path))
+    assert "starts from the policy" in capsys.readouterr().out
+
+
 def test_other_tokenizer_of_the_reward_model(tmp_path, capsys, train):
     """Text is decoded and encoded again, so that the same texts get the same scores; and a run goes through."""
     args = ppo.Args(micro_batch_size=7, device="cpu")
@@ -397,6 +408,8 @@ def test_adapter_and_merged_model_are_saved(script, tmp_path, tiny):
         settings["reward_fn"] = (GOLD,)
     run(script, tmp_path, **settings)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 300_000
+    saved = [name for file in tmp_path.glob("checkpoints/*/*.safetensors") for name in load_file(file)]
+    assert saved and all("lora" in name or "model." not in name for name in saved)
     ids = torch.randint(5, 500, (2, 9))
     with torch.no_grad():
         adapter = AutoPeftModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits

@@ -362,11 +362,15 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script, number, tmp_path, s
 
 
 def test_gradients_that_are_never_finite(tmp_path, tiny, monkeypatch):
-    """The run ends after five of them."""
-    break_gradients(monkeypatch, range(99))
-    with pytest.raises(SystemExit, match="NaN"):
-        run(ppo, tmp_path, **tiny["ppo"] | dict(total_episodes=48, num_ppo_epochs=1))
-    assert len(lines_of(tmp_path)) == 5
+    """The run ends after five of them in a row."""
+    settings = tiny["ppo"] | dict(total_episodes=72, num_ppo_epochs=1)
+    with monkeypatch.context() as patch:
+        break_gradients(patch, range(99))
+        with pytest.raises(SystemExit, match="NaN"):
+            run(ppo, tmp_path / "all", **settings)
+    assert len(lines_of(tmp_path / "all")) == 5
+    break_gradients(monkeypatch, [2 * update for update in (1, 2, 3, 4, 6, 7, 8, 9)])  # the critic's
+    assert len(run(ppo, tmp_path / "some", **settings)) == 9
 
 
 # --- What a run leaves
@@ -421,12 +425,13 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch, tiny):
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()  # it remembers the mode of whichever test came before
-    logged = []
+    logged, ids = [], []
     init = wandb.init
 
     def spy(**settings):
         logged.append(settings)
         session = init(**settings)
+        ids.append((settings["id"], session.id))
         log = session.log
 
         def log_and_note(stats, **options):
@@ -442,3 +447,5 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch, tiny):
     assert (settings["project"], settings["entity"]) == ("p", "e")
     assert others == lines
     assert list(tmp_path.glob("wandb/offline-run-*"))
+    resume("ppo", tmp_path, "--total-episodes", 32)
+    assert ids[1][0] == ids[0][1] == ids[1][1]  # the W&B run goes on, too

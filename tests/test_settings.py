@@ -9,7 +9,7 @@ import pydantic
 import pytest
 import torch
 from huggingface_hub import constants
-from runs import GOLD, main, run
+from runs import GOLD, lines_of, main, run
 from sources import ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -226,8 +226,11 @@ def test_names_beside_the_script(tmp_path, monkeypatch):
 
 
 def test_epochs_win_over_episodes(tmp_path, tiny):
+    """And when the run goes on, the episodes that are then asked for."""
     settings = tiny["ppo"] | dict(num_ppo_epochs=1, dataset_test_split="none")
     assert run(ppo, tmp_path / "a", num_train_epochs=0.25, **settings)[-1]["episode"] == 16  # of 64 prompts
+    main(ppo, "--resume", tmp_path / "a", "--total-episodes", 32)
+    assert lines_of(tmp_path / "a")[-1]["episode"] == 32
 
 
 @pytest.mark.parametrize("module", [ppo, sft], ids=name_of)
@@ -247,6 +250,33 @@ def test_sizes_of_batches(module):
     assert sizes(**per_device) == (12 * parts, 4)
     assert sizes(batch_size=8, **per_device) == (8, 4)
     assert sizes(batch_size=8, micro_batch_size=2) == (8, 2)
+
+
+def test_micro_batches_are_as_large_as_memory_allows():
+    """Half as large for texts of twice the length, larger if activations are not kept, or without logits."""
+    policy = ppo.load_policy(ppo.Args(device="cpu"))
+    body = ppo.load_reward_model(ppo.Args(device="cpu"), policy)
+
+    def fit(model=policy, tokens=64, **settings):
+        return ppo.rows_that_fit(model, tokens, ppo.Args(device="cpu", **settings))
+
+    assert fit() == pytest.approx(2 * fit(tokens=128), rel=0.02)
+    assert fit(gradient_checkpointing=True) > 1.1 * fit()
+    assert fit(body) > 1.1 * fit()
+    lengths = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args: lengths.append(tokens) or 4)
+        assert ppo.choose_sizes(ppo.Args(response_length=20), policy, [{"input_ids": [5] * 3}], 1).micro_batch_size == 4
+    assert lengths == [23]
+
+
+@pytest.mark.parametrize("module", [ppo, rloo, dpo, sft], ids=name_of)
+def test_adapters_learn_at_ten_times_the_rate(module):
+    model = ppo.load_policy(ppo.Args(device="cpu"))
+    rows = [[{"input_ids": [5]}], 1] if module in (ppo, rloo) else [100, 9]
+    args = [module.Args(model="toy/sft", lora_r=r, device="cpu") for r in (0, 4)]
+    rates = [module.choose_sizes(x, model, *rows).learning_rate for x in args]
+    assert rates[1] == pytest.approx(10 * rates[0], rel=0.05)
 
 
 def test_the_cache_of_a_rollout_fits():
