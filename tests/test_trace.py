@@ -168,13 +168,25 @@ def test_the_page_loads_nothing_and_shows_text_as_text(record):
     assert not re.search(r"https?:|@import|url\(|fetch\(|import\(|innerHTML|insertAdjacent", page)
 
 
-@pytest.mark.parametrize("name", ["agent", "ddpo", "dpo", "grpo", "ppo", "reward_model", "rloo", "sft"])
+def data_of(name):
+    """The data of a page in docs/trace/."""
+    return json.loads(re.search(r"^const data = (.*)$", text_of(f"docs/trace/{name}.html"), re.M)[1])
+
+
+@pytest.mark.parametrize("name", trace["PAGES"])
 def test_the_pages_of_docs(name):
     """They are small, and of the files as they stand: else `python tools/trace.py --docs`."""
-    page = text_of(f"docs/trace/{name}.html")
-    assert len(page.encode()) < 400_000
-    data = json.loads(re.search(r"^const data = (.*)$", page, re.M)[1])
-    assert data["source"] == text_of(f"lecture/{name}.py").splitlines()
+    assert len(text_of(f"docs/trace/{name}.html").encode()) < 400_000
+    assert data_of(name)["source"] == text_of(f"lecture/{name}.py").splitlines()
+
+
+def test_links_into_pages_lead_somewhere():
+    """To a name that is made there, often enough, or to a function."""
+    for file in [*ROOT.glob("*/*.md"), ROOT / "README.md"]:
+        for page, name, nth in re.findall(r"trace/(\w+)\.html#(\w+)(?:\.(\d+))?", file.read_text("utf-8")):
+            steps = data_of(page)["steps"]
+            times = max(sum(name in made for *_, made in steps), int(name in {place for _, place, *_ in steps}))
+            assert times >= int(nth or 1), (file.name, page, name)
 
 
 SCRIPT = """

@@ -7,6 +7,7 @@ watched for one pass, then the run ends. tools/trace.py draws the record.
 
 import ast
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,9 @@ def reads(statement: ast.stmt) -> list[str]:
         head = statement.iter
     if isinstance(statement, (ast.If, ast.While)):
         head = statement.test
-    return list(dict.fromkeys(node.id for node in ast.walk(head) if isinstance(node, ast.Name)))
+    names = [node for node in ast.walk(head) if isinstance(node, ast.Name)]
+    changed = getattr(statement, "target", None) if isinstance(statement, ast.AugAssign) else None
+    return list(dict.fromkeys(node.id for node in names if isinstance(node.ctx, ast.Load) or node is changed))
 
 
 class Recorder:
@@ -179,10 +182,11 @@ class Recorder:
             data = load(*args, **options)
             return data.select(range(min(64, len(data))))
 
+        new = ["--output-dir", str(Path(tempfile.mkdtemp(), "model"))] if "output_dir" in fields else []
         before = self.tree.body[: self.tree.body.index(self.loop)]
         patches = (
             mock.patch("datasets.load_dataset", load_some),
-            mock.patch.object(sys, "argv", [self.file.name, *self.words]),
+            mock.patch.object(sys, "argv", [self.file.name, *self.words, *new]),
         )
         with patches[0], patches[1]:
             exec(compile(ast.Module(before, []), self.file, "exec"), self.names)

@@ -23,6 +23,7 @@ from xray import QUANTITIES, as_json, rounded
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs/trace"
 TEMPLATE = Path(__file__).resolve().parent / "trace.html"
+PAGES = ["sft", "reward_model", "ppo", "rloo", "grpo", "agent", "dpo", "ddpo"]
 ROWS, COLUMNS, LIKELIEST = 8, 64, 5  # of a tensor, what the page shows
 
 
@@ -273,11 +274,10 @@ def main() -> None:
     args, words = parser.parse_known_args()
     torch.set_num_threads(1)  # the numbers are those of any machine of a kind
     if args.docs:
-        for file in sorted((ROOT / "lecture").glob("*.py")):
-            if file.stem != "fork":
-                name = f"lecture/{file.name}"
-                data = read_record(Recorder(file).run(), name, f"python tools/trace.py {name}")
-                (DOCS / f"{file.stem}.html").write_text(make_page(data), "utf-8")
+        for page in PAGES:
+            name = f"lecture/{page}.py"
+            data = read_record(Recorder(ROOT / name).run(), name, f"python tools/trace.py {name}")
+            (DOCS / f"{page}.html").write_text(make_page(data | {"pages": PAGES}), "utf-8")
         return
     if args.file is None:
         parser.error("name a file, such as lecture/ppo.py")
