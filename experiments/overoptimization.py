@@ -528,19 +528,7 @@ def best_of_n_table(results: dict) -> str:
 def ppo_table(results: dict) -> str:
     """The law of PPO, and the peak that was seen."""
     lines = [
-        [
-            "parameters",
-            "pairs",
-            "α",
-            "β",
-            "R²",
-            "R², quadratic",
-            "peak at d, quadratic",
-            "highest gold score",
-            "at d",
-            "gold score at the end",
-            "at d",
-        ]
+        ["parameters", "pairs", "α", "β", "R²", "R², quadratic", "highest gold score", "at d", "gold score at the end"]
     ]
     for (size, pairs), runs in groups_of(results).items():
         fits = [fit("ppo", *points(results, run, "ppo")) for run in runs]
@@ -555,11 +543,9 @@ def ppo_table(results: dict) -> str:
                 cell([f["beta"] for f in fits]),
                 f"{r2['ppo']:.2f}",
                 f"{r2['best of n']:.2f}",
-                show_peak("best of n", pooled_fit(results, runs, "ppo", "best of n")),
                 cell([g.max() for g in gold]),
                 cell([x[g.argmax()] for x, g in zip(d, gold)], 1),
                 cell([g[-1] for g in gold]),
-                cell([x[-1] for x in d], 1),
             ]
         )
     return markdown(lines)
@@ -578,17 +564,17 @@ def pooled_fit(results: dict, runs: list[dict], method: str, form: str) -> dict[
 
 def trend_table(results: dict) -> str:
     """How α and β change with the number of pairs: lines against its logarithm, through all seeds."""
-    lines = [["", "law", "parameters", "coefficient", "at 300 pairs", "for ten times the pairs", "R²"]]
-    for method, form in (("best of n", "best of n"), ("ppo", "ppo"), ("ppo", "best of n")):
+    lines = [["", "parameters", "coefficient", "for ten times the pairs", "R²"]]
+    for method, form in (("best of n", "best of n"), ("ppo", "ppo")):
         for size in dict.fromkeys(run["size"] for run in results["runs"]):
             runs = [run for run in results["runs"] if run["size"] == size]
             fits = [fit(form, *points(results, run, method)) for run in runs]
             x = np.log10([run["pairs"] / 300 for run in runs])
             for name, sign in (("alpha", "α"), ("beta", "β")):
-                slope, level, error, r2 = line_through(x, np.array([f[name] for f in fits]))
+                slope, _, error, r2 = line_through(x, np.array([f[name] for f in fits]))
                 change = f"{slope:+.3f} ± {error:.3f}"
-                lines.append([method, FORMS[form], size, sign, f"{level:.3f}", change, f"{r2:.2f}"])
-    return markdown(lines, names=4)
+                lines.append([method, size, sign, change, f"{r2:.2f}"])
+    return markdown(lines, names=3)
 
 
 def line_through(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
@@ -611,13 +597,10 @@ def check_table(results: dict) -> str:
             f"gain of PPO at its KL, {kl:.1f}",
             "KL at which PPO is as good",
             "gain of PPO at its proxy score",
-            "errors on best of n",
-            "errors on PPO",
         ]
     ]
     for pairs in sorted({run["pairs"] for run in results["runs"]}):
         columns = {name: [] for name in ("gain", "foretold", "at kl", "as good", "at proxy")}
-        errors = {(method, form): [] for method in FORMS for form in FORMS}
         for run in results["runs"]:
             if run["pairs"] != pairs:
                 continue
@@ -629,11 +612,7 @@ def check_table(results: dict) -> str:
             columns["at kl"].append(first_at(ppo, "kl", kl, "gold") - start)
             columns["as good"].append(first_at(ppo, "gold", gains[-1] + start, "kl"))
             columns["at proxy"].append(first_at(ppo, "proxy", run["best_of_n"]["proxy"][-1], "gold") - start)
-            for method, form in errors:
-                errors[method, form].append(fit(form, *points(results, run, method))["error"])
         cells = [where_reached(values, 1 if name == "as good" else 2) for name, values in columns.items()]
-        for method in FORMS:
-            cells.append(" / ".join(f"{statistics.fmean(errors[method, form]):.2f}" for form in FORMS))
         lines.append([f"{pairs:,}", *cells])
     return markdown(lines, names=1)
 
@@ -643,35 +622,6 @@ def where_reached(values: list[float], digits: int) -> str:
     there = [value for value in values if not math.isnan(value)]
     count = f" ({len(there)} of {len(values)})" if len(there) < len(values) else ""
     return cell(there, digits) + count if there else "never"
-
-
-def penalty_table(results: dict) -> str:
-    """PPO with a KL penalty and without: the gold score at the KL where the penalised run ends, and at each peak."""
-    runs = [run for run in results["runs"] if "penalised" in run]
-    lines = [
-        [
-            "",
-            "highest gold score",
-            "at a KL of",
-            "gold score at the end",
-            "KL at the end",
-            "gold score at the KL where the penalised run ends",
-        ]
-    ]
-    ends = [smooth(run["penalised"]["kl"]).max() for run in runs]
-    for label, name in (("no penalty", "ppo"), (f"KL penalty {results['settings']['penalty']:g}", "penalised")):
-        gold, kl = ([smooth(run[name][metric]) for run in runs] for metric in ("gold", "kl"))
-        lines.append(
-            [
-                label,
-                cell([g.max() for g in gold]),
-                cell([k[g.argmax()] for k, g in zip(kl, gold)], 1),
-                cell([g[-1] for g in gold]),
-                cell([k[-1] for k in kl], 1),
-                where_reached([first_at(run[name], "kl", end, "gold") for run, end in zip(runs, ends)], 2),
-            ]
-        )
-    return markdown(lines, names=1)
 
 
 def setup_text(results: dict) -> str:
@@ -695,7 +645,6 @@ TEXTS = {
     "ppo": ppo_table,
     "trends": trend_table,
     "checks": check_table,
-    "penalty": penalty_table,
 }
 
 
