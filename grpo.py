@@ -1168,24 +1168,42 @@ def make_reward_fns(
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """The reward model's output. If it does not read the policy's tokens, the text is decoded, without special tokens,
-    and encoded again; of a text that is too long the end is read."""
+    """The reward model's output. If it does not read the policy's tokens, it is given its own; of a text that is too
+    long the end is read."""
     is_ours = same_tokens(policy, model)
-    end = [] if model.tokenizer.eos_token_id is None else [model.tokenizer.eos_token_id]
 
     def reward(r: Rollout) -> Tensor:
         """(b,) rewards of some episodes."""
         ids = r.inputs()["input_ids"]
         mask = r.inputs()["attention_mask"]
         if not is_ours:
-            tokens = [row[real] for row, real in zip(ids.cpu(), mask.bool().cpu())]
-            texts = policy.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            rows = model.tokenizer(texts)["input_ids"]
-            rows = [row + end if ended else row for row, ended in zip(rows, r.ended.tolist())]
+            rows = encode_again(r, policy.tokenizer, model.tokenizer, args)
             ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
         return read_reward(model, ids, mask.long())
 
     return lambda rollout: rollout.map(reward, args)
+
+
+def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Args) -> list[list[int]]:
+    """Prompts and responses in the tokens of another tokenizer: the text, decoded without special tokens, and EOS where
+    the response has ended; of conversations what the other chat template makes of messages and answer."""
+    eos = [] if other.eos_token_id is None else [other.eos_token_id]
+    end, behind = turn_end(other)
+    prompts = [example[args.prompt_column] for example in r.examples]
+    is_talk = isinstance(prompts[0], list) and other.chat_template
+    tokens = zip(r.inputs()["input_ids"].cpu(), r.inputs()["attention_mask"].bool().cpu())
+    if is_talk:
+        tokens = zip(r.responses.cpu(), r.mask.cpu())
+    texts = ours.batch_decode([row[real] for row, real in tokens], skip_special_tokens=True)
+    rows = []
+    for prompt, text, ended in zip(prompts, texts, r.ended.tolist()):
+        if is_talk:
+            text = other.apply_chat_template([*prompt, {"role": "assistant", "content": text}], tokenize=False)
+            text = text.removesuffix(behind)
+            text = text if ended else text.removesuffix(end)
+        ids = other(text, add_special_tokens=not is_talk)["input_ids"]
+        rows.append(ids + eos if ended and not (is_talk and end) else ids)
+    return rows
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

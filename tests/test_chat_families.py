@@ -5,7 +5,10 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from families import FAMILIES, make_tokenizer, save_family
+from test_evaluate import evaluate
+from transformers import AutoModelForSequenceClassification
 
 import dpo
 import ppo
@@ -73,6 +76,50 @@ def test_the_templates_are_the_models(family, tokenizer):
             options = dict(tokenize=False, add_generation_prompt=begins)
             theirs = tokenizer.apply_chat_template(talk, chat_template=file.read_text(), **options)
             assert tokenizer.apply_chat_template(talk, **options) == theirs
+
+
+QUICK = ["llama 3", "gemma 3", "phi 3.5"]
+OTHERS = [name for name in FAMILIES if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
+@pytest.mark.parametrize("judge", ["its own", "gemma 3"])
+def test_rewards_of_tools_and_training(name, judge, tmp_path):
+    """Both read what the reward model was trained on: the policy's tokens, or its own template of the messages."""
+    policy, own = save_family(name, tmp_path / "policy")
+    folder = save_family(judge, tmp_path / "judge")[1] if judge in FAMILIES else own
+    if folder is None:
+        pytest.skip("the library has no reward model of this family")
+    args = ppo.Args(model=policy, reward_model=folder, device="cpu", micro_batch_size=2)
+    policy = ppo.load_policy(args)
+    model = ppo.load_reward_model(args, policy)
+    rows = [{"prompt": TALK[:1]}, {"prompt": TALK[:3]}, {"prompt": TALK[:1]}]
+    ids = [ppo.encode_prompt(row["prompt"], policy.tokenizer) for row in rows]
+    whole = [sft.encode_pair(row["prompt"], "It sings.", policy.tokenizer, True)[0] for row in rows]
+    written = [both[len(prompt) :] for both, prompt in zip(whole, ids)]
+    written[2] = written[2][:-1]
+    text = policy.tokenizer.decode(written[2], skip_special_tokens=True)
+    letters = [token for x in "It sings." for token in policy.tokenizer(x, add_special_tokens=False)["input_ids"]]
+    written[1] = letters + written[1][-1:]  # as a policy may spell it, and no tokenizer
+    ended = torch.tensor([True, True, False])
+    prompts = ppo.pad(ids, policy.tokenizer, args, "left")
+    responses, mask = ppo.pad(written, policy.tokenizer, args)
+    rollout = ppo.Rollout(*prompts, responses, mask, ended, torch.zeros(mask.shape), rows)
+    trained = ppo.model_reward(model, policy, args)(rollout)
+    settings = evaluate.Args(folder, device="cpu")
+    answers = [
+        evaluate.Answer(*x, policy.tokenizer)
+        for x in zip(rows, [""] * 3, ids, [text, "It sings.", text], written, ended.tolist())
+    ]
+    loaded = evaluate.load_model(AutoModelForSequenceClassification, folder, settings)
+    assert evaluate.model_reward(loaded, settings)(answers) == pytest.approx(trained.tolist(), abs=1e-5)
+    text = "It sings." if folder == own or judge == name else text
+    texts = [reward_model.encode_conversation(row["prompt"], text, model.tokenizer) for row in rows]
+    texts[2] = texts[2][:-1]
+    ids, mask = ppo.pad(texts, model.tokenizer, args)
+    with torch.no_grad():
+        rewards = ppo.read_reward(model, ids, mask.long())[::2]
+    assert rewards.tolist() == pytest.approx(trained[::2].tolist(), abs=1e-5)
 
 
 def test_the_stop_tokens(family, tokenizer, tmp_path):

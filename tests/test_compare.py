@@ -102,6 +102,13 @@ def test_summary_by_hand():
     assert s["last_error"] == "late"
 
 
+def test_scores_of_numpy(says, tmp_path):
+    says(["a", "b"], ["c", "d"])
+    (tmp_path / "r.py").write_text("import numpy\n\n\ndef f(completions, **_):\n    return numpy.ones(2, 'float32')\n")
+    summary, _ = run(tmp_path / "out", other="toy/sft", num_prompts=2, reward_fn=f"{tmp_path}/r.py:f")
+    assert summary["ties"] == 2
+
+
 def test_scores_and_places_by_hand():
     """Differences 1, 3, -1: deviation 2. Of five pairs two are agreed on, two go to the first, one to the second."""
     scores = {"a": (2.0, 1.0), "tie": (5.0, 2.0), "b": (0.0, 1.0)}

@@ -46,7 +46,7 @@ import pydantic
 import torch
 import tyro
 from evaluate import Answer, Count, Name, Natural, NonNegative, Reward
-from evaluate import load_model, load_rows, make_reward, require, respond
+from evaluate import load_model, load_rows, make_reward, require, respond, turn_end
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
@@ -177,8 +177,11 @@ def references(answers: list[Answer], args: Args) -> list[Answer]:
     found = []
     for answer in answers:
         text = answer.row[args.reference_column]
-        ids = tokenizer(text + (tokenizer.eos_token or ""))["input_ids"]
-        found.append(replace(answer, text=text, ids=ids, ended=True))
+        end = tokenizer.eos_token
+        if isinstance(answer.row[args.prompt_column], list):
+            end, _ = turn_end(tokenizer)
+        ids = tokenizer(text + (end or ""), add_special_tokens=False)["input_ids"]
+        found.append(replace(answer, text=text, ids=ids, ended=True, tokenizer=tokenizer))
     return found
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -123,6 +124,7 @@ class Answer:
     text: str
     ids: list[int]  # with the stop token
     ended: bool  # whether there is a stop token
+    tokenizer: AutoTokenizer | None = None  # whose tokens these are, if they are those of a policy
 
 
 def load_rows(args: Args) -> list[dict]:
@@ -171,7 +173,7 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
         length = next((i for i, token in enumerate(response, 1) if token in stops), None)
         response = response[:length]
         start, text = tokenizer.batch_decode([prompt, response], skip_special_tokens=True)
-        answers.append(Answer(row, start, prompt, text, response, length is not None))
+        answers.append(Answer(row, start, prompt, text, response, length is not None, tokenizer))
     return answers
 
 
@@ -205,13 +207,13 @@ def make_reward(spec: str, args: Args) -> Reward:
         given["completion_ids"] = [list(answer.ids) for answer in answers]
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        return function(**given)
+        return [None if x is None else float(x) for x in function(**given)]  # of whichever type
 
     return reward
 
 
 def model_reward(model: nn.Module, args: Args) -> Reward:
-    """By a reward model, which reads the text, and its own stop token where the policy has ended."""
+    """By a reward model, which reads the policy's tokens, or, with another tokenizer, its own for the same text."""
     labels = model.config.num_labels
     require(labels == 1, f"the reward model has {labels} labels: --reward-fn rewards/classifier.py:score takes one")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
@@ -220,9 +222,8 @@ def model_reward(model: nn.Module, args: Args) -> Reward:
     def reward(answers: list[Answer]) -> list[float | None]:
         rows = []
         for answer in answers:
-            row = model.tokenizer(answer.prompt + answer.text)["input_ids"]
-            if answer.ended and model.tokenizer.eos_token_id is not None:
-                row.append(model.tokenizer.eos_token_id)
+            is_ours = same_tokens(answer.tokenizer, model.tokenizer)
+            row = answer.prompt_ids + answer.ids if is_ours else encode_again(answer, model.tokenizer, args)
             rows.append(row[-limit:])
         ids, mask = pad(rows, model.tokenizer, args, "left")  # so that the last token is real in every row
         positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -231,6 +232,42 @@ def model_reward(model: nn.Module, args: Args) -> Reward:
         return (rewards + getattr(model.config, "reward_bias", 0.0)).tolist()  # where reward_model.py may put its shift
 
     return reward
+
+
+@cache
+def same_tokens(a: AutoTokenizer | None, b: AutoTokenizer) -> bool:
+    """Whether two tokenizers give the same ids, as far as their vocabularies tell."""
+    return a is not None and a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+
+
+def encode_again(answer: Answer, other: AutoTokenizer, args: Args) -> list[int]:
+    """Prompt and answer in the tokens of another tokenizer: the text, and EOS where the answer has ended; of a
+    conversation what the other chat template makes of it."""
+    prompt = answer.row[args.prompt_column]
+    if isinstance(prompt, list) and other.chat_template:
+        end, behind = turn_end(other)
+        talk = [*prompt, {"role": "assistant", "content": answer.text}]
+        text = other.apply_chat_template(talk, tokenize=False).removesuffix(behind)
+        text = text if answer.ended else text.removesuffix(end)
+        ids = other(text, add_special_tokens=False)["input_ids"]
+    else:
+        end = ""
+        ids = other(answer.prompt + answer.text)["input_ids"]
+    is_open = answer.ended and not end and other.eos_token_id is not None
+    return [*ids, other.eos_token_id] if is_open else ids
+
+
+@cache
+def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
+    """The token that ends a turn of a chat template, and what stands behind it: mostly a line break, which is neither
+    drawn, nor taught, nor read by a reward model. Both are empty where no special token ends a turn."""
+    if not tokenizer.chat_template:
+        return "", ""
+    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
+    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    end = min(filter(tail.count, special), key=tail.index, default="")
+    return end, tail.partition(end)[2] if end else ""
 
 
 def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str = "right") -> tuple[Tensor, Tensor]:
