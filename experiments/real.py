@@ -79,7 +79,9 @@ ARMS = {
     "6 updates, LoRA 1e-3": Arm("grpo.py", "sums", f"{LORA} --learning-rate 1e-3", JUDGED),
     "6 updates, LoRA of all layers, 5e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 5e-4", JUDGED),
     "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 2e-4", JUDGED),
-    "reward model": Arm("reward_model.py", "pairs", f"{PAIRS} --learning-rate 5e-5", "", is_kept=True),
+    "reward model": Arm(
+        "reward_model.py", "pairs", f"{PAIRS} --learning-rate 5e-5 --eos-dropout 0.5", "", is_kept=True
+    ),
     "before, things": Arm("", "things", "", FRIENDLY.replace("generations 2", "generations 4")),
     "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5", FRIENDLY),
     "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 256", FRIENDLY),
