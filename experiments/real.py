@@ -124,7 +124,7 @@ def make_pairs(model: str) -> None:
         answers = [json.loads(line) for line in (where / "answers.jsonl").read_text().splitlines()]
         pairs = []
         for a, b in zip(answers[::2], answers[1::2], strict=True):
-            gap = a[f"rewards/{GOLD}"] - b[f"rewards/{GOLD}"]
+            gap = a[GOLD] - b[GOLD]
             if draw.random() > 1 / (1 + math.exp(-8 * gap)):
                 a, b = b, a
             texts = {
@@ -203,8 +203,7 @@ def measure(name: str, seed: int, model: str) -> dict:
     every = max(1, len(answers) // SHOWN)
     result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
     if "--num-generations" in arm.judged:
-        names = [name for name in answers[0] if name.startswith("rewards/")]
-        result["rewards"] = {name: [short(row[name]) for row in answers] for name in names}
+        result["rewards"] = {name: [short(row[name]) for row in answers] for name in (GOLD, REWARD_MODEL)}
     if not arm.is_kept:
         shutil.rmtree(folder)
     return result
@@ -234,7 +233,7 @@ def of_curves(runs: list[dict], metric: str, digits: int, part: slice = slice(No
 
 def sums_table(record: list[dict]) -> str:
     """Before and after, on the unseen sums."""
-    right = "rewards/rewards/verifiers.py:last_number"
+    right = "rewards/verifiers.py:last_number"
     heads = ["", "right", "ended by itself", "tokens", "KL", "CPU seconds an update", "GB"]
     lines = [heads, ["---", *["---:"] * 6]]
     for name in ("before", "grpo"):
@@ -276,7 +275,7 @@ def answers_table(record: list[dict]) -> str:
 
 def rates_table(record: list[dict]) -> str:
     """One seed of each learning rate, eight updates."""
-    right = "rewards/rewards/verifiers.py:last_number"
+    right = "rewards/verifiers.py:last_number"
     lines = [
         ["6 updates", "right in the last two batches", "entropy then", "right of unseen sums", "CPU s an update", "GB"]
     ]
@@ -297,19 +296,20 @@ def rates_table(record: list[dict]) -> str:
 
 def pipeline_table(record: list[dict]) -> str:
     """Gold score, reward and KL on unseen things: before, best of four, and each script."""
-    gold, learned = f"rewards/{GOLD}", f"rewards/{REWARD_MODEL}"
     lines = [["", "gold score", "reward model", "KL", "ended by itself", "CPU seconds", "GB"], ["---", *["---:"] * 6]]
     for name in ("before, things", "dpo", "rloo", "ppo"):
         runs = runs_of(record, name)
         if not runs:
             continue
         is_trained = "curves" in runs[0]
-        line = [f"`{name}.py`" if is_trained else "before", of_end(runs, gold, 3), of_end(runs, learned, 2)]
+        line = [f"`{name}.py`" if is_trained else "before", of_end(runs, GOLD, 3), of_end(runs, REWARD_MODEL, 2)]
         line += [of_end(runs, "kl", 1) if is_trained else "0", of_end(runs, "eos_share", 2)]
         memory = f"{max(runs[0]['curves']['perf/peak_memory_mb']) / 1024:.1f}" if is_trained else ""
         lines.append([*line, str(runs[0].get("cpu_seconds", "")), memory])
         if not is_trained:
-            golds, scores = ([runs[0]["rewards"][key][i : i + 4] for i in range(0, 192, 4)] for key in (gold, learned))
+            golds, scores = (
+                [runs[0]["rewards"][key][i : i + 4] for i in range(0, 192, 4)] for key in (GOLD, REWARD_MODEL)
+            )
             for title, judge in (("best of 4, by the reward model", scores), ("best of 4, by the gold score", golds)):
                 best = [group[judged.index(max(judged))] for group, judged in zip(golds, judge)]
                 error = statistics.stdev(best) / len(best) ** 0.5
