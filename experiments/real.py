@@ -251,15 +251,15 @@ def sums_table(record: list[dict]) -> str:
 def curve_table(record: list[dict]) -> str:
     """Over the training, the mean of the seeds: right answers, silent groups, entropy, tokens."""
     runs = runs_of(record, "grpo")
-    updates = (1, 5, 10, 15, 20)
-    lines = [["update", *map(str, updates)], ["---", *["---:"] * len(updates)]]
+    updates = {"1": slice(1)} | {f"{n - 2} to {n}": slice(n - 3, n) for n in (5, 10, 15, 20)}
+    lines = [["updates", *updates], ["---", *["---:"] * len(updates)]]
     for title, metric, digits in (
         ("right answers in the batch", "reward", 2),
         ("groups that all score alike", "frac_reward_zero_std", 2),
         ("entropy of a token, nats", "entropy", 2),
         ("tokens of an answer", "completions/mean_length", 1),
     ):
-        cells = [of_curves(runs, metric, digits, slice(update - 1, update)) for update in updates]
+        cells = [of_curves(runs, metric, digits, part) for part in updates.values()]
         lines.append([title, *cells])
     return markdown(lines)
 
