@@ -46,10 +46,10 @@ Shapes: B images, b of a micro-batch, N denoising steps, C channels, H and W of 
 prompt has L tokens of width D.
 """
 
+import importlib.util
 import json
 import math
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -61,8 +61,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import cache, lru_cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
@@ -397,6 +399,8 @@ def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor
     part.rewards_by_name = {name: function(part) for name, function in reward_fns.items()}
     is_given = torch.stack([~x.isnan() for x in part.rewards_by_name.values()])  # (K, b)
     require(is_given.any(0).all(), "an image has no reward at all: each of --reward-fn gave None or NaN")
+    for name, x in part.rewards_by_name.items():
+        require(not x.isinf().any(), f"{name} gave an infinite reward")
     part.scores = weighted_sum(part.rewards_by_name, args.reward_weights)
     part.images = None  # they are large, and what follows reads the chains
 
@@ -669,10 +673,14 @@ def function_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
     def reward(part: Rollout) -> Tensor:
         """(b,) rewards of the images (b, 3, height, width) of this process; NaN for None."""
         rows = deepcopy(part.examples)
-        said = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
+        try:
+            said = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
+        except SystemExit as error:  # whose code may say that all went well
+            raise RuntimeError(f"{spec} ended the program") from error
         if isinstance(said, tuple):
             said = said[0]
-        require(len(said) == len(rows), f"{spec} gave {len(said)} rewards for {len(rows)} images")
+        is_fit = not isinstance(said, dict) and len(said) == len(rows)
+        require(is_fit, f"{spec} should give {len(rows)} rewards, one for each image, not {said!r:.80}")
         return torch.tensor([math.nan if x is None else float(x) for x in said], device=args.device)
 
     return reward
@@ -770,17 +778,28 @@ def load_function(spec: str) -> Callable:
     """file.py:name -> the function."""
     file, _, name = spec.rpartition(":")
     require(file, f"--reward-fn {spec!r} should be file.py:name")
-    path = locate(file)
-    sys.path.append(str(Path(path).resolve().parent))  # its neighbours can be imported, as those of a script can
-    names = runpy.run_path(path)
-    require(name in names, f"{file} has no {name!r}")
-    return names[name]
+    module = import_file(str(Path(locate(file)).resolve()))
+    require(hasattr(module, name), f"{file} has no {name!r}")
+    return getattr(module, name)
+
+
+@cache
+def import_file(path: str) -> ModuleType:
+    """A file of Python as a module, under its own name: so pools of processes find what it defines."""
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)
+    sys.path.append(str(Path(path).parent))  # its neighbours can be imported, as those of a script can
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path = Path(locate(name))
     if path.is_file():
+        require(path.stat().st_size, f"{name} is empty")
         return datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split=split)
     return datasets.load_dataset(str(path), config, split=split)
 
@@ -789,7 +808,10 @@ def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
     """A column of a dataset, which `flag` names."""
     there = ", ".join(data.column_names)
     require(column in data.column_names, f"the dataset has no column {column!r}; it has {there} (set {flag})")
-    return list(data[column])
+    values = list(data[column])
+    missing = [i for i, x in enumerate(values) if x is None]
+    require(not missing, f"{len(missing)} rows of the dataset have no {column!r}, such as {missing[:3]}")
+    return values
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
@@ -828,11 +850,13 @@ def start(args: Args) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint of one process
     device = torch.device(args.device)
     if device.type == "cuda":
+        require(torch.cuda.is_available(), f"--device {args.device}: PyTorch {torch.__version__} finds no GPU")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     torch.backends.cudnn.allow_tf32 = False  # on by default in convolutions; it would move ratios out of the clip range
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()))
+        patience = timedelta(hours=2)  # while process 0 loads a large model, or a slow judge keeps one of them
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=patience)
     set_seed(args.seed)
 
 
@@ -909,7 +933,7 @@ class Run:
             self.restore()
         if not RANK:
             (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
-            (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
+            (self.output / "args.new").replace(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()

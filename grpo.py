@@ -50,10 +50,10 @@ Shapes: B rows of a batch (G per prompt), b of a micro-batch, P prompt tokens (l
 """
 
 import ctypes
+import importlib.util
 import json
 import math
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -65,9 +65,11 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import cache, lru_cache, partial
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
@@ -247,10 +249,9 @@ def train(args: Args) -> None:
     start(args)
 
     policy = load_policy(args)
-    reward_model = load_reward_model(args, policy)
-    reference = make_reference(args, policy) if args.beta else None
-    for model in (policy, reference, reward_model):
-        place(model, args)
+    reference = place(make_reference(args, policy) if args.beta else None, args)  # before another is made
+    place(policy, args)
+    reward_model = place(load_reward_model(args, policy), args)
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     G = args.num_generations
@@ -594,6 +595,8 @@ def score_responses(
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
     is_given = torch.stack([~x.isnan() for x in rewards.values()])  # (K, B)
     require(is_given.any(0).all(), "a response has no reward at all: each of --reward-fn gave None or NaN")
+    for name, x in rewards.items():
+        require(not x.isinf().any(), f"{name} gave an infinite reward")
     scores = weighted_sum(rewards, args.reward_weights)
     return rewards, penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
@@ -1243,8 +1246,11 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
         with torch.random.fork_rng(devices=[]):  # whatever it draws, all processes go on with the same numbers
-            values = function(**given)
-        is_fit = isinstance(values, Sized) and len(values) == len(rows)
+            try:
+                values = function(**given)
+            except SystemExit as error:  # whose code may say that all went well
+                raise RuntimeError(f"{spec} ended the program") from error
+        is_fit = isinstance(values, Sized) and not isinstance(values, dict) and len(values) == len(rows)
         require(
             is_fit, f"{spec} should give a list of {len(rows)} rewards, one for each completion, not {values!r:.80}"
         )
@@ -1325,8 +1331,11 @@ def check_args(args: Args) -> None:
     can_end = args.stop_token != ("none",) or not (args.mask_truncated_completions or args.env)
     require(can_end, "--stop-token none leaves --mask-truncated-completions no response, and --env no turn that ends")
     require(not (args.env and args.response_length_min), "--response-length-min: not with --env")
+    require(args.env or not args.max_turns, "--max-turns: only with --env")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
     require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
+    fits = (args.response_length_min or 0) <= args.response_length
+    require(fits, f"--response-length-min is more than --response-length, which is {args.response_length}")
 
 
 def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> Args:
@@ -1544,17 +1553,28 @@ def load_function(spec: str) -> Callable:
     """file.py:name -> the function."""
     file, _, name = spec.rpartition(":")
     require(file, f"--reward-fn {spec!r} should be file.py:name")
-    path = locate(file)
-    sys.path.append(str(Path(path).resolve().parent))  # its neighbours can be imported, as those of a script can
-    names = runpy.run_path(path)
-    require(name in names, f"{file} has no {name!r}")
-    return names[name]
+    module = import_file(str(Path(locate(file)).resolve()))
+    require(hasattr(module, name), f"{file} has no {name!r}")
+    return getattr(module, name)
+
+
+@cache
+def import_file(path: str) -> ModuleType:
+    """A file of Python as a module, under its own name: so pools of processes find what it defines."""
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)
+    sys.path.append(str(Path(path).parent))  # its neighbours can be imported, as those of a script can
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path = Path(locate(name))
     if path.is_file():
+        require(path.stat().st_size, f"{name} is empty")
         return datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split=split)
     return datasets.load_dataset(str(path), config, split=split)
 
@@ -1574,7 +1594,10 @@ def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
     """A column of a dataset, which `flag` names."""
     there = ", ".join(data.column_names)
     require(column in data.column_names, f"the dataset has no column {column!r}; it has {there} (set {flag})")
-    return list(data[column])
+    values = list(data[column])
+    missing = [i for i, x in enumerate(values) if x is None]
+    require(not missing, f"{len(missing)} rows of the dataset have no {column!r}, such as {missing[:3]}")
+    return values
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
@@ -1622,6 +1645,7 @@ def start(args: Args) -> None:
     require(can_shard or not is_sharded, "shards are for torchrun --nproc-per-node N and --zero-stage 2 or 3")
     device = torch.device(args.device)
     if device.type == "cuda":
+        require(torch.cuda.is_available(), f"--device {args.device}: PyTorch {torch.__version__} finds no GPU")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
@@ -1629,7 +1653,8 @@ def start(args: Args) -> None:
         keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()))
+        patience = timedelta(hours=2)  # while process 0 loads a large model, or a slow judge keeps one of them
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=patience)
     set_seed(args.seed)  # of adapters and heads; each step has its own
 
 
@@ -1657,20 +1682,19 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(model: nn.Module | None, args: Args) -> None:
-    """Moves a model to the device; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
+def place(model: nn.Module | None, args: Args) -> nn.Module | None:
+    """Moves a model to the device, and returns it; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
 
     Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
     the mean over processes.
     """
     if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):
-        return
+        return model
     is_trained = any(p.requires_grad for p in model.parameters())
     if args.bf16:
         use_bfloat16(model)
     if args.zero_stage == 0:
-        model.to(args.device)
-        return
+        return model.to(args.device)
     weights = model.state_dict()
     buffers = dict(model.named_buffers())
     model.to("meta")  # process 0, too, which alone holds the weights
@@ -1687,6 +1711,7 @@ def place(model: nn.Module | None, args: Args) -> None:
         dist.broadcast(received, 0)
         model.get_submodule(owner)._buffers[last] = received
     tie(model)
+    return model
 
 
 def reshard(model: nn.Module) -> None:
@@ -1790,7 +1815,7 @@ class Run:
             self.restore()
         if not RANK:
             (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
-            (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
+            (self.output / "args.new").replace(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()

@@ -51,6 +51,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -539,6 +540,9 @@ def read_pairs(data: datasets.Dataset, args: Args) -> Iterator[tuple]:
     prompts = [""] * len(chosen)
     if args.prompt_column in data.column_names:
         prompts = list(data[args.prompt_column])
+    asked = lambda text: [x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"]  # noqa: E731
+    for i, (a, b) in enumerate(zip(map(asked, chosen), map(asked, rejected))):
+        require(a == b or not a or not b, f"row {i}: what is chosen and what is rejected answer different questions")
     rows = list(zip(prompts, chosen, rejected))
     return tqdm(rows, desc="encoding pairs", leave=False, disable=RANK > 0)
 
@@ -756,6 +760,7 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
     path = Path(locate(name))
     if path.is_file():
+        require(path.stat().st_size, f"{name} is empty")
         return datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split=split)
     return datasets.load_dataset(str(path), config, split=split)
 
@@ -775,7 +780,10 @@ def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
     """A column of a dataset, which `flag` names."""
     there = ", ".join(data.column_names)
     require(column in data.column_names, f"the dataset has no column {column!r}; it has {there} (set {flag})")
-    return list(data[column])
+    values = list(data[column])
+    missing = [i for i, x in enumerate(values) if x is None]
+    require(not missing, f"{len(missing)} rows of the dataset have no {column!r}, such as {missing[:3]}")
+    return values
 
 
 @lru_cache(maxsize=2)
@@ -817,6 +825,7 @@ def start(args: Args) -> None:
     require(can_shard or not is_sharded, "shards are for torchrun --nproc-per-node N and --zero-stage 2 or 3")
     device = torch.device(args.device)
     if device.type == "cuda":
+        require(torch.cuda.is_available(), f"--device {args.device}: PyTorch {torch.__version__} finds no GPU")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
@@ -824,7 +833,8 @@ def start(args: Args) -> None:
         keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()))
+        patience = timedelta(hours=2)  # while process 0 loads a large model, or a slow judge keeps one of them
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=patience)
     set_seed(args.seed)  # of adapters and heads; each step has its own
 
 
@@ -852,20 +862,19 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(model: nn.Module | None, args: Args) -> None:
-    """Moves a model to the device; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
+def place(model: nn.Module | None, args: Args) -> nn.Module | None:
+    """Moves a model to the device, and returns it; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
 
     Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
     the mean over processes.
     """
     if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):
-        return
+        return model
     is_trained = any(p.requires_grad for p in model.parameters())
     if args.bf16:
         use_bfloat16(model)
     if args.zero_stage == 0:
-        model.to(args.device)
-        return
+        return model.to(args.device)
     weights = model.state_dict()
     buffers = dict(model.named_buffers())
     model.to("meta")  # process 0, too, which alone holds the weights
@@ -882,6 +891,7 @@ def place(model: nn.Module | None, args: Args) -> None:
         dist.broadcast(received, 0)
         model.get_submodule(owner)._buffers[last] = received
     tie(model)
+    return model
 
 
 def reshard(model: nn.Module) -> None:
@@ -970,7 +980,7 @@ class Run:
             self.restore()
         if not RANK:
             (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
-            (self.output / "args.new").rename(self.output / "args.json")  # whole, or not at all
+            (self.output / "args.new").replace(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()

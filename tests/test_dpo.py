@@ -1,8 +1,10 @@
 """dpo.py: encoding, reading, what its arguments promise, and whole runs by hand."""
 
+import gc
 import json
 import math
 import runpy
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -261,6 +263,25 @@ def test_dpo_by_hand(choices, tmp_path, monkeypatch):
     again = run(dpo, tmp_path / "precomputed", precompute_ref=True, **given)
     for line, other in zip(again, lines, strict=True):
         agree(line, {name: x for name, x in other.items() if not name.startswith(("time/", "perf/"))})
+
+
+def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypatch):
+    """Its memory is what the flag is for."""
+    make, gradient, seen = dpo.make_reference, dpo.mini_batch_gradient, []
+
+    def make_and_note(*args):
+        reference = make(*args)
+        seen.append(weakref.ref(reference))
+        return reference
+
+    def look(*args):
+        gc.collect()
+        assert seen[0]() is None
+        return gradient(*args)
+
+    monkeypatch.setattr(dpo, "make_reference", make_and_note)
+    monkeypatch.setattr(dpo, "mini_batch_gradient", look)
+    assert run(dpo, tmp_path, precompute_ref=True, **tiny["dpo"])
 
 
 def test_ipo_with_checkpointing_by_hand(choices, tmp_path):

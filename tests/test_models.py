@@ -398,6 +398,22 @@ def test_adapters_where_peft_names_no_layers(saved, train, script, kind):
     assert train(script, model=saved(kind), lora_r=2)
 
 
+@pytest.mark.parametrize(
+    "settings, rate",
+    [
+        ({}, 1e-3),
+        (dict(lora_r=2), 1e-4),
+        (dict(lora_r=2, critic="shared"), 1e-3),
+        (dict(lora_r=2, critic_learning_rate=1e-2), 1e-2),
+    ],
+    ids=str,
+)
+def test_the_rate_of_a_critic_beside_an_adapter(settings, rate):
+    """It learns as a whole, so what makes an adapter's rate high does not hold for it; for a head it does."""
+    optimizer = ppo.make_optimizer(ppo.Args(learning_rate=1e-3, **settings), nn.Linear(1, 1), nn.Linear(1, 1))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3, rate])
+
+
 @pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo], ids=lambda module: module.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_adapter_and_merged_model_are_saved(script, tmp_path, tiny):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import shutil
 
 import datasets
@@ -105,6 +106,32 @@ def test_wrong_words_end_with_code_2(module, words, expected, monkeypatch, capsy
 # --- Settings and data that do not go together
 
 
+REWARDS = """
+import math
+import sys
+
+
+def one(**_):
+    return [1.0]
+
+
+def none(prompts, **_):
+    return [None] * len(prompts)
+
+
+def named(prompts, **_):
+    return dict.fromkeys(range(len(prompts)), 1.0)
+
+
+def infinite(prompts, **_):
+    return [-math.inf] * len(prompts)
+
+
+def leave(**_):
+    sys.exit(0)
+"""
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Data and models that something is wrong with."""
@@ -115,12 +142,13 @@ def files(tmp_path_factory):
         "short": {"text": "The film"},
         "empty": {"prompt": ""},
         "same": {"chosen": "a b", "rejected": "a b"},
+        "null": {"prompt": None, "text": None},
+        "asked": {side: [{"role": "user", "content": side}] for side in ("chosen", "rejected")},
     }
     for name, row in rows.items():
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 3)
-    (folder / "r.py").write_text(
-        "def f(**_):\n    return [1.0]\n\n\ndef g(prompts, **_):\n    return [None] * len(prompts)\n"
-    )
+    (folder / "nothing.jsonl").touch()
+    (folder / "r.py").write_text(REWARDS)
     two = AutoConfig.from_pretrained(ROOT / "toy/base", num_labels=2)
     AutoModelForSequenceClassification.from_config(two).save_pretrained(folder / "two")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/base")
@@ -154,8 +182,18 @@ WRONG = [
     (ppo, dict(reward_weights=(1.0, 2.0)), "reward-weights"),
     (ppo, dict(reward_fn=(GOLD, GOLD)), "gold_score"),
     (ppo, dict(reward_fn=("gold_score",)), "file.py:name"),
-    (ppo, dict(reward_fn=("r.py:f",)), "a list of 64 rewards"),
-    (ppo, dict(reward_fn=("r.py:g",)), "None"),
+    (ppo, dict(reward_fn=("r.py:one",)), "a list of 64 rewards"),
+    (ppo, dict(reward_fn=("r.py:none",)), "None"),
+    (ppo, dict(reward_fn=("r.py:named",)), "a list of 64 rewards"),
+    (rloo, dict(reward_fn=("r.py:infinite",)), "infinite gave an infinite"),
+    (ppo, dict(response_length_min=54), "response-length-min"),
+    (grpo, dict(max_turns=2), "--env"),
+    (ppo, dict(dataset="null.jsonl"), "no 'prompt'"),
+    (sft, dict(dataset="null.jsonl"), "no 'text'"),
+    (sft, dict(dataset="nothing.jsonl"), "empty"),
+    (dpo, dict(dataset="asked.jsonl"), "different questions"),
+    (reward_model, dict(dataset="asked.jsonl"), "different questions"),
+    *([] if torch.cuda.is_available() else [(module, dict(device="cuda"), "no GPU") for module in (ppo, ddpo)]),
     (rloo, dict(rloo_k=5), "rloo-k"),
     (sft, dict(lora_r=2), "--model"),
     (sft, dict(dataset="short.jsonl", packing=True, **NO_SPLIT), "max-length"),
@@ -179,6 +217,19 @@ def found(value, folder):
     if isinstance(value, str) and (folder / value.partition(":")[0]).exists():
         return f"{folder}/{value}"
     return value
+
+
+def test_a_reward_function_does_not_end_the_run_as_if_all_were_well(files, tmp_path, tiny):
+    with pytest.raises(RuntimeError, match="leave"):
+        run(ppo, tmp_path / "out", **tiny["ppo"] | dict(reward_fn=(f"{files}/r.py:leave",)))
+
+
+@pytest.mark.parametrize("module", [ppo, rloo, grpo, ddpo], ids=name_of)
+def test_processes_that_a_reward_function_starts_find_it(module, tmp_path):
+    """Under the name of its file, in which two functions share what they remember."""
+    (tmp_path / f"judge_of_{module.__name__}.py").write_text("def a():\n    return b\n\n\ndef b():\n    return 1\n")
+    a, b = (module.load_function(f"{tmp_path}/judge_of_{module.__name__}.py:{name}") for name in "ab")
+    assert pickle.loads(pickle.dumps(b)) is b is a()
 
 
 def test_a_run_with_a_broken_policy_ends(tmp_path, tiny):
