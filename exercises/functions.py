@@ -191,15 +191,18 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
         (score - mean of the group) / (deviation + 0.0001)
 
     where the deviation is that of the group (scale "group") or of all scores (scale "batch"), both with n - 1 under the
-    root; with scale "none" nothing is divided. Unlike in leave_one_out, the mean includes the score itself.
+    root; with scale "mean" the mean of the group stands in its place, and with "none" nothing is divided. Unlike in
+    leave_one_out, the mean includes the score itself.
 
     Example, with G = 4: scores = [1, 0, 0, 0, 1, 1, 1, 1]. The means are 1/4 and 1, the deviation of the first group
     is sqrt((.75^2 + 3 * .25^2) / 3) = .5, that of the second 0.
         "none"   [.75, -.25, -.25, -.25, 0, 0, 0, 0]
         "group"  [1.4997, -.4999, -.4999, -.4999, 0, 0, 0, 0]
+        "mean"   [2.9988, -.9996, -.9996, -.9996, 0, 0, 0, 0]
 
     Hint: `keepdim=True` lets a number per group be subtracted from the rows of that group.
-    Source: lecture/grpo.py; Shao et al. 2024 (2402.03300); "none" is Dr. GRPO (Liu et al. 2025, 2503.20783).
+    Source: lecture/grpo.py; Shao et al. 2024 (2402.03300); "none" is Dr. GRPO (Liu et al. 2025, 2503.20783), and
+    "mean" MaxRL (2602.02710).
     """
     raise NotImplementedError("group_advantages")
 
@@ -291,3 +294,26 @@ def value_loss(
     Source: lecture/ppo.py; it comes from OpenAI's code of PPO, not from the paper.
     """
     raise NotImplementedError("value_loss")
+
+
+def token_weights(mask: Tensor, num_tokens: float, args) -> Tensor:
+    """(B, T) what the tokens' losses are multiplied by, so that their sum is the loss of a mini-batch; 0 on padding.
+
+        args.loss_type  "dapo"      1 / num_tokens: every token counts alike
+                        "grpo"      1 / (B * tokens of the row): every response counts alike
+                        "dr_grpo"   1 / (B * args.response_length): as dapo, but by a constant
+
+    num_tokens is the number of real tokens in a mini-batch, on average over those of the step.
+
+    Example: mask = [[1, 1, 0, 0], [1, 1, 1, 1]], num_tokens = 6, response_length = 5
+        dapo     [[1/6,  1/6,  0, 0],  [1/6,  1/6,  1/6,  1/6]]
+        grpo     [[1/4,  1/4,  0, 0],  [1/8,  1/8,  1/8,  1/8]]
+        dr_grpo  [[1/10, 1/10, 0, 0],  [1/10, 1/10, 1/10, 1/10]]
+
+    In a long wrong answer a token is blamed less by grpo than in a short one. Does the policy learn to be wrong at
+    length?
+
+    Hint: a mask can be divided; it is then a number.
+    Source: lecture/grpo.py; Liu et al. 2025 (2503.20783, sec. 3.1), Yu et al. 2025 (2503.14476, sec. 3.3).
+    """
+    raise NotImplementedError("token_weights")

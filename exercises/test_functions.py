@@ -8,6 +8,7 @@ import json
 import math
 from functools import partial
 from math import log
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -346,11 +347,13 @@ def test_group_advantages(student):
         place = json.loads(raw[8:head])[f"{run}/advantages"]["data_offsets"][0]
         return torch.frombuffer(bytearray(raw), dtype=torch.float32, count=12, offset=head + place)
 
-    names = ("group", "batch", "none")
+    names = ("group", "batch", "mean", "none")
     example = numbers([1, 0, 0, 0, 1, 1, 1, 1])
-    deviation, centred = numbers([0.5001, 1]).repeat_interleave(4), numbers([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
+    deviation, mean = (numbers([x, 1]).repeat_interleave(4) for x in (0.5001, 0.2501))
+    centred = numbers([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
     cases = [
-        case(EXAMPLE, example, 4, none=centred, group=centred / deviation),
+        case(EXAMPLE, example, 4, none=centred, group=centred / deviation, mean=centred / mean),
+        case("a group whose scores are all 0", numbers([0, 0, 0, 0]), 4, none=[0.0] * 4, mean=[0.0] * 4),
         case(
             "the numbers of TRL 1.16 (tests/golden/trl116_grpo.safetensors)",
             numbers(data["rewards"][0]),
@@ -364,11 +367,14 @@ def test_group_advantages(student):
     def read(function, scores, G):
         return {name: function(scores, G, name) for name in names}
 
-    def scaled(group=None, batch=None):
+    def scaled(**divisors):
+        """Mistakes in what divides, for some of the scales."""
+
         def advantages(scores, G, scale):
             x = scores.view(-1, G)
-            by = {"group": group and group(x), "batch": batch and batch(x)}.get(scale)
-            return torch.zeros(0) if by is None else ((x - x.mean(1, keepdim=True)) / by).flatten()
+            if scale not in divisors:
+                return torch.zeros(0)
+            return ((x - x.mean(1, keepdim=True)) / divisors[scale](x)).flatten()
 
         return advantages
 
@@ -380,14 +386,41 @@ def test_group_advantages(student):
             (s.view(-1, G) - s.view(-1, G).mean(1, keepdim=True)).flatten() * G / (G - 1)
         ),
         "A group whose scores are all equal gives 0 / 0, which is NaN: the 0.0001 is missing.": scaled(
-            lambda x: x.std(1, keepdim=True), lambda x: x.std()
+            group=lambda x: x.std(1, keepdim=True), batch=lambda x: x.std()
+        ),
+        "A group whose scores are all 0 gives 0 / 0, which is NaN: the 0.0001 is missing.": scaled(
+            mean=lambda x: x.mean(1, keepdim=True)
         ),
         "The deviation is the biased one, with n under the root instead of n - 1.": scaled(
-            lambda x: x.std(1, keepdim=True, correction=0) + 1e-4, lambda x: x.std(correction=0) + 1e-4
+            group=lambda x: x.std(1, keepdim=True, correction=0) + 1e-4, batch=lambda x: x.std(correction=0) + 1e-4
+        ),
+        "It is divided by the variance. It should be divided by its root.": scaled(
+            group=lambda x: x.var(1, keepdim=True) + 1e-4, batch=lambda x: x.var() + 1e-4
+        ),
+        "Nothing is divided, as if scale were none.": scaled(
+            **dict.fromkeys(("group", "batch", "mean"), lambda x: 1.0)
         ),
         'With "group" it is divided by the deviation of the whole batch.': scaled(group=lambda x: x.std() + 1e-4),
         'With "batch" it is divided by the deviation of the group.': scaled(
             batch=lambda x: x.std(1, keepdim=True) + 1e-4
+        ),
+        'With "batch" it is divided by the deviation of the advantages. It should be that of the scores.': scaled(
+            batch=lambda x: (x - x.mean(1, keepdim=True)).std() + 1e-4
+        ),
+        'With "batch" it is divided by the mean of the groups\' deviations. It should be that of all scores.': scaled(
+            batch=lambda x: x.std(1).mean() + 1e-4
+        ),
+        'With "batch" it is divided by the deviation of the groups\' means. It should be that of all scores.': scaled(
+            batch=lambda x: x.mean(1).std() + 1e-4 if len(x) > 1 else torch.nan
+        ),
+        'With "mean" it is divided by the mean of the whole batch. It should be that of the group.': scaled(
+            mean=lambda x: x.mean() + 1e-4
+        ),
+        'With "mean" it is divided by the sum of the group. It should be its mean.': scaled(
+            mean=lambda x: x.sum(1, keepdim=True) + 1e-4
+        ),
+        'With "mean" it is divided by the deviation, too.': scaled(
+            mean=lambda x: (x.mean(1, keepdim=True) + 1e-4) * (x.std(1, keepdim=True) + 1e-4)
         ),
     }
     grade(student, "group_advantages", ("advantages",), cases, mistakes, read)
@@ -595,3 +628,44 @@ def test_value_loss(student):
         "No gradient flows: the values were detached.": loss(error=lambda x: x.detach() ** 2),
     }
     grade(student, "value_loss", outputs, cases, mistakes, partial(read_loss, outputs), clean=(2,))
+
+
+def test_token_weights(student):
+    mask, types = bits("1100", "1111"), ("dapo", "grpo", "dr_grpo")
+    right = {"dapo": mask / 6, "grpo": mask * numbers([[1 / 4], [1 / 8]]), "dr_grpo": mask / 10}
+    cases = [
+        case(EXAMPLE, mask, 6, 5, **right),
+        case("the same in a step with more tokens, 8 in each mini-batch", mask, 8, 7, dapo=mask / 8, dr_grpo=mask / 14),
+    ]
+
+    def read(function, mask, num_tokens, response_length):
+        def args(name):
+            return SimpleNamespace(loss_type=name, response_length=response_length)
+
+        return {name: function(mask, num_tokens, args(name)) for name in types}
+
+    def of(**rules):
+        """Mistakes in some of the types, of the mask, the number of tokens and the response's length."""
+        return lambda mask, n, args: rules.get(args.loss_type, lambda *_: torch.zeros(0))(mask, n, args.response_length)
+
+    mistakes = {
+        "Padding has a weight, too. It is 0 there.": of(
+            dapo=lambda m, n, L: torch.full(m.shape, 1 / n),
+            grpo=lambda m, n, L: (1 / m.sum(1, keepdim=True) / len(m)).expand(m.shape),
+            dr_grpo=lambda m, n, L: torch.full(m.shape, 1 / (len(m) * L)),
+        ),
+        "dapo is divided by the tokens of these rows. In a mini-batch of short responses they would count for more: "
+        "num_tokens is what mini-batches have on average.": of(dapo=lambda m, n, L: m / m.sum()),
+        "dapo is what grpo should be: every response counts alike.": of(
+            dapo=lambda m, n, L: m / m.sum(1, keepdim=True) / len(m)
+        ),
+        "grpo is what dapo should be: every token counts alike.": of(grpo=lambda m, n, L: m / n),
+        "grpo is not divided by the number of responses.": of(grpo=lambda m, n, L: m / m.sum(1, keepdim=True)),
+        "grpo is divided by T, padding included, and not by the tokens of the row.": of(
+            grpo=lambda m, n, L: m / m.numel()
+        ),
+        "dr_grpo is divided by the T of this batch, which depends on the longest response. It should be a constant, "
+        "response_length.": of(dr_grpo=lambda m, n, L: m / m.numel()),
+        "dr_grpo is not divided by the number of responses.": of(dr_grpo=lambda m, n, L: m / L),
+    }
+    grade(student, "token_weights", ("weights",), cases, mistakes, read)
