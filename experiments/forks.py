@@ -136,15 +136,19 @@ def look(names: dict, stats: dict[str, float]) -> dict[str, float]:
 
 
 def table(results: dict) -> str:
-    """Markdown: mean ± standard deviation over the seeds of each fork."""
-    lines = [["", *DIGITS], ["---", *("---:" for _ in DIGITS)]]
+    """Markdown: mean ± standard deviation over the seeds of each fork, and how far it is from the default."""
+    from tables import verdict
+
+    lines = [["", *DIGITS, "gold score, less the default's"], ["---", *("---:" for _ in DIGITS), "---"]]
+    golds = {}
     for fork in results["diffs"]:
-        runs = [run for run in results["runs"] if run["fork"] == fork]
+        runs = sorted((run for run in results["runs"] if run["fork"] == fork), key=lambda run: run["seed"])
+        golds[fork] = [run["gold score"] for run in runs]
         line = [fork]
         for name, digits in DIGITS.items():
             values = [run[name] for run in runs]
             line.append(f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}")
-        lines.append(line)
+        lines.append([*line, verdict(golds[fork], golds["default"], 2, paired=True) if fork != "default" else ""])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
