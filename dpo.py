@@ -1062,11 +1062,13 @@ class Run:
         self.is_told_to_stop = False
         now = time.strftime("%Y%m%d-%H%M%S")
         name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
-        if WORLD_SIZE > 1:
-            dist.broadcast_object_list(name)  # their clocks may differ
         self.output = Path(name[0])
         if not RANK:
             self.open_folder()
+        if WORLD_SIZE > 1:
+            dist.broadcast_object_list(name)  # their clocks may differ
+            self.output = Path(name[0])
+            self.check_folder()
         if args.resume:
             self.restore()
         if not RANK:
@@ -1085,6 +1087,16 @@ class Run:
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
+
+    def check_folder(self) -> None:
+        """Ends the program if processes see different folders: each writes its part of a checkpoint into the one."""
+        here = self.output.exists(), sorted((self.output / "checkpoints").glob("step-*"))[-1:]
+        seen = [here] * WORLD_SIZE
+        dist.all_gather_object(seen, here)
+        require(
+            seen == [here] * WORLD_SIZE,
+            f"the processes see different files in {self.output}: it must be a folder that all nodes share",
+        )
 
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 
@@ -236,6 +237,17 @@ def test_a_checkpoint_adds_little_memory(script, monkeypatch, tmp_path):
         files[number] += tensors[name].nbytes
     assert max(files.values()) < 2**30  # the largest tensor has half of that
     assert len(files) < 20
+
+
+@pytest.mark.parametrize("other", [None, 1, 3])
+def test_nodes_without_a_shared_folder(other, tmp_path, monkeypatch):
+    """One has no such folder, or an older copy; with the same files the run goes on."""
+    (tmp_path / "checkpoints/step-00000003").mkdir(parents=True)
+    others = other is not None, [tmp_path / f"checkpoints/step-0000000{other}"][: other is not None]
+    monkeypatch.setattr(ppo, "WORLD_SIZE", 2)
+    monkeypatch.setattr(ppo.dist, "all_gather_object", lambda seen, here: seen.__setitem__(slice(2), [here, others]))
+    with nullcontext() if other == 3 else pytest.raises(SystemExit, match="share"):
+        ppo.Run.check_folder(SimpleNamespace(output=tmp_path))
 
 
 def test_one_run_to_a_folder(whole, settings_of, tmp_path):
