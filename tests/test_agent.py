@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import sys
 from types import SimpleNamespace
 
@@ -16,22 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 GUESS = f"{ROOT}/toy/guess"
 SETTINGS = dict(batch_size=8, num_generations=4, num_ppo_epochs=2, num_mini_batches=2, temperature=0.9)
 SETTINGS |= dict(epsilon=0.05, total_episodes=24, response_length=8, learning_rate=2e-3)
-ONCE = """
-class Once:
-    def __init__(self, example):
-        self.prompt = example["prompt"]
-
-    def step(self, said):
-        return "ball", score(self.prompt, said), True
-
-
-def score(prompt, said):
-    return sum(map(ord, prompt + said)) % 7 / 7
-
-
-def reward(prompts, completions, **_):
-    return list(map(score, prompts, completions))
-"""
 TALK = """
 class Talk:  # answers of none to two tokens, a reward now and then, one to four turns
     def __init__(self, example):
@@ -60,24 +43,6 @@ def run(script, monkeypatch, folder, until=None, **settings):
     return names
 
 
-@pytest.mark.parametrize("credit, scale", [("episode", "group"), ("episode", "none"), ("turn", "batch")])
-def test_with_one_turn_and_no_answer_it_is_grpo(credit, scale, uneven, tmp_path, monkeypatch):
-    """Some responses are cut off, prompts differ in length; three updates of four steps."""
-    (tmp_path / "once.py").write_text(ONCE)
-    settings = SETTINGS | dict(model=f"{ROOT}/toy/shells/sft", scale_rewards=scale)
-    settings |= dict(dataset=uneven("prompts", 64), temperature=2.0, response_length=4)
-    reward, env = f"{tmp_path}/once.py:reward", f"{tmp_path}/once.py:Once"
-    grpo = run("grpo", monkeypatch, tmp_path, reward_fn=reward, **settings)
-    agent = run("agent", monkeypatch, tmp_path, "# %% The trained policy", env=env, credit=credit, **settings)
-    assert torch.equal(agent["ids"], grpo["ids"])
-    assert torch.equal(agent["written"], grpo["mask"]) and set(grpo["ended"].tolist()) == {True, False}
-    for ours, theirs in zip(agent["history"], grpo["history"], strict=True):
-        assert ours.pop("turns") == 1
-        assert ours == pytest.approx({name: theirs[name] for name in ours}, rel=1e-9)
-    for ours, theirs in zip(agent["policy"].parameters(), grpo["policy"].parameters(), strict=True):
-        assert (ours - theirs).abs().max() < 1e-9
-
-
 class Scripted:
     """A policy that writes these tokens, whatever it reads, with certainty; where it is told another it goes on."""
 
@@ -90,27 +55,6 @@ class Scripted:
         logits = torch.full((*input_ids.shape, self.size), -1e9)
         logits[:, -1].scatter_(1, self.rows[:, [t]], 0.0)
         return SimpleNamespace(logits=logits, past_key_values=None)
-
-
-def test_the_drawing(tmp_path, monkeypatch):
-    """The docstring's two games, played by its own functions: every row of the drawing."""
-    names = run("agent", monkeypatch, tmp_path, "# %% The loop")
-    tokenizer = names["tokenizer"]
-    drawing = re.search(r"  input_ids.*?\n\n", names["__doc__"], re.S)[0].strip("\n").splitlines()
-    cells = [line.split("|")[1].split()[:8] for line in drawing]
-    rows = [[word.replace("E", "<|end|>").replace(".", "1") for word in row] for row in cells[:2]]
-    policy = Scripted([tokenizer.convert_tokens_to_ids(row) for row in rows], len(tokenizer))
-    games, ids, attention_mask = names["start"]([5, 5])
-    played = names["play"](policy, tokenizer, games, ids, attention_mask, torch.full((2, 24), 0.5), 1.0)
-    stream, _, mask, written, turn, rewards = played
-    assert stream.shape == (2, 8)
-    assert [tokenizer.convert_ids_to_tokens(row) for row in stream] == rows
-    for found, pair in zip(
-        (mask, written, turn, rewards), (cells[2:4], cells[4:6], cells[6:8], cells[8:10]), strict=True
-    ):
-        drawn = torch.tensor([[float("nan" if word == "." else word) for word in row] for row in pair])
-        known = ~drawn.isnan()
-        assert torch.allclose(found.float()[known], drawn[known], atol=0.006)
 
 
 def test_no_token_is_encoded_again(tmp_path, monkeypatch):
@@ -260,47 +204,3 @@ def test_the_guessing_game_is_made_again_byte_for_byte(tmp_path):
     assert len(files) == 4
     for file in files:
         assert file.read_bytes() == (ROOT / "toy/guess" / file.relative_to(tmp_path)).read_bytes(), file
-
-
-def test_texts_of_play(tmp_path, monkeypatch):
-    """Answers are true; how many guesses heed all of them is what the kind of play says."""
-    guess = guess_make()
-    monkeypatch.setattr(guess, "SIZES", {"train": 1000})
-    guess.write_texts(tmp_path, size=31)
-    heeding = {}
-    for kind in guess.PLAYS:
-        rows = [json.loads(line) for line in (tmp_path / kind / "train.jsonl").read_text().splitlines()]
-        heard = []
-        for row in rows:
-            assert row["prompt"] == "1 to 31 :"
-            turns = [turn.split() for turn in row["completion"].split("<|end|>")]
-            said = [int(turn[-1]) for turn in turns]
-            answers = [turn[0] for turn in turns[1:]]
-            low, high = 1, 31
-            for guessed, answer in zip(said, answers):
-                heard.append(low <= guessed <= high)
-                if answer == "higher":
-                    low = max(low, guessed + 1)
-                else:
-                    high = min(high, guessed - 1)
-            assert low <= high
-            assert len(said) == 8 or low <= said[-1] <= high
-        heeding[kind] = sum(heard) / len(heard)
-    assert heeding["legal"] == 1
-    assert heeding["legal"] > heeding["sloppy"] > heeding["deaf"] > 0.2
-
-
-def test_games(monkeypatch):
-    """Of the two worlds, as their docstrings say; and the fewest guesses possible."""
-    import doctest
-
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    import agent
-
-    for path in (f"{GUESS}/make.py", f"{ROOT}/toy/shells/make.py"):
-        spec = importlib.util.spec_from_file_location("world", path)
-        world = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(world)
-        found = doctest.testmod(world)
-        assert found.attempted >= 2 and not found.failed
-    assert doctest.testmod(agent).failed == 0

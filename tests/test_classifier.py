@@ -68,22 +68,10 @@ def test_the_score_is_the_logit_of_the_label(classifier, model):
     assert len(set(scores)) == 3
 
 
-def test_messages_are_read_as_what_they_say(classifier):
-    prompt = [{"role": "user", "content": "the film"}]
-    completion = [{"role": "assistant", "content": "is good"}]
-    assert classifier.score([prompt], [completion]) == classifier.score(["the film "], ["is good"])
-
-
 def test_a_label_that_is_not_there_is_named_beside_those_that_are(classifier):
     classifier.LABEL = "FINE"
     with pytest.raises(AssertionError, match="FINE.*NEGATIVE, NEUTRAL, POSITIVE"):
         classifier.score(["the film"], ["is good"])
-
-
-def test_it_is_a_reward_for_ppo(file, tmp_path, tiny):
-    settings = tiny["ppo"] | {"total_episodes": 8, "missing_eos_penalty": 0.0}
-    (line,) = run(ppo, tmp_path / "run", reward_fn=(f"{file}:score",), **settings)
-    assert line["rewards/score/mean"] == line["objective/scores"] != 0
 
 
 def test_ppo_points_to_it_for_a_model_with_several_labels(model, tmp_path, tiny):

@@ -1,6 +1,5 @@
 """tools/compare.py: it counts right, and no judge can stop the run."""
 
-import asyncio
 import importlib.util
 import json
 import re
@@ -11,8 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -56,17 +54,6 @@ def says(monkeypatch):
         monkeypatch.setattr(compare, "answer_all", answer_all)
 
     return use
-
-
-@pytest.fixture
-def bad(tmp_path):
-    """A policy that was turned upside down: it takes the least likely tokens."""
-    AutoTokenizer.from_pretrained("toy/sft").save_pretrained(tmp_path / "bad")
-    AutoModelForCausalLM.from_pretrained("toy/sft").save_pretrained(tmp_path / "bad")
-    weights = load_file(tmp_path / "bad/model.safetensors")
-    weights = {name: -x if "ln_f" in name else x for name, x in weights.items()}
-    save_file(weights, tmp_path / "bad/model.safetensors", metadata={"format": "pt"})
-    return str(tmp_path / "bad")
 
 
 # --- Counting ---------------------------------------------------------------------------------------------------------
@@ -151,20 +138,6 @@ def test_parse_verdict(answer, letter):
 
 
 # --- Policies and rewards ---------------------------------------------------------------------------------------------
-
-
-def test_the_better_policy_wins_from_either_side(tmp_path, bad):
-    """By a reward that counts the words of the toy world."""
-    (tmp_path / "r.py").write_text(
-        "def f(completions, **_):\n    words = ('is', 'a', 'It', 'The')\n"
-        "    return [sum(w in words for w in x.split()) for x in completions]\n"
-    )
-    reward = f"{tmp_path}/r.py:f"
-    s, _ = run(tmp_path / "1", other=bad, reward_fn=reward)
-    assert s["wins"] == 12 and s["win_rate"] == 1 and s["win_rate_low"] == pytest.approx(12 / (12 + 1.96**2), abs=1e-4)
-    assert s["score_a"] > s["score_b"]
-    s, _ = run(tmp_path / "2", model=bad, other="toy/sft", reward_fn=reward)
-    assert s["losses"] == 12 and s["win_rate"] == 0 and s["score_difference"] < 0
 
 
 def test_reference_column(tmp_path):
@@ -304,32 +277,6 @@ def test_a_judge_with_gaps_does_not_stop_the_run(tmp_path, says):
         assert reason in p["error"]
 
 
-def test_retries_wait_and_then_succeed(tmp_path, says, monkeypatch):
-    """Errors of the server are tried again after 1, 2, 4 seconds, or as long as it asks for; a wrong name is not."""
-    waits = []
-
-    async def sleep(seconds, *rest):
-        waits.append(seconds) if seconds else await really_sleep(0)
-
-    really_sleep = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    says(["good"], ["bad"])
-    with server(lambda q, n: (503, "busy") if n <= 3 else prefers_good(q, n)) as (url, requests):
-        summary, _ = ask(tmp_path / "1", url, num_prompts=1, judge_retries=3)
-    assert summary["wins"] == 1 and waits == [1, 2, 4] and len(requests) == 5
-    says(["good"], ["bad"])
-    with (
-        server(lambda q, n: (404, "no such model")) as (url, requests),
-        pytest.raises(SystemExit, match="no such model"),
-    ):
-        ask(tmp_path / "2", url, num_prompts=1, judge_retries=2)
-    assert len(requests) == 1 and waits == [1, 2, 4]
-    says(["good"], ["bad"])
-    with server(lambda q, n: (429, "slower") if n == 1 else prefers_good(q, n)) as (url, requests):
-        ask(tmp_path / "3", url, num_prompts=1, judge_retries=1)
-    assert waits == [1, 2, 4, 7] and len(requests) == 3
-
-
 def test_the_key_is_sent_and_kept_nowhere(tmp_path, says, monkeypatch, capfd):
     """Not even where the server repeats it, in an error or an answer, in full or at the end of a long one."""
     replies = [f"I got {KEY}, no letter", (500, "x" * 175 + f"wrong key {KEY}"), (401, f"bad key {KEY}"), "A"]
@@ -342,28 +289,3 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path, says, monkeypatch, capfd):
     written = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
     assert "bad key ***" in written and "I got ***" in written
     assert KEY[:10] not in written + "".join(capfd.readouterr())
-
-
-# --- Mistakes ---------------------------------------------------------------------------------------------------------
-
-FAIR = ["toy/sft", "toy/sft", "--reward-fn", GOLD]
-JUDGE = ["toy/sft", "toy/sft", "--judge-model", "m", "--judge-url"]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["toy/sft", "toy/sft"], "one judge"),
-        ([*FAIR, "--reference-column", "completion"], "one side B"),
-        (["toy/sft", "--reward-fn", GOLD, "--reference-column", "completion"], "completion"),
-        ([*JUDGE, "http://localhost:1/v1", "--judge-template", "LICENSE"], "LICENSE lacks {prompt}"),
-        ([*JUDGE, "file:///etc/passwd"], "judge_url"),
-        ([*JUDGE, f"http://user:{KEY}@host/v1"], "judge_url"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_sampled(words, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["compare.py", *words, "--device", "cpu", "--output-dir", str(tmp_path / "out")])
-    monkeypatch.setattr(compare, "answer_all", None)
-    with pytest.raises(SystemExit) as exit_info:
-        compare.main()
-    assert sentence in str(exit_info.value.code) + "".join(capsys.readouterr())

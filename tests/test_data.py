@@ -8,12 +8,9 @@ from runs import run
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import ddpo
 import dpo
-import grpo
 import ppo
 import reward_model
-import rloo
 import sft
 
 
@@ -39,14 +36,6 @@ def test_files(tmp_path, kind):
     assert ppo.load_split(file, None, "train").to_list() == data.to_list()
 
 
-@pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo, sft, reward_model, ddpo])
-def test_a_file_in_the_folder_where_one_stands(script, tmp_path, monkeypatch):
-    """Named as people name it: without a folder."""
-    write_rows(tmp_path / "d.jsonl", [{"prompt": "The film"}] * 3)
-    monkeypatch.chdir(tmp_path)
-    assert len(script.load_split("d.jsonl", None, "train")) == 3
-
-
 def test_a_file_is_one_split(tmp_path):
     """All of it is trained on, unless a part is asked for, in the syntax of `datasets`."""
     file = write_rows(tmp_path / "d.jsonl", [{"prompt": f"The film {i}"} for i in range(8)])
@@ -57,25 +46,6 @@ def test_a_file_is_one_split(tmp_path):
         ppo.load_data(ppo.Args(dataset=file, dataset_test_split="validation"))
     train, test = ppo.load_data(ppo.Args(dataset=file, dataset_train_split="train[2:]", dataset_test_split="train[:2]"))
     assert (len(train), len(test)) == (6, 2)
-
-
-def test_a_folder_may_have_a_validation_split(part_of):
-    folder = part_of("prompts", 16)
-    train, test = ppo.load_data(ppo.Args(dataset=folder))
-    assert (len(train), len(test)) == (16, 16)
-    assert ppo.load_data(ppo.Args(dataset=folder, dataset_test_split="none"))[1] is None
-
-
-def test_configurations(tmp_path):
-    """A hub dataset may have several, which its README names."""
-    head = ["---", "configs:"]
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        write_rows(tmp_path / name / "train.jsonl", [{"prompt": name}])
-        head += [f"- config_name: {name}", f"  data_dir: {name}"]
-    (tmp_path / "README.md").write_text("\n".join([*head, "---", ""]))
-    for name in ("first", "second"):
-        assert ppo.load_split(str(tmp_path), name, "train")["prompt"][0] == name
 
 
 def test_prompts_that_are_dropped(tmp_path, capsys):

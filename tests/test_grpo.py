@@ -202,16 +202,6 @@ def test_shares_are_of_rows_in_the_loss(level, monkeypatch):
     assert stats["clip_ratio/high_max"] == 0
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_what_gives_no_gradient(loss_type):
-    """Equal scores; and a loss of no tokens, in which nothing is divided by zero."""
-    gradient, _ = an_update(torch.full((12,), 57.1), loss_type=loss_type)
-    assert gradient.norm() == 0
-    gradient, stats = an_update(SCORES, in_loss=False, loss_type=loss_type, beta=0.1)
-    assert gradient.norm() == 0
-    assert not any(stats.values())
-
-
 # --- sample_groups, join
 
 
@@ -293,28 +283,6 @@ def plain_run(tmp_path_factory, tiny):
         return folder, run(grpo, folder, **settings)
 
 
-def test_metrics_are_those_of_the_responses(plain_run):
-    """From samples/, which holds the four responses of each update and their scores."""
-    folder, lines = plain_run
-    num_tokens = 0
-    for update, line in enumerate(lines, 1):
-        seen = load_file(folder / f"samples/step-{update:08d}.safetensors")
-        scores = seen["scores"]
-        lengths = seen["mask"].sum(1).float()
-        assert line["reward"] == line["objective/scores"] == line["rewards/right_number/mean"] == scores.mean()
-        assert line["reward_std"] == pytest.approx(scores.std().item())
-        assert line["frac_reward_zero_std"] == float(scores.std() == 0)
-        assert line["completions/mean_length"] == lengths.mean()
-        assert line["completions/max_length"] == lengths.max()
-        expected = (scores - scores.mean()) / (scores.std() + 1e-4)
-        torch.testing.assert_close(seen["advantages"][:, 0], expected)
-        num_tokens += int(seen["mask"].sum() + seen["prompt_mask"].sum())
-        assert line["num_tokens"] == num_tokens
-        assert line["val/ratio"] == pytest.approx(1, abs=1e-4)
-        assert line["clip_ratio/region_mean"] == line["kl"] == 0
-    assert [line["learning_rate"] for line in lines] == pytest.approx([3e-4, 2e-4, 1e-4])
-
-
 @pytest.mark.parametrize("more", [{}, dict(lora_r=4, learning_rate=5e-2)])
 def test_kl_enters_the_loss_only_with_beta(plain_run, tmp_path, tiny, more):
     """It is to the first policy, not to that of the rollout, nor to one with an adapter: it grows."""
@@ -333,12 +301,6 @@ def test_what_is_not_finished_is_left_out(tmp_path, tiny):
     for line in run(grpo, tmp_path / "out", **tiny | cut | dict(reward_fn=(f"{tmp_path}/r.py:letters",))):
         assert line["grad_norm"] == line["loss"] == 0 < line["reward_std"]
         assert line["completions/clipped_ratio"] == 1
-
-
-def test_lora_without_a_reference(tmp_path, tiny):
-    run(grpo, tmp_path, lora_r=2, **tiny)
-    assert (tmp_path / "adapter_model.safetensors").exists()
-    assert (tmp_path / "merged/model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -177,33 +177,6 @@ def test_cutting_a_mini_batch_changes_nothing(tmp_path):
     assert apart < 0.01 * moved
 
 
-@pytest.mark.parametrize("module", [sft, reward_model], ids=name_of)
-def test_accumulation_changes_nothing(tmp_path, module, tiny):
-    data = dict(dataset=tiny[module.__name__]["dataset"], dataset_test_split="none")
-    a = run(module, tmp_path / "a", batch_size=16, **data)
-    b = run(module, tmp_path / "b", per_device_train_batch_size=4, gradient_accumulation_steps=4, **data)
-    assert [line["loss"] for line in a] == pytest.approx([line["loss"] for line in b], rel=1e-3)
-    assert [line["grad_norm"] for line in a] == pytest.approx([line["grad_norm"] for line in b], rel=1e-2)
-
-
-def test_rollout_in_parts_is_the_same_rollout(tmp_path, monkeypatch, tiny):
-    """--local-rollout-forward-batch-size changes how many rows a forward pass has, and no number beyond rounding."""
-    sample = ppo.sample
-    sizes = []
-
-    def counted(policy, prompts, *rest):
-        sizes.append(len(prompts))
-        return sample(policy, prompts, *rest)
-
-    monkeypatch.setattr(ppo, "sample", counted)
-    settings = tiny["ppo"] | dict(dataset_test_split="none", total_episodes=16)
-    a = run(ppo, tmp_path / "a", local_rollout_forward_batch_size=8, **settings)
-    b = run(ppo, tmp_path / "b", local_rollout_forward_batch_size=3, **settings)
-    assert sizes == [8] * 2 + [3, 3, 2] * 2
-    for name in ("objective/scores", "objective/kl_k3", "val/response_length", "loss/value_avg"):
-        assert [line[name] for line in a] == pytest.approx([line[name] for line in b], rel=1e-3, abs=1e-4)
-
-
 @pytest.mark.parametrize("module", [ppo, rloo], ids=name_of)
 def test_evaluation_does_not_touch_the_training(tmp_path, module, tiny):
     """After the second update, and after the last in any case; the third goes on as if nothing had been."""

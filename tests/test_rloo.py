@@ -4,19 +4,10 @@ import json
 import sys
 
 import pytest
-import torch
-from runs import run, untimed
+from runs import run
 from sources import ROOT, lines_of
 
 import rloo
-
-
-def test_token_level_advantages_start_with_the_whole_kl_and_end_with_the_last():
-    scores = torch.randn(4)
-    non_score = torch.randn(4, 5)
-    advantages = rloo.rloo_advantages(scores, non_score, 2, token_level_kl=True)
-    torch.testing.assert_close(advantages[:, 0], rloo.leave_one_out(scores, 2) + non_score.sum(1))
-    torch.testing.assert_close(advantages[:, -1], rloo.leave_one_out(scores, 2) + non_score[:, -1])
 
 
 def reward_gain(output, seed, **settings):
@@ -36,39 +27,6 @@ SLOW = [(2, {}), (3, {"rloo_k": 2}), (4, {"token_level_kl": True})]
 @pytest.mark.parametrize("seed, settings", [(1, {}), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)])
 def test_rloo_learns(tmp_path, seed, settings):
     assert reward_gain(tmp_path, seed, **settings) > 0.3
-
-
-def test_epochs_count_prompts(tmp_path, tiny, monkeypatch):
-    """k neighbouring rows have one prompt; one pass over 64 prompts with k = 4 is 256 episodes."""
-    seen = []
-    sample_batch = rloo.sample_batch
-
-    def noted(policy, examples, args):
-        seen.append([id(example) for example in examples])
-        return sample_batch(policy, examples, args)
-
-    monkeypatch.setattr(rloo, "sample_batch", noted)
-    settings = dict(rloo_k=4, batch_size=32, num_train_epochs=1, response_length=2, num_ppo_epochs=1)
-    lines = run(rloo, tmp_path, **tiny["rloo"] | settings | dict(dataset_test_split="none"))
-    assert lines[-1]["episode"] == 256
-    prompts = sum(seen, [])
-    assert len(set(prompts)) == 64
-    assert prompts == [x for x in prompts[::4] for _ in range(4)]
-
-
-def test_a_constant_reward_gives_no_gradient_but_that_of_kl(tmp_path, tiny):
-    (tmp_path / "r.py").write_text("def one(prompts, **columns):\n    return [1.0] * len(prompts)\n")
-    settings = dict(reward_fn=(f"{tmp_path}/r.py:one",), kl_coef=0.0, missing_eos_penalty=0.0)
-    for line in run(rloo, tmp_path / "out", **tiny["rloo"] | settings):
-        assert line["objective/equal_groups"] == 1
-        assert line["policy/grad_norm"] == 0
-
-
-def test_normalised_rewards_do_not_hide_the_score(tmp_path, tiny):
-    """objective/scores stays the reward model's own number."""
-    plain, normalised = (run(rloo, tmp_path / str(n), normalize_reward=n, **tiny["rloo"]) for n in (False, True))
-    assert normalised[0]["objective/scores"] == plain[0]["objective/scores"]
-    assert untimed(normalised) != untimed(plain)
 
 
 TRL_COMMAND = (

@@ -10,8 +10,6 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -23,7 +21,7 @@ import torch
 from filelock import FileLock, Timeout
 from runs import in_background, lines_of, main, run, untimed, words_of
 from safetensors.torch import load_file
-from sources import ROOT, SCRIPTS
+from sources import SCRIPTS
 from transformers import AutoModelForCausalLM, pipeline
 
 import ppo
@@ -329,19 +327,6 @@ def test_ignored_signals_stay_ignored(number, heeded, whole, settings_of, tmp_pa
     signal_at_step_1(monkeypatch, ppo, number)
     run(ppo, tmp_path, **settings_of("ppo"))
     assert_same_run(tmp_path, undisturbed)
-
-
-def test_without_a_standard_output(tmp_path, tiny, monkeypatch):
-    """As after `>&-`."""
-    monkeypatch.setattr(sys, "stdout", None)
-    assert len(run(ppo, tmp_path, num_sample_generations=3, **tiny["ppo"])) == 3
-
-
-@pytest.mark.slow
-def test_with_a_closed_standard_output(tmp_path, tiny):
-    words = [sys.executable, "ppo.py", *words_of(device="cpu", output_dir=tmp_path / "run", **tiny["ppo"])]
-    subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], check=True, cwd=ROOT)
-    assert len(lines_of(tmp_path / "run")) == 3
 
 
 # --- Numbers that are none

@@ -265,14 +265,6 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     assert datasets.config.HF_HUB_OFFLINE
 
 
-def test_names_beside_the_script(tmp_path, monkeypatch):
-    """A file or folder here comes first, then one beside the script: the toy world, wherever a run is started."""
-    monkeypatch.chdir(tmp_path)
-    assert ppo.locate("toy/sft") == str(ROOT / "toy/sft")
-    (tmp_path / "toy/sft").mkdir(parents=True)
-    assert ppo.locate("toy/sft") == "toy/sft"
-
-
 # --- What follows from settings
 
 

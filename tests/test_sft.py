@@ -17,16 +17,6 @@ import sft
 # --- pack
 
 
-def test_packing_keeps_every_token_in_order_but_the_remainder():
-    rows = [([i] * n, [-i] * n) for i, n in enumerate((3, 5, 1, 8, 2))]
-    blocks = sft.pack(rows, 4)
-    joined = [x for ids, _ in rows for x in ids]
-    assert [x for ids, _ in blocks for x in ids] == joined[: len(joined) // 4 * 4]
-    for ids, labels in blocks:
-        assert len(ids) == 4
-        assert [-x for x in ids] == labels
-
-
 def packed(texts, eos):
     """Our blocks of texts of trl0711_sft_packing; their labels are the same ids."""
     i, _ = golden("trl0711_sft_packing")
@@ -43,47 +33,6 @@ def test_packing_against_trl07(case, has_eos, passes):
     theirs = o["packing"][case]
     theirs = theirs["first_12"] if case == "infinite" else theirs["packed"]
     assert packed(i["texts"] * passes, [i["eos_id"]] * has_eos)[:12] == theirs.tolist()
-
-
-def test_packing_in_buffers_against_trl07():
-    """TRL 0.7.11 drops the remainder of each of its buffers; ours is one buffer, and drops one remainder."""
-    i, o = golden("trl0711_sft_packing")
-    theirs = o["packing"]["small_buffer"]
-    buffers = [[]]
-    for text in i["texts"]:  # a buffer is full once its characters reach the limit
-        if sum(map(len, buffers[-1])) >= theirs["max_buffer_size_chars"]:
-            buffers.append([])
-        buffers[-1].append(text)
-    blocks = [packed(texts, [i["eos_id"]]) for texts in buffers]
-    assert sum(blocks, []) == theirs["packed"].tolist()
-
-
-# --- encode_pair
-
-
-class FakeTokenizer:
-    """A tokenizer whose texts are their own ids."""
-
-    def __init__(self, eos_token_id):
-        self.eos_token_id = eos_token_id
-
-    def __call__(self, text, **_):
-        return {"input_ids": list(text)}
-
-
-@pytest.mark.parametrize("row", [0, 2])
-def test_completion_labels_against_trl07(row):
-    """Labels on the completion alone against TRL 0.7.11, for its two rows that have a response template."""
-    i, o = golden("trl0711_sft_packing")
-    theirs = o["completion_only"]
-    ids = i["completion_rows"][row]
-    template = i["response_template_ids"].tolist()
-    # TRL finds the completion behind the last template; ours is told the two parts.
-    end = max(k for k in range(2, len(ids) + 1) if ids[k - 2 : k] == template)
-    ours, labels = sft.encode_pair(tuple(ids[:end]), tuple(ids[end:]), FakeTokenizer(i["eos_id"]), True)
-    eos = [] if ids[-1] == i["eos_id"] else [i["eos_id"]]  # ours always ends a text with EOS, and labels it
-    assert ours == theirs["input_ids"][row].tolist() + eos
-    assert labels == theirs["labels"][row].tolist() + eos
 
 
 # --- batches

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from browser import dom_of, needs_browser
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -123,13 +122,6 @@ def test_the_page_loads_nothing(run):
     assert "default-src 'none'" in page
 
 
-def test_curves(run):
-    """A score and its only reward are one line; what was never a number is none."""
-    assert data_of(xray.make_page(run))["curves"] == [
-        {"title": "score", "lines": {"objective/scores": [0, 1, 2, 3, 4, 5, 6, 7]}}
-    ]
-
-
 def test_a_run_that_goes_on_without_rewards(tmp_path, tokenizer):
     """That of dpo.py: the tokenizer is that of the model that it began with; the log ratio is made here."""
     (tmp_path / "args.json").write_text('{"model": "toy/sft"}')
@@ -145,51 +137,12 @@ def test_a_run_that_goes_on_without_rewards(tmp_path, tokenizer):
     assert data["samples"][0]["columns"]["log_ratio"] == [2.0] * len(ids) and data["is_trained_by_reward"]
 
 
-def test_runs_without_responses(tmp_path, tokenizer):
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match="no files"):
-        xray.make_page(tmp_path)
-    (tmp_path / "samples").mkdir()
-    save_file({"rewards": torch.ones(4, 2)}, tmp_path / "samples/step-00000001.safetensors")  # of reward_model.py
-    with pytest.raises(SystemExit, match="no responses"):
-        xray.make_page(tmp_path)
-
-
 def test_the_viewer_of_docs_has_its_data():
     viewer = (ROOT / "docs/xray/index.html").read_text("utf-8")
     assert re.findall(r'src="(.*?)"', viewer) == [f"{script}.js" for script in xray.SCRIPTS]
     for script in xray.SCRIPTS:
         data = data_of((ROOT / f"docs/xray/{script}.js").read_text("utf-8"))
         assert data["run"] == f"python {script}.py" and data["samples"] and data["quantities"] and data["curves"]
-
-
-@needs_browser
-def test_a_browser_draws_the_page(run, tmp_path_factory):
-    (run / "xray.html").write_text(xray.make_page(run), "utf-8")
-    dom = dom_of((run / "xray.html").as_uri(), tmp_path_factory.mktemp("browser"))
-    shown = re.findall(r'<span class="token"([^>]*)>([^<]*)</span>', dom)
-    assert [text for _, text in shown] == [
-        "&lt;/script&gt;",
-        "&lt;script&gt;document.title='broken'&lt;/script&gt;",
-        "&lt;!--",
-        "&amp;lt;",
-        "⏎",
-        "�",
-        "&lt;/script&gt;",
-    ]
-    low, high, none = (attributes for attributes, _ in shown[:3])
-    assert "var(--low)" in low and "var(--high)" in high and "background" not in none
-    readout = re.search(r'<div id="readout".*?</div>', dom)[0]
-    assert "−3.000" in readout and "token 1 of 6" in readout  # the lowest advantage
-    assert '<output id="update">1 of 8</output>' in dom and "<title>Which token" in dom
-    assert "&lt;img src=x&gt;" in dom and "&lt;i&gt;fn&lt;/i&gt; 2.00" in dom and "<path " in dom
-
-
-@needs_browser
-def test_a_browser_reads_the_data_beside_the_viewer(tmp_path):
-    dom = dom_of((ROOT / "docs/xray/index.html").as_uri() + "#rloo", tmp_path)
-    assert '<span id="run">python rloo.py</span>' in dom and '<span class="token"' in dom
-    assert 'href="#grpo"' in dom
 
 
 def test_the_command(run):
