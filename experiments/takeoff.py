@@ -25,7 +25,7 @@ OUTPUT = LEARNED / "takeoff.jsonl"
 START = ROOT / "runs/takeoff/start"
 GRPO = "lecture/grpo.py"
 UPDATES, BATCH = 100, 64  # as by default
-TEXTS, ANSWERED = 1350, 0.04  # of the fine-tuning: their number, and the share that gives an answer
+TEXTS, ANSWERED = 1300, 0.04  # of the fine-tuning: their number, and the share that gives an answer
 ARMS = {  # name -> flags
     "GRPO": "",
     "batch's deviation": "--scale-rewards batch",
