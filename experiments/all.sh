@@ -19,7 +19,7 @@ make() { # make FILE MINUTES SCRIPT FLAGS...: unless benchmarks/results/FILE is 
 }
 
 # These hold many runs, and go on by themselves
-for script in learning.py "overoptimization.py --jobs 2" forks.py agent.py watch.py; do
+for script in learning.py "overoptimization.py --jobs 2" forks.py questions.py takeoff.py agent.py watch.py; do
     echo "== $script"
     # shellcheck disable=SC2086
     "$python" experiments/$script ${is_list:+--list}

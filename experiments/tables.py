@@ -769,13 +769,15 @@ def stale_of_others() -> list[Path]:
     import overoptimization
     import questions
     import real
+    import takeoff
 
     of = {program: json.loads(program.OUTPUT.read_text()) for program in (agent, forks, gallery, questions)}
     pages = {
         agent.PAGE: agent.tables(of[agent]),
         forks.PAGE: {"forks": forks.table(of[forks])},
         gallery.PAGE: {"gallery": gallery.gallery(of[gallery])},
-        questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()},
+        questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()}
+        | {name: table(takeoff.by_arm(takeoff.read_record())) for name, table in takeoff.TABLES.items()},
     }
     pages[real.PAGE] = real.tables(real.read_record())
     stale = []

@@ -169,7 +169,7 @@ def signs_table(runs: dict) -> str:
     return markdown(lines)
 
 
-def rankings(a: list[float], b: list[float], draws: int = 20_000) -> tuple[float, float, float]:
+def rankings(a: list[float], b: list[float], draws: int = 10_000) -> tuple[float, float, float]:
     """Two groups run four seeds of A and of B each. How often do their means rank these in opposite ways, how often
     are they two standard errors apart in one group, and how often are they so for the one that is worse?"""
     rng = random.Random(1)

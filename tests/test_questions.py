@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(ROOT / "experiments"))
 import forks
 import questions
+import takeoff
 
 PAGE = text_of("docs/questions.md")
 SFT = f"{ROOT}/toy/shells/sft"
@@ -86,3 +87,27 @@ def test_a_verifier_that_always_lies_says_the_opposite():
     _, names = run("A lying verifier", "--false-positives 0.5 --false-negatives 0.5 --by-prompt")
     lies = (names["scores"] != names["truth"]).view(-1, names["G"])
     assert torch.equal(lies.all(1), lies.any(1))
+
+
+def a_run(right: list[int]) -> dict:
+    """A run of takeoff.py with so many right answers in each of ten parts."""
+    return {"right": [count for count in right for _ in range(10)]}
+
+
+def test_what_is_said_of_runs_that_take_off_or_do_not():
+    """By hand: of the four pairs, one of each kind, the sign is right twice, ties once and is wrong once."""
+    off, on = [0, 2] + [0] * 8, [0] * 8 + [60, 60]
+    runs = {"GRPO": {1: a_run([2, *on[1:]]), 2: a_run(on), 3: a_run(off), 4: a_run([1] * 10)}}
+    assert takeoff.outcome(runs["GRPO"][1]) == 60 / 64 and takeoff.half(runs["GRPO"][1]) == 83
+    assert takeoff.foretold(runs, "right", 10) == (1 + 1 + 0.5 + 0) / 4
+    opposite, shown, wrong = takeoff.rankings([0.3, 0.3], [0.9, 0.9])
+    assert (opposite, shown, wrong) == (0, 1, 0)
+    opposite, shown, wrong = takeoff.rankings([0.3, 0.9], [0.9, 0.3])
+    assert opposite == pytest.approx((1 - 70 / 256) ** 2 / 2, abs=0.02)  # as many draws of .9 in 70 of 256 cases
+
+
+def test_the_tables_of_the_last_question_are_those_of_the_record():
+    """Else run experiments/takeoff.py."""
+    runs = takeoff.by_arm(takeoff.read_record())
+    for name, table in takeoff.TABLES.items():
+        assert f"<!-- {name} -->\n{table(runs)}\n<!-- /{name} -->" in PAGE
