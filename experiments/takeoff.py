@@ -28,7 +28,7 @@ from tqdm import tqdm
 OUTPUT = LEARNED / "takeoff.jsonl"
 START = ROOT / "runs/takeoff/start"
 GRPO = "lecture/grpo.py"
-UPDATES, BATCH = 100, 64  # as by default
+UPDATES, BATCH = 80, 64
 TEXTS, ANSWERED = 1300, 0.04  # of the fine-tuning: their number, and the share that gives an answer
 ARMS = {  # name -> flags
     "GRPO": "",
