@@ -90,16 +90,16 @@ def test_a_verifier_that_always_lies_says_the_opposite():
 
 
 def a_run(right: list[int]) -> dict:
-    """A run of takeoff.py with so many right answers in each of ten parts."""
-    return {"right": [count for count in right for _ in range(10)]}
+    """A run of takeoff.py with so many right answers in each of its ten parts."""
+    return {"right": [count for count in right for _ in range(takeoff.UPDATES // 10)]}
 
 
 def test_what_is_said_of_runs_that_take_off_or_do_not():
     """By hand: of the four pairs, one of each kind, the sign is right twice, ties once and is wrong once."""
     off, on = [0, 2] + [0] * 8, [0] * 8 + [60, 60]
     runs = {"GRPO": {1: a_run([2, *on[1:]]), 2: a_run(on), 3: a_run(off), 4: a_run([1] * 10)}}
-    assert takeoff.outcome(runs["GRPO"][1]) == 60 / 64 and takeoff.half(runs["GRPO"][1]) == 83
-    assert takeoff.foretold(runs, "right", 10) == (1 + 1 + 0.5 + 0) / 4
+    assert takeoff.outcome(runs["GRPO"][1]) == 60 / 64 and takeoff.half(runs["GRPO"][1]) == 67
+    assert takeoff.foretold(runs, "right", 8) == (1 + 1 + 0.5 + 0) / 4
     opposite, shown, wrong = takeoff.rankings([0.3, 0.3], [0.9, 0.9])
     assert (opposite, shown, wrong) == (0, 1, 0)
     opposite, shown, wrong = takeoff.rankings([0.3, 0.9], [0.9, 0.3])

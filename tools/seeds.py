@@ -106,7 +106,7 @@ def judge(a: list[float], b: list[float]) -> dict[str, float]:
 
 def compare(runs: tuple[list, list], metrics: list[str]) -> dict[str, tuple[list[float], list[float]]]:
     """Metric -> its ends in the seeds of A, and of B. Without names, all that both log and in which they differ."""
-    names = metrics or [name for name in runs[0][0][-1] if not name.startswith(("time/", "perf/"))]
+    names = metrics or [name for name in runs[0][0][-1] if not name.startswith(("time/", "perf/", "eps"))]
     found = {name: tuple([end(lines, name) for lines in side] for side in runs) for name in names}
     if metrics:
         return found
