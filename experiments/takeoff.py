@@ -2,6 +2,7 @@
 
     python experiments/takeoff.py --seeds 100          # 600 runs of 4 CPU seconds; goes on where it stopped
     python experiments/takeoff.py --seeds 100 --list   # only says how many are missing
+    python experiments/takeoff.py --seeds 0            # only writes tables and pictures
 
 The start is toy/shells/sft, fine-tuned once more, on texts that mostly give no answer: it seldom guesses, and works out
 the steps still more seldom. A run has taken off if more than half of its last answers are right: no guess reaches that.
@@ -292,7 +293,8 @@ def main() -> None:
     print(f"{len(missing)} runs, about {len(missing) * 4 / 60 / args.jobs:.0f} minutes")
     if args.list:
         return
-    make_start()
+    if missing:
+        make_start()
     origin = {**describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool, open(OUTPUT, "a") as file:
         for found in tqdm(pool.imap_unordered(measure, missing), total=len(missing), disable=False):
