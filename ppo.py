@@ -1070,7 +1070,7 @@ def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -
         if args.critic == "shared":
             print("critic: a value head on the policy's trunk")
         else:
-            print("critic: starts from the policy, as there is no reward model that reads its tokens")
+            print("critic: starts from the policy, as no reward model that reads its tokens gives the score")
             body = load_model(AutoModelForCausalLM, args.model, args).base_model
     if body is not None and args.gradient_checkpointing:
         checkpoint_layers(body)

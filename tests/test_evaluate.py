@@ -134,6 +134,12 @@ def test_all_tokens_can_be_drawn(tmp_path):
     assert answers["response"].nunique() > 200  # of 3072
 
 
+def test_a_policy_of_many_turns_is_refused(tmp_path):
+    (tmp_path / "args.json").write_text('{"env": "make.py:Game"}')
+    with pytest.raises(SystemExit, match="--env"):
+        evaluate.evaluate(evaluate.Args(str(tmp_path)))
+
+
 def test_conversations(tmp_path):
     """They go through the chat template, and a reward function is given conversations."""
     template = (

@@ -68,6 +68,11 @@ def main() -> None:
                 print(f"that is too long: {start} tokens, of which the model reads {limit}")
                 messages = []
                 continue
+            if (
+                tokenizer.unk_token_id not in (None, tokenizer.eos_token_id)
+                and tokenizer.unk_token_id in inputs["input_ids"]
+            ):
+                print(f"some words are not in the tokenizer, and the policy reads {tokenizer.unk_token} in their place")
             inputs = inputs.to(policy.device)
             ids = policy.generate(**inputs, max_new_tokens=length, streamer=streamer, **options)[0, start:]
             messages.append({"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)})

@@ -70,6 +70,12 @@ class Args:
 
 def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
     """The figures, each with its mean and standard error; and the answers, a line each."""
+    settings = Path(args.model) / "args.json"
+    turns = settings.exists() and json.loads(settings.read_text("utf-8")).get("env")
+    require(
+        not turns,
+        f"{args.model} was trained with --env {turns}: this tool would see the first turn of its episodes alone",
+    )
     rows = load_rows(args)
     rewards = {spec: make_reward(spec, args) for spec in args.reward_fn}
     policy = load_model(AutoModelForCausalLM, args.model, args)
