@@ -176,17 +176,6 @@ def thinking() -> str:
     return table("", rows, ANSWERS)
 
 
-def price() -> str:
-    """For each number of swaps, before, after, and with a price: the share worked out, and right."""
-    lines = [["swaps", *map(str, range(1, 9))], ["---"] + ["---:"] * 8]
-    for label, name in {"before": BEFORE, "without": TIED_GAME, "with": PRICED}.items():
-        for key, what, digits in (("worked", "worked out", 2), ("length", "tokens", 1), ("right", "right", 2)):
-            of = [run["answers"]["by_swaps"] for run in RECORD.get(name, [])]
-            cells = [f"{statistics.fmean(x[str(k)][key] for x in of):.{digits}f}" if of else "–" for k in range(1, 9)]
-            lines.append([f"{label}: {what}", *cells])
-    return markdown(lines)
-
-
 def family() -> str:
     rows = {
         "dapo, the default": "",
@@ -335,6 +324,7 @@ def throughput_table() -> str:
         last |= {
             (c["setting"], c["algorithm"], c["other"], c["our_flags"], c["geometry"]["bf16"]): c
             for c in result["comparisons"]
+            if not c["geometry"]["bf16"]
         }
     keys = sorted(last, reverse=True)
     cells = [line.strip("| ").split(" | ") for line in throughput.table([last[key] for key in keys]).splitlines()]
@@ -529,7 +519,6 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "grpo-results": grpo_results,
     "grpo-thinking": thinking,
-    "grpo-price": price,
     "grpo-family": family,
     "dpo-results": lambda: table(None, both("dpo") | {"`ppo.py`": "ppo", "`rloo.py`": "rloo"}, DPO),
     "dpo-beta": lambda: sweep("dpo", "β", {"0.02": "--beta 0.02", "0.1 (default)": "", "0.5": "--beta 0.5"}, DPO),

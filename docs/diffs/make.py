@@ -92,7 +92,7 @@ def page(before: str, after: str) -> str:
     out += [f"| come in | {named(new)} |", f"| change | {named([titles[name] for name in changed])} |"]
     out += [f"| stay, word for word | {named([name for name in b if name in partners and name not in changed])} |", ""]
     for name in changed:
-        if name in ("Settings", "The trained policy"):  # which say nothing about the algorithm
+        if name in ("Settings", "Models and data", "The trained policy"):  # which say nothing about the algorithm
             continue
         diff = list(difflib.unified_diff(a[partners[name]], b[name], lineterm="", n=1))[2:]
         lines = [" ⋯" if line.startswith("@@") else line for line in diff]
