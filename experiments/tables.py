@@ -18,7 +18,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import learning
-import memory
 import throughput
 from common import LEARNED, RESULTS, ROOT, figure_of
 from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, UNPUNISHED, read_record
@@ -600,7 +599,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "which-lines": which_lines,
     "throughput": throughput_table,
     "kernels": kernels,
-    "memory-measured": lambda: memory.measured_table(from_file("memory-measured")["runs"]),
     "which-episodes": which_episodes,
     "which-seconds": which_seconds,
     "beside-trl": beside_trl,
