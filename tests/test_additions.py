@@ -1,13 +1,12 @@
 """Additions to PPO and RLOO: score scaling, a shared critic, pretraining texts, a moving average, routers."""
 
-from collections import Counter
 from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from numbers_of_others import close, golden
-from tiny import CONFIGS, PAD, VOCAB, tiny_model, tiny_rollout
+from tiny import PAD, VOCAB, tiny_rollout
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -50,27 +49,6 @@ def test_scaled_scores_against_trl07():
             scores = ppo.scale_scores(step["scores"], list(history), ppo.Args(**settings))
             close(scores, step[name], rtol=1e-5, atol=1e-6)
         history += step["scores"].tolist()
-
-
-# --- A critic on the policy's trunk
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_shared_trunk_gives_the_same_values_in_one_pass(kind):
-    policy = tiny_model(kind)
-    args = one_pass(critic="shared")
-    rollout = ready_rollout(policy)
-    critic = ppo.make_critic(args, policy, None)
-    nn.init.normal_(critic.head.weight)
-    _, output = ppo.response_forward(policy, rollout, 0.9, output_hidden_states=True)
-    values = critic(rollout, output.hidden_states[-1])
-    alone = ppo.Critic(policy.base_model, critic.head)(rollout)
-    torch.testing.assert_close(values, ppo.critic_values(policy, critic, rollout), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(values, alone, rtol=1e-4, atol=1e-4)
-    calls = Counter()
-    policy.base_model.register_forward_hook(lambda *_: calls.update(["body"]))
-    ppo.gradient_and_sums(policy, critic, rollout, (torch.arange(6),), args)
-    assert calls["body"] == 1
 
 
 # --- Beside the algorithm

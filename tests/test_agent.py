@@ -10,7 +10,7 @@ import torch
 import wandb
 from float64 import float64, in_float64
 from sources import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 GUESS = f"{ROOT}/toy/guess"
 SETTINGS = dict(batch_size=8, num_generations=4, num_ppo_epochs=2, num_mini_batches=2, temperature=0.9)
@@ -55,33 +55,6 @@ class Scripted:
         logits = torch.full((*input_ids.shape, self.size), -1e9)
         logits[:, -1].scatter_(1, self.rows[:, [t]], 0.0)
         return SimpleNamespace(logits=logits, past_key_values=None)
-
-
-def test_no_token_is_encoded_again(tmp_path, monkeypatch):
-    """The policy spells its words as the tokenizer never would: it reads, and the loss gets, what it wrote."""
-    names = run("agent", monkeypatch, tmp_path, "# %% The loop")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    stop = tokenizer.eos_token_id
-    spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in "wonder"]
-    assert tokenizer(tokenizer.decode(spelled))["input_ids"] != spelled
-    heard = []
-
-    class Echo:
-        def step(self, said):
-            heard.append(said)
-            return "ful", None, len(heard) == 2
-
-    answer = tokenizer("ful", add_special_tokens=False)["input_ids"]
-    together = tokenizer("wonderful")["input_ids"]
-    assert together[-len(answer) :] != answer  # nor is it encoded with what stands before it
-    wanted = [*spelled, stop, *answer, *spelled, stop]
-    policy = Scripted([wanted], len(tokenizer))
-    ids = torch.tensor([[5, 6]])
-    played = names["play"](policy, tokenizer, [Echo()], ids, torch.ones_like(ids), torch.full((1, 40), 0.5), 1.0)
-    assert heard == ["wonder", "wonder"]
-    assert played[0].tolist() == [wanted]
-    assert torch.cat(policy.read, 1).tolist() == [[5, 6, *wanted[:-1]]]
-    assert played[3].tolist() == [[True] * 7 + [False] * len(answer) + [True] * 7]
 
 
 def test_the_end_of_a_stream(tmp_path, monkeypatch):

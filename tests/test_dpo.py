@@ -128,16 +128,6 @@ def cut_pairs(rows, length=30, prompt_length=4):
     return found
 
 
-def shared_beginning(rows):
-    """[(prompt, chosen, rejected)] of rows without a prompt: it is what the two texts have in common."""
-    found = []
-    for row in rows:
-        a, b = (ids_of("", row[side])[1] for side in ("chosen", "rejected"))
-        n = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
-        found.append((a[:n], a[n:], b[n:]))
-    return found
-
-
 def saved(folder):
     """The model of a folder, dropout off."""
     return AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -257,18 +247,6 @@ def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypat
     monkeypatch.setattr(dpo, "make_reference", make_and_note)
     monkeypatch.setattr(dpo, "mini_batch_gradient", look)
     assert run(dpo, tmp_path, precompute_ref=True, **tiny["dpo"])
-
-
-def test_hinge_without_reference_or_prompts_by_hand(choices, tmp_path):
-    """SLiC's hinge; what two texts have in common is their prompt; no evaluation, since there is no test split."""
-    rows = [row for row in choices.rows if max(map(len, row.values())) < 130]
-    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in rows]
-    given = DPO | dict(model=choices.model, dataset=write_data(tmp_path / "data", train=whole))
-    given |= dict(loss_type="hinge", label_smoothing=0.0, reference_free=True, max_grad_norm=6.4)
-    given |= dict(max_length=60, max_prompt_length=40)
-    lines = run(dpo, tmp_path / "run", **given)
-    assert len(whole) > 12
-    replay_dpo(lines, given, shared_beginning(whole), [])
 
 
 def test_adapter_by_hand(choices, tmp_path):

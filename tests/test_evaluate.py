@@ -140,27 +140,6 @@ def test_a_policy_of_many_turns_is_refused(tmp_path):
         evaluate.evaluate(evaluate.Args(str(tmp_path)))
 
 
-def test_conversations(tmp_path):
-    """They go through the chat template, and a reward function is given conversations."""
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{% if add_generation_prompt %}.{% endif %}"
-    )
-    chat = copy_of("sft", tmp_path / "chat", "tokenizer_config.json", chat_template=template)
-    turn = {"role": "user", "content": "The film"}
-    (tmp_path / "r.py").write_text(
-        "def f(prompts, completions, completion_ids, **_):\n"
-        "    assert all(prompt.pop()['role'] == 'user' for prompt in prompts)\n"
-        "    return [len(ids) + len(turn['content']) for (turn,), ids in zip(completions, completion_ids)]\n"
-    )
-    data = write(tmp_path / "d.jsonl", {"prompt": [turn]}, {"prompt": [turn]})
-    spec = f"{tmp_path}/r.py:f"
-    _, answers = run(chat, dataset=data, reward_fn=(spec,))
-    assert (answers[spec] == answers["response_length"] + answers["response"].str.len()).all()
-    assert answers["prompt"].tolist() == [[turn]] * 2  # it was given copies
-    tokenizer = AutoTokenizer.from_pretrained(chat)
-    assert tokenizer.decode(evaluate.encode_prompt([turn], tokenizer)) == "user: The film."
-
-
 def test_the_command_leaves_its_results(tmp_path, monkeypatch, capsys):
     words = ["evaluate.py", "toy/sft", "--reference", "toy/sft", "--split", "validation", "--reward-fn", GOLD]
     words += ["--num-prompts", "4", "--device", "cpu", "--output-dir", str(tmp_path / "out")]

@@ -242,44 +242,6 @@ def test_weights_in_half_precision_are_trained_in_float32(tmp_path):
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
-CONFIGURATION = """
-from transformers import GPT2Config
-
-
-class OwnConfig(GPT2Config):
-    model_type = "own"
-"""
-MODELING = """
-import pathlib
-from transformers import GPT2LMHeadModel
-from .configuration_own import OwnConfig
-
-
-class OwnModel(GPT2LMHeadModel):
-    config_class = OwnConfig
-
-
-pathlib.Path({mark!r}).touch()
-"""
-
-
-def test_python_code_in_a_checkpoint_runs_only_when_asked(tmp_path, train):
-    folder = tmp_path / "own"
-    mark = tmp_path / "was_here"
-    shutil.copytree(ROOT / "toy/sft", folder)
-    (folder / "configuration_own.py").write_text(CONFIGURATION)
-    (folder / "modeling_own.py").write_text(MODELING.format(mark=str(mark)))
-    config = json.loads((folder / "config.json").read_text())
-    config["model_type"] = "own"
-    config["auto_map"] = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="custom code"):
-        train(ppo, model=str(folder))
-    assert not mark.exists()
-    train(ppo, model=str(folder), trust_remote_code=True)
-    assert mark.exists()
-
-
 # --- Policy and reward model
 
 
@@ -338,14 +300,6 @@ def test_a_reward_model_with_a_short_context(saved, train):
     reward = saved("gpt2", AutoModelForSequenceClassification, num_labels=1, max_position_embeddings=24)
     with pytest.raises(SystemExit, match="24 tokens"):
         train(ppo, model=saved("gpt2"), reward_model=reward, response_length=24)
-
-
-def test_the_context_of_roberta():
-    """Its positions begin behind that of the padding token: of 64 it has 62, as its tokenizer knows."""
-    model = make("roberta", AutoModelForSequenceClassification, pad_token_id=1)
-    for known, length in ((62, 62), (512, 64), (10**30, 64)):
-        model.tokenizer = SimpleNamespace(model_max_length=known)
-        assert ppo.context_length(model) == length
 
 
 # --- Adapters

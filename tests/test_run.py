@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from runs import in_background, lines_of, main, run, untimed, words_of
 from safetensors.torch import load_file
 from sources import SCRIPTS
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import pipeline
 
 import ppo
 
@@ -319,16 +319,6 @@ def test_a_signal_ends_the_run_after_its_step(script, heeded, whole, settings_of
     assert_same_run(folder, whole(script))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ignored_signals_stay_ignored(number, heeded, whole, settings_of, tmp_path, monkeypatch):
-    """As those are that the shell ignores for nohup."""
-    undisturbed = whole("ppo")
-    signal.signal(number, signal.SIG_IGN)
-    signal_at_step_1(monkeypatch, ppo, number)
-    run(ppo, tmp_path, **settings_of("ppo"))
-    assert_same_run(tmp_path, undisturbed)
-
-
 # --- Numbers that are none
 
 
@@ -390,15 +380,6 @@ def test_each_panel_of_the_curves_has_a_metric(script, whole):
     names = set(lines_of(whole(script))[-1])
     for pattern in MODULES[script].CURVES.values():
         assert [name for name in names if re.search(pattern, name)], pattern
-
-
-def test_the_default_folder_has_name_and_seed(tmp_path, tiny, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = tiny["ppo"] | dict(total_episodes=8)
-    ppo.train(ppo.Args(exp_name="trial", seed=5, device="cpu", **settings))
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("trial__5__")
-    AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("script", ["ppo", "dpo", "sft", "reward_model"])  # rloo.py and grpo.py report as PPO does

@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,6 +176,19 @@ def test_the_limit_of_a_response_includes_both_ends(monkeypatch):
     for _ in range(40):
         ppo.sample_batch(policy, [{"input_ids": [5, 6]}], args)
     assert drawn == {7, 8}
+
+
+def test_a_batch_may_be_sampled_in_parts(policy, monkeypatch):
+    """Each row has random numbers of its own."""
+    monkeypatch.setattr(ppo, "pad", lambda rows, *_: (torch.tensor(rows), torch.ones(6, 2).bool()))
+    policy = deepcopy(policy)
+    policy.tokenizer, policy.stop_token_ids = SimpleNamespace(pad_token_id=PAD), [STOP]
+    responses = []
+    for n in (6, 4):
+        torch.manual_seed(1)
+        args = ppo.Args(response_length=8, local_rollout_forward_batch_size=n, device="cpu")
+        responses.append(ppo.sample_batch(policy, [{"input_ids": [5, 6 + i]} for i in range(6)], args).responses)
+    assert torch.equal(*responses)
 
 
 # --- Rollout

@@ -3,8 +3,6 @@
 import importlib
 import importlib.util
 import json
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -103,47 +101,3 @@ def test_the_shell_game_is_made_again_byte_for_byte(tmp_path):
     assert len(files) == 7
     for file in files:
         assert file.read_bytes() == (TOY / "shells" / file.relative_to(tmp_path)).read_bytes(), file
-
-
-def read_commands():
-    """The words of each `train FOLDER SCRIPT FLAGS...` of models.sh."""
-    text = (TOY / "models.sh").read_text().replace("\\\n", " ")
-    return [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("train ")]
-
-
-class Enough(Exception):
-    """Ends a run."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", ["sft", "reward_model", "shells/sft"])
-def test_the_shipped_models_are_still_made(folder, tmp_path, monkeypatch):
-    """Their commands in models.sh give what experiments/results/learning.jsonl says of these runs, to rounding: in the
-    first evaluation. And what is shipped has the last one."""
-    command = next(x for x in read_commands() if x[0] == folder)
-    script = importlib.import_module(command[1].removesuffix(".py"))
-    flags, _, seed = shlex.join(command[2:]).partition(" --seed ")
-    record = [json.loads(x) for x in (TOY.parent / "experiments/results/learning.jsonl").read_text().splitlines()]
-    run = next(
-        x for x in record if (x["run"], x["seed"]) == (f"{command[1].removesuffix('.py')} {flags}", int(seed or 1))
-    )
-    metric = "eval/loss" if folder == "reward_model" else "eval/perplexity"
-    evaluate = script.evaluate
-    seen = []
-
-    def first(model, *rest):
-        """The first evaluation, and then that of the model that is shipped; then the run ends."""
-        kind = type(model).from_pretrained(TOY / folder)
-        for weights in (model.state_dict(), kind.state_dict()):
-            model.load_state_dict(weights)
-            result = evaluate(model, *rest)
-            seen.append((result[0] if isinstance(result, tuple) else result)[metric])
-        raise Enough
-
-    monkeypatch.setattr(script, "evaluate", first)
-    monkeypatch.chdir(TOY.parent)
-    argv = [*command[2:], "--output-dir", str(tmp_path / "run"), "--eval-steps", str(int(run["curves"]["step"][0]))]
-    monkeypatch.setattr(sys, "argv", [command[1], *argv])
-    with pytest.raises(Enough):
-        script.train(script.read_command_line())
-    assert seen == pytest.approx([run["start"][metric], run["end"][metric]], rel=0.02)
