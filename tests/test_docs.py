@@ -65,7 +65,7 @@ def arguments(script):
     return found | {alias: found[flag] for alias, flag in aliases.items()}
 
 
-WITH_PROGRAMS = (*PLACES, "exercises/bugs", "lecture", "toy/guess", "toy/shells")
+WITH_PROGRAMS = (*PLACES, "exercises", "exercises/bugs", "lecture", "toy/guess", "toy/shells")
 PROGRAMS = [str(path.relative_to(ROOT)) for folder in WITH_PROGRAMS for path in (ROOT / folder).glob("*.py")]
 ARGUMENTS = {path: arguments(path) for path in [*SCRIPTS, *PROGRAMS]}
 ALL_FLAGS = set().union(*ARGUMENTS.values())
@@ -88,10 +88,11 @@ def flags_in(code):
 def test_every_flag_exists(path):
     """In a command line of one of our programs it is a flag of that one; elsewhere of any, or another tool's."""
     for line in code_lines(text_of(path)):
-        program = re.search(r"(?:python|uv run) ([\w/]+\.py)", line)
+        before = "(?<=python )|(?<=uv run )|(?<=trace.py )|(?<=stepwise.py )"  # the latter two hand flags on
+        programs = re.findall(rf"(?:{before})([\w/]+\.py)", line)
         known = ALL_FLAGS | set(OTHER_TOOLS)
-        if program and program[1] != "lecture/fork.py":
-            known = ARGUMENTS.get(program[1], {})
+        if programs and "lecture/fork.py" not in programs:
+            known = {flag for program in programs for flag in ARGUMENTS.get(program, {})}
         for flag in flags_in(line):
             assert flag in known, line
 

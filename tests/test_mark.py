@@ -1,0 +1,73 @@
+"""exercises/mark.py: what is right gets its points, and what is missing is said."""
+
+import json
+import sys
+
+import pytest
+from sources import ROOT
+
+sys.path.insert(0, str(ROOT / "exercises"))
+import mark  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """What somebody handed in: all answers, and runs that end as ours do; but for functions, which pytest grades."""
+    answers = "".join(f"{name} = {right:.4g}\n" for name, (right, _) in mark.ANSWERS.items())
+    (tmp_path / "answers.toml").write_text(answers)
+    for name, ends in json.loads(mark.OURS.read_text()).items():
+        for seed, end in enumerate(ends, 1):
+            run = tmp_path / f"runs/{name}-{seed}"
+            run.mkdir(parents=True)
+            (run / "args.json").write_text(json.dumps(mark.RUNS[name] | {"seed": seed}))
+            rows = [{mark.METRIC: 0.0}, {mark.METRIC: end}, {}]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_the_handout_has_the_thresholds():
+    assert mark.table() in mark.HANDOUT.read_text("utf-8")
+
+
+def points(marks):
+    """Got, and of how many."""
+    return tuple(sum(x[i] for x in marks.values()) for i in (0, 1))
+
+
+def test_all_is_right(folder):
+    assert points(mark.answers(folder)) == (16, 16) and points(mark.runs(folder)) == (21, 21)
+    total = points(mark.answers(folder))[1] + points(mark.runs(folder))[1]
+    assert total + sum(mark.FUNCTIONS.values()) + sum(mark.CAPSTONE.values()) == 88
+
+
+def test_a_wrong_number_is_named(folder):
+    """Each usual mistake by its sentence."""
+    for name, (_, mistakes) in mark.ANSWERS.items():
+        for x, sentence in mistakes.items():
+            (folder / "answers.toml").write_text(f"{name} = {x:.4g}\n")
+            marks = mark.answers(folder)
+            assert marks[name][0] == 0 and sentence in marks[name][2] and points(marks) == (0, 16)
+
+
+def test_a_run_that_is_not_what_was_asked_for(folder):
+    run = folder / "runs/group-2"
+    args = json.loads((run / "args.json").read_text())
+    (run / "args.json").write_text(json.dumps(args | {"scale_rewards": "none"}))
+    assert mark.runs(folder)["group"][0] == 0 and "scale_rewards none" in mark.runs(folder)["group"][2]
+    (run / "args.json").write_text(json.dumps(args | {"seed": 1}))
+    assert "2 seeds" in mark.runs(folder)["group"][2]
+    (run / "args.json").write_text(json.dumps(args))
+    (run / "metrics.jsonl").write_text(json.dumps({"eval/pass@1": 0.1}) + "\n")
+    assert "ends at eval/pass@1 0.10" in mark.runs(folder)["group"][2] and mark.runs(folder)["mean"][0] == 3
+
+
+@pytest.mark.slow
+def test_functions_are_graded(folder):
+    """Those of the short files are right; one is emptied, another wrong."""
+    text = (ROOT / "exercises/functions.py").read_text("utf-8")
+    text = text.replace('raise NotImplementedError("masked_mean")', "return x[mask].mean()")
+    text = text.replace('raise NotImplementedError("leave_one_out")', "return rewards - rewards.mean()")
+    (folder / "functions.py").write_text(text)
+    marks = mark.functions(folder, no_capstone=True)
+    assert points(marks) == (1, sum(mark.FUNCTIONS.values()))
+    assert "not right" in marks["leave_one_out"][2] and marks["gae"][2] == "not done yet"
