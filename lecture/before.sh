@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes whatever the ten lectures of README.md show and the repository does not hold: once, before the course, in half an
-# hour on two cores. What is there is not made again.
+# Makes whatever the ten lectures of README.md show and the repository does not hold: once, before the course, in a quarter of
+# an hour of CPU time. What is there is not made again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gold="--reward-fn reward_model toy/make.py:gold_score --reward-weights 1 0"
