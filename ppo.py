@@ -1250,12 +1250,12 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 }
 
 
-def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[list[dict], list[dict]]:
+def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[datasets.Dataset, list[dict]]:
     """The rows to train on, and those to evaluate on, each with its prompt's token ids as `input_ids`."""
     train, test = load_data(args)
     prompts = encode_prompts(train, policy.tokenizer, args)
-    test_prompts = encode_prompts(test, policy.tokenizer, args) if test else []
-    longest = max(len(x["input_ids"]) for x in prompts + test_prompts)
+    test_prompts = encode_prompts(test, policy.tokenizer, args) if test else prompts.select([])
+    longest = max(longest_prompt(prompts), longest_prompt(test_prompts))
     limit = context_length(policy)
     if same_tokens(policy, reward_model):
         limit = min(limit, context_length(reward_model))
@@ -1264,35 +1264,40 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
         f"the longest prompt ({longest} tokens) and --response-length {args.response_length} exceed the {limit} tokens "
         "that policy and reward model can read",
     )
-    return prompts, test_prompts[: args.num_eval_prompts]
+    return prompts, test_prompts.take(args.num_eval_prompts).to_list()
 
 
-def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> list[dict]:
-    """The rows of a split; those with an empty prompt, or one over max_prompt_length, are dropped and counted."""
-    prompts = read_column(data, args.prompt_column, "--prompt-column")
+def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> datasets.Dataset:
+    """The rows of a split, with their prompts' token ids as `input_ids`; those with an empty prompt, or one over
+    max_prompt_length, are dropped and counted. They stay in files that are mapped into memory, and are encoded once."""
+    read_column(data.take(0), args.prompt_column, "--prompt-column")  # it is there
     # what reward functions are given besides the columns
     reserved = {"input_ids", "prompts", "completions", "completion_ids"} - {args.prompt_column}
     clash = sorted(reserved & set(data.column_names))
     require(
         not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions get others of these names"
     )
-    kept = []
-    for row, prompt in zip(data.to_list(), tqdm(prompts, desc="encoding prompts", leave=False, disable=RANK > 0)):
-        row["input_ids"] = encode_prompt(prompt, tokenizer)
-        if 0 < len(row["input_ids"]) <= args.max_prompt_length:
-            kept.append(row)
-    dropped = f"{len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {args.max_prompt_length} tokens"
-    require(kept, f"--dataset {args.dataset}: dropped {dropped} (set --max-prompt-length)")
-    if len(kept) < len(prompts):
-        print(f"dropped {dropped}")
-    return kept
+    encode = lambda prompts: {"input_ids": encode_texts(prompts, tokenizer)}  # noqa: E731
+    data = data.map(encode, input_columns=args.prompt_column, batched=True, desc="encoding prompts")
+    fits = [0 < len(ids) <= args.max_prompt_length for ids in data["input_ids"]]
+    dropped = f"{fits.count(False)} of {len(fits)} prompts: empty, or over {args.max_prompt_length} tokens"
+    require(any(fits), f"--dataset {args.dataset}: dropped {dropped} (set --max-prompt-length)")
+    if all(fits):
+        return data
+    print(f"dropped {dropped}")
+    return data.select(np.flatnonzero(fits))
 
 
-def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+def encode_texts(prompts: list[str] | list[list[dict]], tokenizer: AutoTokenizer) -> list[list[int]]:
+    """Token ids of texts, or of conversations up to where the assistant is to speak."""
+    if isinstance(prompts[0], str):
+        return tokenizer(prompts)["input_ids"]
+    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
+
+
+def longest_prompt(prompts: datasets.Dataset) -> int:
+    """Tokens in the longest of them."""
+    return max(map(len, prompts["input_ids"]), default=0)
 
 
 def check_args(args: Args) -> None:
@@ -1306,7 +1311,7 @@ def check_args(args: Args) -> None:
     require(fits, f"--response-length-min is more than --response-length, which is {args.response_length}")
 
 
-def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> Args:
+def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: int) -> Args:
     """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
     prints them in words."""
     size = policy.num_parameters()
@@ -1321,7 +1326,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: list[dict], G: int) -> 
         batch_size = per_device * args.gradient_accumulation_steps * parts
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
-    longest = max(len(prompt["input_ids"]) for prompt in prompts) + args.response_length
+    longest = longest_prompt(prompts) + args.response_length
     fitting = min(batch_size // parts, rows_that_fit(policy, longest, args))
     micro_batch_size = args.micro_batch_size or per_device or fitting
     rollout_batch_size = args.local_rollout_forward_batch_size or responses_that_fit(policy, longest, args)

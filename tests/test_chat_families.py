@@ -1,18 +1,28 @@
 """Ten families of chat models: all scripts and tools read one conversation alike, and end its turns where it ends."""
 
+import json
 import re
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES, make_tokenizer, save_family
+from rich.console import Console
+from rich.table import Table
+from runs import run
+from test_compare import compare
 from test_evaluate import evaluate
-from transformers import AutoModelForSequenceClassification
+from test_xray import xray
+from transformers import AutoModelForSequenceClassification, GenerationConfig
 
+import chat
 import dpo
+import grpo
 import ppo
 import reward_model
+import rloo
 import sft
 
 TALK = [
@@ -38,7 +48,7 @@ def tokenizer(family):
 def test_all_scripts_read_one_text(tokenizer, prompt):
     """That of a rollout: the prompt up to where the assistant speaks, its words, the token that ends its turn. No line
     break behind it is taught, or read by a reward model."""
-    head = ppo.encode_prompt(prompt, tokenizer)
+    head = ppo.encode_texts([prompt], tokenizer)[0]
     ids, labels = sft.encode_pair(prompt, "It sings.", tokenizer, True)
     end, _ = ppo.turn_end(tokenizer)
     assert ids[: len(head)] == head and labels == [sft.IGNORE] * len(head) + ids[len(head) :]
@@ -94,7 +104,7 @@ def test_rewards_of_tools_and_training(name, judge, tmp_path):
     policy = ppo.load_policy(args)
     model = ppo.load_reward_model(args, policy)
     rows = [{"prompt": TALK[:1]}, {"prompt": TALK[:3]}, {"prompt": TALK[:1]}]
-    ids = [ppo.encode_prompt(row["prompt"], policy.tokenizer) for row in rows]
+    ids = [ppo.encode_texts([row["prompt"]], policy.tokenizer)[0] for row in rows]
     whole = [sft.encode_pair(row["prompt"], "It sings.", policy.tokenizer, True)[0] for row in rows]
     written = [both[len(prompt) :] for both, prompt in zip(whole, ids)]
     written[2] = written[2][:-1]
@@ -127,3 +137,45 @@ def test_the_stop_tokens(family, tokenizer, tmp_path):
     policy, _ = save_family(family, tmp_path)
     names = {*FAMILIES[family].stops.split(), FAMILIES[family].eos}
     assert set(ppo.load_policy(ppo.Args(model=policy)).stop_token_ids) == set(tokenizer.convert_tokens_to_ids([*names]))
+
+
+@pytest.mark.slow
+def test_everything_runs(tmp_path, monkeypatch, capsys):
+    """Six scripts and four tools on all ten families; a table of what holds."""
+    (tmp_path / "r.py").write_text("def f(completion_ids, **_):\n    return [sum(ids) for ids in completion_ids]\n")
+    table = Table(
+        "family", "stop tokens", "what sft.py trains", title="ten families of chat models: all scripts and tools ran"
+    )
+    for name in FAMILIES:
+        folder = tmp_path / name.replace(" ", "-")
+        policy, reward = save_family(name, folder)
+        rows = [{"prompt": TALK[:3], "chosen": TALK[3:], "rejected": "No.", "messages": TALK}] * 8
+        (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        data = dict(dataset=f"{folder}/data.jsonl", num_sample_generations=1)
+        rewards = (reward,) if reward else (f"{tmp_path}/r.py:f",)
+        judged = dict(reward_model=reward) if reward else dict(reward_fn=rewards)
+        rollouts = dict(batch_size=4, total_episodes=4, response_length=8, num_ppo_epochs=1) | judged
+        for script in (sft, dpo, ppo, rloo, grpo, *([reward_model] if reward else [])):
+            settings = data | (rollouts if script in (ppo, rloo, grpo) else dict(batch_size=8))
+            if script is grpo:
+                settings |= dict(num_generations=2, reward_fn=("reward_model",) if reward else rewards)
+            run(script, folder / script.__name__, model=policy, **settings)
+            if script is not reward_model:
+                left = GenerationConfig.from_pretrained(folder / script.__name__).eos_token_id
+                assert set(left) == set(ppo.load_policy(ppo.Args(model=policy)).stop_token_ids)
+        sizes = dict(dataset=data["dataset"], device="cpu", response_length=8)
+        args = evaluate.Args(f"{folder}/ppo", reference=policy, reward_fn=rewards, **sizes)
+        summary, _ = evaluate.evaluate(args)
+        assert summary["mean"].notna().all()
+        sides = dict(model=f"{folder}/ppo", other=policy, reward_fn=rewards[0], output_dir=f"{folder}/compare")
+        assert compare.compare(compare.Args(**sides, **sizes))["unjudged"] == 0
+        assert xray.make_page(folder / "grpo")
+        monkeypatch.setattr(sys, "argv", ["chat.py", policy, "--response-length", "8"])
+        lines = iter(["The film?", "why " * 600, "Why?"])
+        monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or (_ for _ in ()).throw(EOFError))
+        chat.main()
+        turns = "the last turn" if name in REWRITE else "all turns"
+        table.add_row(name, " ".join(make_tokenizer(name).convert_ids_to_tokens(left)), turns)
+    assert capsys.readouterr().out.count("that is too long") == len(FAMILIES)
+    with capsys.disabled():
+        Console().print(table)

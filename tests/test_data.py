@@ -145,7 +145,7 @@ def test_prompts_as_messages(tokenizer, chat_model, tmp_path):
     """The assistant is to speak next; before a completion or a pair they are its beginning."""
     prompt = turns("The film", "is", "what")
     head = "user: The film<|end|>assistant: is<|end|>user: what<|end|>assistant:"
-    assert tokenizer.decode(ppo.encode_prompt(prompt, tokenizer)) == head
+    assert tokenizer.decode(ppo.encode_texts([prompt], tokenizer)[0]) == head
     for completion in ("good.", [{"role": "assistant", "content": "good."}]):
         ids, labels = sft.encode_pair(prompt, completion, tokenizer, True)
         assert tokenizer.decode(ids) == f"{head} good.<|end|>"
