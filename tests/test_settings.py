@@ -276,13 +276,16 @@ def test_epochs_win_over_episodes(tmp_path, tiny):
     assert lines_of(tmp_path / "a")[-1]["episode"] == 32
 
 
+def prompts_of(length):
+    """One prompt of so many tokens."""
+    return datasets.Dataset.from_dict({"input_ids": [[5] * length]})
+
+
 @pytest.mark.parametrize("module", [ppo, sft], ids=name_of)
 def test_sizes_of_batches(module):
     """TRL's way: a size per device, times accumulation, mini-batches and processes; a batch size wins."""
     model = ppo.load_policy(ppo.Args(device="cpu"))
-    rows = (
-        [datasets.Dataset.from_dict({"input_ids": [[5]]}), 1] if module is ppo else [100, 9]
-    )  # prompts; number of texts, tokens of the longest
+    rows = [prompts_of(1), 1] if module is ppo else [100, 9]  # prompts; number of texts, tokens of the longest
     parts = 2 if module is ppo else 1
 
     def sizes(**settings):
@@ -311,19 +314,14 @@ def test_micro_batches_are_as_large_as_memory_allows():
     lengths = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args: lengths.append(tokens) or 4)
-        assert (
-            ppo.choose_sizes(
-                ppo.Args(response_length=20), policy, datasets.Dataset.from_dict({"input_ids": [[5] * 3]}), 1
-            ).micro_batch_size
-            == 4
-        )
+        assert ppo.choose_sizes(ppo.Args(response_length=20), policy, prompts_of(3), 1).micro_batch_size == 4
     assert lengths == [23]
 
 
 @pytest.mark.parametrize("module", [ppo, rloo, dpo, sft], ids=name_of)
 def test_adapters_learn_at_ten_times_the_rate(module):
     model = ppo.load_policy(ppo.Args(device="cpu"))
-    rows = [datasets.Dataset.from_dict({"input_ids": [[5]]}), 1] if module in (ppo, rloo) else [100, 9]
+    rows = [prompts_of(1), 1] if module in (ppo, rloo) else [100, 9]
     args = [module.Args(model="toy/sft", lora_r=r, device="cpu") for r in (0, 4)]
     rates = [module.choose_sizes(x, model, *rows).learning_rate for x in args]
     assert rates[1] == pytest.approx(10 * rates[0], rel=0.05)
