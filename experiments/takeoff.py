@@ -1,4 +1,4 @@
-"""What decides a run? Six ways to weigh answers, from a start that is right once in a hundred answers, over many seeds.
+"""What decides a run? Six ways to weigh answers, from a start that is seldom right, over many seeds.
 
     python experiments/takeoff.py --seeds 100          # 600 runs of 4 CPU seconds; goes on where it stopped
     python experiments/takeoff.py --seeds 100 --list   # only says how many are missing
