@@ -349,6 +349,31 @@ def test_shares(monkeypatch, n, processes):
     assert torch.equal(torch.stack(shares, 1).flatten()[:n], torch.arange(n))
 
 
+def test_weights_are_whole_in_a_rollout_and_shards_after_it(monkeypatch):
+    """With stage 3, unless --no-gather-for-rollout asks for each layer anew."""
+
+    class Part(torch.nn.Module):
+        """What is asked of FSDP2."""
+
+        is_sharded = gives_back = True
+
+        def set_reshard_after_forward(self, value, recurse):
+            self.gives_back = value
+
+        def unshard(self):
+            self.is_sharded = False
+
+        def reshard(self):
+            self.is_sharded = True
+
+    monkeypatch.setattr(ppo, "FSDPModule", Part)
+    for gather in (True, False):
+        part = Part()
+        with ppo.gathered(part, ppo.Args(zero_stage=3, gather_for_rollout=gather)):
+            assert part.is_sharded == part.gives_back == (not gather)
+        assert part.is_sharded and part.gives_back
+
+
 @pytest.mark.parametrize("settings", [dict(zero_stage=3), dict(offload=True), dict(zero_stage=2, shard_size=2)])
 def test_shards_need_processes(settings, tmp_path):
     with pytest.raises(SystemExit, match="torchrun"):
