@@ -65,9 +65,10 @@ JUDGED = f"{SUMS} --temperature 0"
 GOLD = "rewards/sentiment.py:polarity"
 REWARD_MODEL = "runs/real/reward-model-1"
 WORDS = "--response-length 32 --temperature 0.7"
-FRIENDLY = f"{WORDS} --num-generations 2 --reward-fn {GOLD} {REWARD_MODEL}"
+FRIENDLY = f"{WORDS} --dtype bfloat16 --num-generations 2 --reward-fn {GOLD} {REWARD_MODEL}"
 BOTH = f"--reward-fn reward_model {GOLD} --reward-weights 1 0 --reward-model {REWARD_MODEL}"
 ONLINE = f"{WORDS} {BOTH} --bf16 --learning-rate 2e-5 --batch-size 32 --num-ppo-epochs 1 --missing-eos-penalty 0"
+ON_GOLD = ONLINE.replace(BOTH, f"--reward-fn {GOLD} --kl-coef 0.01")
 PAIRS = "--bf16 --batch-size 16"  # 15 steps
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
@@ -83,6 +84,8 @@ ARMS = {
         "reward_model.py", "pairs", f"{PAIRS} --learning-rate 5e-5 --eos-dropout 0.5", "", is_kept=True
     ),
     "before, things": Arm("", "things", "", FRIENDLY.replace("generations 2", "generations 4")),
+    "sft on the best of 4": Arm("sft.py", "best", f"{PAIRS} --num-train-epochs 2", FRIENDLY),
+    "rloo on the gold score": Arm("rloo.py", "things", f"{ON_GOLD} --rloo-k 4 --total-episodes 256", FRIENDLY),
     "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5", FRIENDLY),
     "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 256", FRIENDLY),
     "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 192", FRIENDLY),
@@ -108,7 +111,7 @@ def make_data() -> None:
 
 
 def make_pairs(model: str) -> None:
-    """Preference pairs, in DATA: of four answers to a prompt, the first two, and the last two.
+    """Preference pairs, in DATA: of four answers to a prompt, the first two, and the last two; and the best of four.
 
     The higher reward is preferred with the odds exp(8 d) to 1, if d is by how much it is higher (Bradley and Terry).
     """
@@ -132,6 +135,10 @@ def make_pairs(model: str) -> None:
             }
             pairs.append({"prompt": a["prompt"]} | texts)
         write(DATA / "pairs" / f"{split}.jsonl", pairs)
+        fours = [answers[i : i + 4] for i in range(0, len(answers), 4)]
+        best = [max(four, key=lambda answer: answer[GOLD]) for four in fours]
+        rows = [{"prompt": x["prompt"], "completion": [{"role": "assistant", "content": x["response"]}]} for x in best]
+        write(DATA / "best" / f"{split}.jsonl", rows)
 
 
 def chat(text: str) -> list[dict]:
@@ -181,10 +188,10 @@ def measure(name: str, seed: int, model: str) -> dict:
     result = {"run": name, "seed": seed, **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     result |= {"machine": describe_machine(), "threads": os.environ.get("OMP_NUM_THREADS")}
     judged = model
-    if arm.data == "pairs":
+    if arm.data in ("pairs", "best"):
         make_pairs(model)
     if arm.script:
-        split = "validation" if arm.data == "pairs" else "none"
+        split = "validation" if arm.data in ("pairs", "best") else "none"
         flags = f"{arm.flags} --dataset-test-split {split} --save-steps 100000 --seed {seed} --output-dir {output}"
         command = [arm.script, "--model", model, "--dataset", data, *flags.split()]
         result |= {"command": shlex.join(["python", *command])} | call(command, log)
@@ -194,8 +201,10 @@ def measure(name: str, seed: int, model: str) -> dict:
     if not arm.judged:
         return result
     where = f"{output}/judged"
-    command = ["tools/evaluate.py", judged, "--dataset", data, *arm.judged.split()]
-    command += ["--reference", model, "--output-dir", where]
+    unseen = data if arm.data == "sums" else str((DATA / "things").relative_to(ROOT))
+    command = ["tools/evaluate.py", judged, "--dataset", unseen, *arm.judged.split()]
+    command += ["--reference", model] if arm.script else []
+    command += ["--output-dir", where]
     seconds = call(command, log)
     result |= {"judged": shlex.join(["python", *command]), "judged_seconds": seconds["seconds"]}
     result["end"] = json.loads((ROOT / where / "evaluation.json").read_text())["figures"]
@@ -297,12 +306,12 @@ def rates_table(record: list[dict]) -> str:
 def pipeline_table(record: list[dict]) -> str:
     """Gold score, reward and KL on unseen things: before, best of four, and each script."""
     lines = [["", "gold score", "reward model", "KL", "ended by itself", "CPU seconds", "GB"], ["---", *["---:"] * 6]]
-    for name in ("before, things", "dpo", "rloo", "ppo"):
+    for name in ("before, things", "sft on the best of 4", "dpo", "rloo on the gold score", "rloo", "ppo"):
         runs = runs_of(record, name)
         if not runs:
             continue
         is_trained = "curves" in runs[0]
-        line = [f"`{name}.py`" if is_trained else "before", of_end(runs, GOLD, 3), of_end(runs, REWARD_MODEL, 2)]
+        line = [name.partition(",")[0], of_end(runs, GOLD, 3), of_end(runs, REWARD_MODEL, 2)]
         line += [of_end(runs, "kl", 1) if is_trained else "0", of_end(runs, "eos_share", 2)]
         memory = f"{max(runs[0]['curves']['perf/peak_memory_mb']) / 1024:.1f}" if is_trained else ""
         lines.append([*line, str(runs[0].get("cpu_seconds", "")), memory])
