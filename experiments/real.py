@@ -283,23 +283,18 @@ def answers_table(record: list[dict]) -> str:
 
 
 def rates_table(record: list[dict]) -> str:
-    """One seed of each learning rate, eight updates."""
-    right = "rewards/verifiers.py:last_number"
-    lines = [
-        ["6 updates", "right in the last two batches", "entropy then", "right of unseen sums", "CPU s an update", "GB"]
-    ]
-    lines.append(["---", *["---:"] * 5])
-    for name in ARMS:
+    """Updates 5 and 6 of each learning rate, and of the long run."""
+    last = slice(4, 6)
+    heads = ["", "seeds", "right answers", "entropy", "CPU seconds an update", "GB"]
+    lines = [heads, ["---", *["---:"] * 5]]
+    for name in ("grpo", *(name for name in ARMS if name.startswith("6 updates"))):
         runs = runs_of(record, name)
-        if name.startswith("6 updates") and runs:
-            last = slice(-2, None)
-            line = [
-                name.removeprefix("6 updates, "),
-                of_curves(runs, "reward", 2, last),
-                of_curves(runs, "entropy", 2, last),
-            ]
-            line += [of_end(runs, right, 2), f"{runs[0]['cpu_seconds'] / 6:.0f}"]
-            lines.append(line + [f"{max(runs[0]['curves']['perf/peak_memory_mb']) / 1024:.1f}"])
+        if runs:
+            label = "2e-5, falling (the run above)" if name == "grpo" else name.removeprefix("6 updates, ")
+            line = [label, str(len(runs)), of_curves(runs, "reward", 2, last), of_curves(runs, "entropy", 2, last)]
+            line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
+            line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
+            lines.append(line)
     return markdown(lines)
 
 
