@@ -194,6 +194,9 @@ def family() -> str:
         ("equal groups", "end frac_reward_zero_std", 2),
     ]
     text = table(None, dict(zip(rows, names)), columns)
+    right = {name: values(name, "end eval/pass@1") for name in names}
+    more = [verdict(right[name], right[GAME], 3, paired=True) if name != GAME else "" for name in names]
+    text = with_column(text, "`eval/pass@1`, less the default's", more)
     return with_column(
         text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in names]
     )
