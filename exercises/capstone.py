@@ -95,6 +95,7 @@ def draw(script: str, curve: list[float], ours: list[list[float]]) -> Path:
     axis.plot(range(1, len(curve) + 1), curve, label="yours")
     axis.set(xlabel="update", ylabel=RUNS[script][0])
     axis.legend(frameon=False)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     file = FOLDER / f"{script}.png"
     figure.savefig(file, dpi=120)
     return file

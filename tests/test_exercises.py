@@ -187,7 +187,7 @@ def test_the_capstone_trains_with_the_students_functions(run, tmp_path, monkeypa
     metric, words, _ = capstone.RUNS["ppo"]
     small = {"total_episodes": 128, "batch_size": 16, "response_length": 10}
     monkeypatch.setattr(capstone, "RUNS", {"ppo": (metric, words, small)})
-    monkeypatch.setattr(capstone, "FOLDER", tmp_path)
+    monkeypatch.setattr(capstone, "FOLDER", tmp_path / "capstone")  # is not there yet
     monkeypatch.setattr(capstone, "OURS", tmp_path / "ours.json")
     ours = [capstone.train("ppo", {}), [0.0, 0.1]]
     capstone.OURS.write_text(json.dumps({"ppo": ours}))
@@ -196,6 +196,6 @@ def test_the_capstone_trains_with_the_students_functions(run, tmp_path, monkeypa
     end = f"{capstone.end_of(ours[0]):.2f}"
     assert f"from {ours[0][0]:.2f} to {end}; ours ends between 0.10 and {end}, by seed. The curves: " in text, text
     assert code == 0, text
-    assert (tmp_path / "ppo.png").exists()
+    assert (tmp_path / "capstone/ppo.png").exists()
     wrong = capstone.train("ppo", {"policy_loss": solution("policy_loss", ("torch.max(", "-torch.max("))})
     assert not capstone.verdict("ppo", wrong, ours[:1])[0]

@@ -184,7 +184,7 @@ def read_run(run: Path) -> dict:
 
 def newest_run() -> Path:
     """The folder in runs/ in which the last table of samples was saved."""
-    files = sorted(Path("runs").glob("*/samples/step-*.safetensors"), key=lambda file: file.stat().st_mtime)
+    files = sorted(Path("runs").glob("**/samples/step-*.safetensors"), key=lambda file: file.stat().st_mtime)
     if not files:
         sys.exit("error: runs/ has no run that has shown a table: name the folder of one")
     return files[-1].parent.parent
