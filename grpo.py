@@ -1301,7 +1301,7 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
 def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> datasets.Dataset:
     """The rows of a split, with their prompts' token ids as `input_ids`; those with an empty prompt, or one over
     max_prompt_length, are dropped and counted. They stay in files that are mapped into memory, and are encoded once."""
-    read_column(data.take(0), args.prompt_column, "--prompt-column")  # it is there
+    read_column(data, args.prompt_column, "--prompt-column")  # it is there, in each row
     # what reward functions are given besides the columns
     reserved = {"input_ids", "prompts", "completions", "completion_ids"} - {args.prompt_column}
     clash = sorted(reserved & set(data.column_names))

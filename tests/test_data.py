@@ -175,7 +175,7 @@ def test_a_prompt_beside_messages_is_read_once(tokenizer):
 
 def test_conversations_in_a_run(chat_model, tmp_path):
     talk = turns("The film", "is good.", "Why", "It sings.")
-    rows = [{"messages": talk, "chosen": talk, "rejected": turns("The film", "is bad.")}] * 16
+    rows = [{"messages": talk, "chosen": talk, "rejected": turns("The film", "is good.", "Why", "Is it?")}] * 16
     settings = dict(model=chat_model, dataset=write_rows(tmp_path / "d.jsonl", rows), batch_size=4)
     assert run(sft, tmp_path / "sft", packing=True, max_length=16, **settings)[-1]["loss"] > 0
     assert run(reward_model, tmp_path / "rm", **settings)[-1]["loss"] > 0

@@ -1,7 +1,10 @@
 """What further libraries say of formulas that test_loss.py and test_advantages.py hold to one already."""
 
+from types import SimpleNamespace
+
 import pytest
 from numbers_of_others import close, golden, leaf, row_mean
+from torch import nn
 
 import ppo
 import reward_model
@@ -83,6 +86,54 @@ def whitening_of_nplus():
     mask = i["mask"].bool()
     factor = ((mask.sum() - 1) / mask.sum().double()).sqrt()
     yield ppo.masked_whiten(i["values"], mask), o["whiten_shift"] * factor, mask
+
+
+class Stub(nn.Module):
+    """The reward model of trl0161_get_reward_index: its output says which token it read, at which position."""
+
+    def forward(self, input_ids, attention_mask, position_ids, **_):
+        outputs = input_ids * attention_mask + 100 * position_ids + 10_000 * attention_mask
+        return SimpleNamespace(last_hidden_state=outputs.float()[..., None])
+
+
+def where_rewards_are_read_of_trl_0_16():
+    """At the last real token, an empty response included."""
+    i, o = golden("trl0161_get_reward_index")
+    model = SimpleNamespace(base_model=Stub(), score=nn.Identity(), config=SimpleNamespace())
+    for ids, theirs in (("query_responses", o["final_rewards"]), ("query_responses_empty_case", o["empty_case_final"])):
+        yield ppo.read_reward(model, i[ids], (i[ids] != i["pad_token_id"]).long()), theirs
+
+
+def where_values_are_read_of_trl_0_16():
+    """One position before the response token."""
+    i, o = golden("trl0161_get_reward_index")
+    ids = i["query_responses"]
+    real = ids != i["pad_token_id"]
+    n = i["context_length"]
+    r = ppo.Rollout(ids[:, :n], real[:, :n], ids[:, n:], real[:, n:], None, None, [])
+    yield ppo.Critic(Stub(), nn.Identity())(r).detach(), o["value_slice_response"], real[:, n:]
+
+
+def response_mask_of_trl_0_16():
+    """Ours does not depend on the padding token."""
+    i, o = golden("trl0161_truncate_response")
+    for theirs in o["cases"].values():
+        mask, ended = ppo.response_mask(i["responses"], [theirs["stop"]])
+        yield i["responses"].masked_fill(~mask, theirs["pad"]), theirs["postprocessed"]
+        yield mask.sum(1), (theirs["trunc_idx"] + 1).clamp(max=i["responses"].shape[1])
+        yield ended, theirs["contain_eos"]
+
+
+def inputs_of_openrlhf_0_3():
+    """It writes EOS over the last token of a response that did not end; ours keeps what was drawn."""
+    i, o = golden("openrlhf031_process_sequences")
+    prompts, responses = i["sequences"].split([i["input_len"], i["sequences"].shape[1] - i["input_len"]], 1)
+    mask, ended = ppo.response_mask(responses, [i["eos"]])
+    inputs = ppo.Rollout(prompts, prompts != i["pad"], responses, mask, ended, None, []).inputs()
+    yield mask, o["action_mask"].bool()
+    yield inputs["attention_mask"], o["attention_mask"]
+    inputs["input_ids"][~ended, -1] = i["eos"]
+    yield inputs["input_ids"], o["sequences"]
 
 
 CASES = [f for name, f in list(globals().items()) if "_of_" in name]
