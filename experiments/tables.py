@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import costs
 import learning
 import throughput
 from common import LEARNED, RESULTS, ROOT, figure_of
@@ -602,6 +603,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "which-lines": which_lines,
     "throughput": throughput_table,
     "kernels": kernels,
+    "costs": lambda: costs.table(from_file("costs")["cases"]),
     "which-episodes": which_episodes,
     "which-seconds": which_seconds,
     "beside-trl": beside_trl,
