@@ -338,3 +338,12 @@ def test_wrong_settings(wrong, word, tmp_path, tiny):
     with pytest.raises(SystemExit, match=word):
         run(dpo, tmp_path / "out", **tiny["dpo"] | wrong)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_and_batches_have_orders_of_their_own(monkeypatch):
+    """In three passes of two batches no permutation serves twice: else the batches would come in the order of rows."""
+    drawn = set()
+    monkeypatch.setattr(dpo, "shuffled", lambda n, seed, number: drawn.add(number) or list(range(n)))
+    for number in range(6):
+        dpo.length_grouped_batch([1] * 8, number, 4, seed=1)
+    assert len(drawn) == 6
