@@ -200,6 +200,12 @@ def teacher_table(results: dict) -> str:
     return markdown(lines)
 
 
+def of_policy(run: dict, age: int) -> dict:
+    """The run with the rewards of the policy itself, which a sampler of that age earns so many updates later."""
+    curves = run["curves"]
+    return {"curves": {"episode": curves["episode"][: len(curves["episode"]) - age], "reward": curves["reward"][age:]}}
+
+
 def sampler_table(results: dict) -> str:
     """Of each sampler: how far it is from the policy, and what that does without and with the corrections."""
     heads = ["sampler", "first ratio", "approxkl", *(f"to .9: {name}" for name in CORRECTIONS)]
@@ -211,7 +217,9 @@ def sampler_table(results: dict) -> str:
         ratio = statistics.fmean(x for curve in curves for x in curve["first_ratio"])
         distance = statistics.fmean(x for curve in curves for x in curve["approxkl"])
         line = [sampler, f"{ratio:.3f}", f"{distance:.1g}"]
-        line += [mean_until(of[name], "reward", 5) if name in of else "" for name in CORRECTIONS]
+        age = int(sampler.split()[0]) if sampler.endswith("old") else 0
+        own = {name: [of_policy(run, age) for run in runs] for name, runs in of.items()}
+        line += [mean_until(own[name], "reward", 5) if name in own else "" for name in CORRECTIONS]
         lines.append(line + [mean_end(of[name], "right", 3) if name in of else "" for name in CORRECTIONS])
     return markdown(lines)
 
