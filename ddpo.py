@@ -85,8 +85,6 @@ from huggingface_hub import constants, get_session
 from matplotlib.figure import Figure
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributions import Normal
@@ -399,9 +397,8 @@ def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor
     part.rewards_by_name = {name: function(part) for name, function in reward_fns.items()}
     is_given = torch.stack([~x.isnan() for x in part.rewards_by_name.values()])  # (K, b)
     require(is_given.any(0).all(), "an image has no reward at all: each of --reward-fn gave None or NaN")
-    for name, x in part.rewards_by_name.items():
-        require(not x.isinf().any(), f"{name} gave an infinite reward")
     part.scores = weighted_sum(part.rewards_by_name, args.reward_weights)
+    require(part.scores.isfinite().all(), "one of --reward-fn gave an infinite reward")
     part.images = None  # they are large, and what follows reads the chains
 
 
@@ -679,8 +676,7 @@ def function_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
             raise RuntimeError(f"{spec} ended the program") from error
         if isinstance(said, tuple):
             said = said[0]
-        is_fit = not isinstance(said, dict) and len(said) == len(rows)
-        require(is_fit, f"{spec} should give {len(rows)} rewards, one for each image, not {said!r:.80}")
+        require(len(said) == len(rows), f"{spec} should give a list of {len(rows)} rewards, not {said!r:.80}")
         return torch.tensor([math.nan if x is None else float(x) for x in said], device=args.device)
 
     return reward
@@ -704,7 +700,7 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 def load_prompts(args: Args) -> list[dict]:
     """The rows of the dataset, each with its prompt."""
     data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    read_column(data, args.prompt_column, "--prompt-column")  # is there one?
+    read_column(data, args.prompt_column)  # is there one?
     return data.to_list()
 
 
@@ -786,10 +782,9 @@ def load_function(spec: str) -> Callable:
 @cache
 def import_file(path: str) -> ModuleType:
     """A file of Python as a module, under its own name: so pools of processes find what it defines."""
-    name = Path(path).stem
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)
+    sys.modules.setdefault(spec.name, module)
     sys.path.append(str(Path(path).parent))  # its neighbours can be imported, as those of a script can
     spec.loader.exec_module(module)
     return module
@@ -804,13 +799,10 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     return datasets.load_dataset(str(path), config, split=split)
 
 
-def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
-    """A column of a dataset, which `flag` names."""
-    there = ", ".join(data.column_names)
-    require(column in data.column_names, f"the dataset has no column {column!r}; it has {there} (set {flag})")
-    values = list(data[column])
-    missing = [i for i, x in enumerate(values) if x is None]
-    require(not missing, f"{len(missing)} rows of the dataset have no {column!r}, such as {missing[:3]}")
+def read_column(data: datasets.Dataset, column: str) -> list:
+    """A column of a dataset, with a value in each row."""
+    values = list(data.select_columns(column)[column])  # the error of select_columns names those that there are
+    require(None not in values, f"some rows of the dataset have no {column!r}")
     return values
 
 
@@ -850,7 +842,6 @@ def start(args: Args) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint of one process
     device = torch.device(args.device)
     if device.type == "cuda":
-        require(torch.cuda.is_available(), f"--device {args.device}: PyTorch {torch.__version__} finds no GPU")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     torch.backends.cudnn.allow_tf32 = False  # on by default in convolutions; it would move ratios out of the clip range
     if "RANK" in os.environ and not dist.is_initialized():
@@ -896,9 +887,9 @@ class Run:
     """What a run shows and leaves: progress bar, metrics.jsonl, W&B, checkpoints; in the end pipeline and curves.
 
     A step of a run is an epoch. A number is logged by putting it into the stats, under any name (one that ends in
-    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
-    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
-    that was never interrupted.
+    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it;
+    process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one that was
+    never interrupted.
     """
 
     def __init__(
@@ -930,7 +921,7 @@ class Run:
         if WORLD_SIZE > 1:
             dist.broadcast_object_list(name)  # their clocks may differ
             self.output = Path(name[0])
-            self.check_folder()
+            require(self.output.exists(), f"process {RANK} sees no {self.output}: all nodes must share this folder")
         if args.resume:
             self.restore()
         if not RANK:
@@ -949,16 +940,6 @@ class Run:
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
-
-    def check_folder(self) -> None:
-        """Ends the program if processes see different folders: each writes its part of a checkpoint into the one."""
-        here = self.output.exists(), sorted((self.output / "checkpoints").glob("step-*"))[-1:]
-        seen = [here] * WORLD_SIZE
-        dist.all_gather_object(seen, here)
-        require(
-            seen == [here] * WORLD_SIZE,
-            f"the processes see different files in {self.output}: it must be a folder that all nodes share",
-        )
 
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
@@ -1043,17 +1024,10 @@ class Run:
         """Writes a checkpoint, under another name until it is whole, and removes old ones."""
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
-        tensors = self.tensors()
-        files = {}  # of some 256 MB, since the writer holds each of them in memory as a whole
-        num_bytes = 0
-        for name, x in tensors.items():
-            num_bytes += (x.to_local() if isinstance(x, DTensor) else x).nbytes
-            files[name] = 1 + num_bytes // 2**28
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
+        dcp.save(self.tensors(), checkpoint_id=unfinished)
         if RANK:
             return
-        num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
+        state = {"step": self.step, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
@@ -1062,14 +1036,11 @@ class Run:
     def restore(self) -> None:
         """Brings everything back to the newest checkpoint; without any, the run starts over."""
         state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
-        damage = ""
-        for folder in sorted((self.output / "checkpoints").glob("step-*"), reverse=True):
+        for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
             try:
                 state = self.load(folder)
-                break
-            except (Exception, CheckpointException) as error:  # of torch: no Exception
-                damage += f"{folder} cannot be read ({str(error).splitlines()[-1]}); "
-        require(not damage, f"{damage}remove it to go on from the newest that is whole, after step {state['step']}")
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                raise RuntimeError(f"{folder} cannot be read: remove it to go on from the one before it") from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -1084,15 +1055,11 @@ class Run:
         Raises whatever is wrong. All weights must be there, but a weight that no pass reads has no moments.
         """
         state = json.loads((folder / "state.json").read_text())
-        files = len(list(folder.glob("*.safetensors")))
-        if files != state["files"]:
-            raise OSError(f"{files} of {state['files']} files of weights are there")
         if (self.output / "metrics.jsonl").stat().st_size < state["bytes_of_metrics"]:
             raise EOFError("metrics.jsonl lacks its lines, as in a copy that was made while the run went on")
-        reader = HuggingFaceStorageReader(folder)
-        there = reader.read_metadata().state_dict_metadata
+        there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         tensors = {name: x for name, x in self.tensors().items() if name in there or not name.startswith("state.")}
-        dcp.load(tensors, storage_reader=reader)
+        dcp.load(tensors, checkpoint_id=folder)
         for name, p in self.models.named_parameters():
             if f"state.{name}.step" not in there:
                 self.optimizer.state.pop(p, None)
@@ -1114,8 +1081,7 @@ class Run:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            print(f"to go on from step {self.step}: {launcher} {Path(__file__).name} --resume {self.output}")
+            print(f"to go on from step {self.step}: --resume {self.output}")
 
 
 def peak_memory_mb() -> float:
@@ -1191,13 +1157,10 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    saved = Args(**{name: x for name, x in settings.items() if name not in code_version()})
-    args = read(default=saved)
-    require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
-    for name, value in asdict(args).items():
-        before = getattr(saved, name)
-        if value != before and name != "resume":
-            print(f"{name}: {value}, before {before}")
+    for name in code_version():
+        del settings[name]
+    args = read(default=Args(**settings))
+    require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
     return args
 
 

@@ -63,13 +63,12 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache, lru_cache, partial
-from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -95,8 +94,6 @@ from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -389,6 +386,9 @@ class Rollout:
         return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
+RewardFns = dict[str, Callable[[Rollout], Tensor]]  # by name, what gives the rewards (B,) of a rollout, NaN for none
+
+
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
@@ -561,16 +561,13 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
-def score_responses(
-    rollout: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args
-) -> tuple[dict[str, Tensor], Tensor]:
+def score_responses(rollout: Rollout, reward_fns: RewardFns, args: Args) -> tuple[dict[str, Tensor], Tensor]:
     """What each reward function gives, (B,) by name, and the scores (B,)."""
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
     is_given = torch.stack([~x.isnan() for x in rewards.values()])  # (K, B)
     require(is_given.any(0).all(), "a response has no reward at all: each of --reward-fn gave None or NaN")
-    for name, x in rewards.items():
-        require(not x.isinf().any(), f"{name} gave an infinite reward")
     scores = weighted_sum(rewards, args.reward_weights)
+    require(scores.isfinite().all(), "one of --reward-fn gave an infinite reward")
     return rewards, penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
 
 
@@ -838,11 +835,7 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 
 
 def evaluate(
-    policy: nn.Module,
-    reference: nn.Module,
-    reward_fns: dict[str, Callable[[Rollout], Tensor]],
-    prompts: list[dict],
-    args: Args,
+    policy: nn.Module, reference: nn.Module, reward_fns: RewardFns, prompts: list[dict], args: Args
 ) -> dict[str, float]:
     """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
 
@@ -897,9 +890,6 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
             "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
             "or check that the policy was taught to end its texts"
         )
-    for name, rewards in rollout.rewards_by_name.items():
-        if rewards.isnan().all():
-            warnings.warn(f"{name} gave no response of a batch a reward, only None or NaN")
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
 
@@ -934,7 +924,7 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
     """Token ids of texts with their EOS, for PPO-ptx; none without --pretrain-data."""
     if args.pretrain_data is None:
         return []
-    rows = read_column(load_split(args.pretrain_data, None, "train"), "text", "--pretrain-data")
+    rows = read_column(load_split(args.pretrain_data, None, "train"), "text")
     limit = min(args.max_prompt_length + args.response_length, context_length(policy))
     end = [policy.tokenizer.eos_token_id]
     return [(policy.tokenizer(text)["input_ids"] + end)[:limit] for text in rows if text]
@@ -975,8 +965,7 @@ def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
             found += eos_tokens(policy)
             continue
         ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_special_tokens=False)
-        is_unknown = ids == [tokenizer.unk_token_id] and ids != [tokenizer.eos_token_id]  # in GPT-2 they are one token
-        is_token = len(ids) == 1 and ids[0] in range(len(tokenizer)) and not is_unknown
+        is_token = len(ids) == 1 and ids[0] < len(tokenizer)
         require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
         found += ids
     require(found, f"{args.model} has no EOS token: name another with --stop-token, or none")
@@ -1036,9 +1025,7 @@ def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
     return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
-def make_reward_fns(
-    args: Args, policy: nn.Module, reward_model: nn.Module | None
-) -> dict[str, Callable[[Rollout], Tensor]]:
+def make_reward_fns(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> RewardFns:
     """What --reward-fn names, by name: functions from a rollout to rewards (B,), NaN where one said None."""
     reward_fns = {}
     for spec in args.reward_fn:
@@ -1113,8 +1100,6 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
     dataset: lists with one value per row. If the prompts are messages, so are the completions. It is given copies.
     """
     function = load_function(spec)
-    is_open = any(x.kind == x.VAR_KEYWORD for x in signature(function).parameters.values())
-    require(is_open, f"{spec} is given more columns than it names: let it take (prompts, completions, **columns)")
 
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, of which each process asks for its share; NaN for None."""
@@ -1131,10 +1116,7 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
                 values = function(**given)
             except SystemExit as error:  # whose code may say that all went well
                 raise RuntimeError(f"{spec} ended the program") from error
-        is_fit = isinstance(values, Sized) and not isinstance(values, dict) and len(values) == len(rows)
-        require(
-            is_fit, f"{spec} should give a list of {len(rows)} rewards, one for each completion, not {values!r:.80}"
-        )
+        require(len(values) == len(rows), f"{spec} should give a list of {len(rows)} rewards, not {values!r:.80}")
         return all_gather(torch.tensor([math.nan if x is None else float(x) for x in values], device=args.device))
 
     return reward
@@ -1186,13 +1168,7 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
 def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> datasets.Dataset:
     """The rows of a split, with their prompts' token ids as `input_ids`; those with an empty prompt, or one over
     max_prompt_length, are dropped and counted. They stay in files that are mapped into memory, and are encoded once."""
-    read_column(data, args.prompt_column, "--prompt-column")  # it is there, in each row
-    # what reward functions are given besides the columns
-    reserved = {"input_ids", "prompts", "completions", "completion_ids"} - {args.prompt_column}
-    clash = sorted(reserved & set(data.column_names))
-    require(
-        not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions get others of these names"
-    )
+    read_column(data, args.prompt_column)  # it is there, in each row
     encode = lambda prompts: {"input_ids": encode_texts(prompts, tokenizer)}  # noqa: E731
     data = data.map(encode, input_columns=args.prompt_column, batched=True, desc="encoding prompts")
     fits = [0 < len(ids) <= args.max_prompt_length for ids in data["input_ids"]]
@@ -1221,8 +1197,6 @@ def check_args(args: Args) -> None:
     require(bool(args.pretrain_data) == bool(args.ptx_coef), "--ptx-coef and --pretrain-data: give both, or neither")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
     require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
-    fits = (args.response_length_min or 0) <= args.response_length
-    require(fits, f"--response-length-min is more than --response-length, which is {args.response_length}")
 
 
 def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: int) -> Args:
@@ -1347,33 +1321,31 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
     """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits. On a CPU, where larger parts gain little, they take
-    256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all weights."""
+    numbers per layer and hidden unit, and three times its logits."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
     num_logits = 0 if head is None else len(head.weight)
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    limit = free_numbers(args)
-    if args.device == "cpu":
-        limit = max(2**26, min(4 * model.num_parameters(), 2**29))
-    return max(1, limit // numbers)
+    return max(1, free_numbers(model, args) // numbers)
 
 
 def responses_that_fit(policy: nn.Module, num_tokens: int, args: Args) -> int:
     """How many responses may be sampled at once: each keeps its keys and values of all tokens and layers (prompt and
-    response are `num_tokens` long), and the logits of one token in three copies. On a CPU all take at most 2 GB."""
+    response are `num_tokens` long), and the logits of one token in three copies."""
     config = policy.config.get_text_config()
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = 2 * num_tokens * config.num_hidden_layers * num_heads * head_size + 3 * config.vocab_size
-    limit = 2**29 if args.device == "cpu" else free_numbers(args)
-    return max(1, limit // numbers)
+    return max(1, free_numbers(policy, args) // numbers)
 
 
-def free_numbers(args: Args) -> int:
-    """How many float32 numbers go into a quarter of the GPU's free memory, on the average of the processes, since all
-    must cut alike; 4 GB of them where there is no CUDA to ask."""
+def free_numbers(model: nn.Module, args: Args) -> int:
+    """How many float32 numbers a part of a batch may take: those of a quarter of the GPU's free memory, on the average
+    of the processes, since all must cut alike; 4 GB of them where there is no CUDA to ask. On a CPU, where larger parts
+    gain little, 256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all."""
+    if args.device == "cpu":
+        return max(2**26, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type != "cuda":
         return 2**30
     free = torch.tensor(torch.cuda.mem_get_info()[0] / WORLD_SIZE, dtype=torch.float64, device=args.device)
@@ -1447,10 +1419,9 @@ def load_function(spec: str) -> Callable:
 @cache
 def import_file(path: str) -> ModuleType:
     """A file of Python as a module, under its own name: so pools of processes find what it defines."""
-    name = Path(path).stem
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)
+    sys.modules.setdefault(spec.name, module)
     sys.path.append(str(Path(path).parent))  # its neighbours can be imported, as those of a script can
     spec.loader.exec_module(module)
     return module
@@ -1476,13 +1447,10 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     return train, load_split(args.dataset, args.dataset_config, test)
 
 
-def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
-    """A column of a dataset, which `flag` names."""
-    there = ", ".join(data.column_names)
-    require(column in data.column_names, f"the dataset has no column {column!r}; it has {there} (set {flag})")
-    values = list(data[column])
-    missing = [i for i, x in enumerate(values) if x is None]
-    require(not missing, f"{len(missing)} rows of the dataset have no {column!r}, such as {missing[:3]}")
+def read_column(data: datasets.Dataset, column: str) -> list:
+    """A column of a dataset, with a value in each row."""
+    values = list(data.select_columns(column)[column])  # the error of select_columns names those that there are
+    require(None not in values, f"some rows of the dataset have no {column!r}")
     return values
 
 
@@ -1531,7 +1499,6 @@ def start(args: Args) -> None:
     require(can_shard or not is_sharded, "shards are for torchrun --nproc-per-node N and --zero-stage 2 or 3")
     device = torch.device(args.device)
     if device.type == "cuda":
-        require(torch.cuda.is_available(), f"--device {args.device}: PyTorch {torch.__version__} finds no GPU")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
@@ -1664,9 +1631,9 @@ class Run:
     """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
 
     A step of a run is an update. A number is logged by putting it into the stats, under any name (one that ends in
-    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
-    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
-    that was never interrupted.
+    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it;
+    process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one that was
+    never interrupted.
     """
 
     def __init__(
@@ -1698,7 +1665,7 @@ class Run:
         if WORLD_SIZE > 1:
             dist.broadcast_object_list(name)  # their clocks may differ
             self.output = Path(name[0])
-            self.check_folder()
+            require(self.output.exists(), f"process {RANK} sees no {self.output}: all nodes must share this folder")
         if args.resume:
             self.restore()
         if not RANK:
@@ -1717,16 +1684,6 @@ class Run:
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
-
-    def check_folder(self) -> None:
-        """Ends the program if processes see different folders: each writes its part of a checkpoint into the one."""
-        here = self.output.exists(), sorted((self.output / "checkpoints").glob("step-*"))[-1:]
-        seen = [here] * WORLD_SIZE
-        dist.all_gather_object(seen, here)
-        require(
-            seen == [here] * WORLD_SIZE,
-            f"the processes see different files in {self.output}: it must be a folder that all nodes share",
-        )
 
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
@@ -1830,17 +1787,10 @@ class Run:
         """Writes a checkpoint, under another name until it is whole, and removes old ones."""
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
-        tensors = self.tensors()
-        files = {}  # of some 256 MB, since the writer holds each of them in memory as a whole
-        num_bytes = 0
-        for name, x in tensors.items():
-            num_bytes += (x.to_local() if isinstance(x, DTensor) else x).nbytes
-            files[name] = 1 + num_bytes // 2**28
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
+        dcp.save(self.tensors(), checkpoint_id=unfinished)
         if RANK:
             return
-        num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
+        state = {"step": self.step, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
@@ -1849,14 +1799,11 @@ class Run:
     def restore(self) -> None:
         """Brings everything back to the newest checkpoint; without any, the run starts over."""
         state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
-        damage = ""
-        for folder in sorted((self.output / "checkpoints").glob("step-*"), reverse=True):
+        for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
             try:
                 state = self.load(folder)
-                break
-            except (Exception, CheckpointException) as error:  # of torch: no Exception
-                damage += f"{folder} cannot be read ({str(error).splitlines()[-1]}); "
-        require(not damage, f"{damage}remove it to go on from the newest that is whole, after step {state['step']}")
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                raise RuntimeError(f"{folder} cannot be read: remove it to go on from the one before it") from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -1871,15 +1818,11 @@ class Run:
         Raises whatever is wrong. All weights must be there, but a weight that no pass reads has no moments.
         """
         state = json.loads((folder / "state.json").read_text())
-        files = len(list(folder.glob("*.safetensors")))
-        if files != state["files"]:
-            raise OSError(f"{files} of {state['files']} files of weights are there")
         if (self.output / "metrics.jsonl").stat().st_size < state["bytes_of_metrics"]:
             raise EOFError("metrics.jsonl lacks its lines, as in a copy that was made while the run went on")
-        reader = HuggingFaceStorageReader(folder)
-        there = reader.read_metadata().state_dict_metadata
+        there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         tensors = {name: x for name, x in self.tensors().items() if name in there or not name.startswith("state.")}
-        dcp.load(tensors, storage_reader=reader)
+        dcp.load(tensors, checkpoint_id=folder)
         for name, p in self.models.named_parameters():
             if f"state.{name}.step" not in there:
                 self.optimizer.state.pop(p, None)
@@ -1901,8 +1844,7 @@ class Run:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            print(f"to go on from step {self.step}: {launcher} {Path(__file__).name} --resume {self.output}")
+            print(f"to go on from step {self.step}: --resume {self.output}")
 
 
 def peak_memory_mb() -> float:
@@ -1984,13 +1926,10 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    saved = Args(**{name: x for name, x in settings.items() if name not in code_version()})
-    args = read(default=saved)
-    require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
-    for name, value in asdict(args).items():
-        before = getattr(saved, name)
-        if value != before and name != "resume":
-            print(f"{name}: {value}, before {before}")
+    for name in code_version():
+        del settings[name]
+    args = read(default=Args(**settings))
+    require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
     return args
 
 

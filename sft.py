@@ -73,8 +73,6 @@ from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -499,11 +497,11 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> 
         conversations = data[args.messages_column]
         rows = [encode_messages(messages, tokenizer, completion_only) for messages in conversations]
     elif args.completion_column in data.column_names:
-        prompts = read_column(data, args.prompt_column, "--prompt-column")
+        prompts = read_column(data, args.prompt_column)
         completions = data[args.completion_column]
         rows = [encode_pair(*pair, tokenizer, completion_only) for pair in zip(prompts, completions)]
     else:
-        texts = read_column(data, args.text_column, "--text-column, --completion-column or --messages-column")
+        texts = read_column(data, args.text_column)
         rows = [encode_pair("", text, tokenizer, False) for text in texts]
     kept = [row for row in rows if has_label(row)]
     if len(kept) < len(rows):
@@ -684,22 +682,21 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
     """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits. On a CPU, where larger parts gain little, they take
-    256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all weights."""
+    numbers per layer and hidden unit, and three times its logits."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
     num_logits = 0 if head is None else len(head.weight)
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    limit = free_numbers(args)
+    return max(1, free_numbers(model, args) // numbers)
+
+
+def free_numbers(model: nn.Module, args: Args) -> int:
+    """How many float32 numbers a part of a batch may take: those of a quarter of the GPU's free memory, on the average
+    of the processes, since all must cut alike; 4 GB of them where there is no CUDA to ask. On a CPU, where larger parts
+    gain little, 256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all."""
     if args.device == "cpu":
-        limit = max(2**26, min(4 * model.num_parameters(), 2**29))
-    return max(1, limit // numbers)
-
-
-def free_numbers(args: Args) -> int:
-    """How many float32 numbers go into a quarter of the GPU's free memory, on the average of the processes, since all
-    must cut alike; 4 GB of them where there is no CUDA to ask."""
+        return max(2**26, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type != "cuda":
         return 2**30
     free = torch.tensor(torch.cuda.mem_get_info()[0] / WORLD_SIZE, dtype=torch.float64, device=args.device)
@@ -781,13 +778,10 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     return train, load_split(args.dataset, args.dataset_config, test)
 
 
-def read_column(data: datasets.Dataset, column: str, flag: str) -> list:
-    """A column of a dataset, which `flag` names."""
-    there = ", ".join(data.column_names)
-    require(column in data.column_names, f"the dataset has no column {column!r}; it has {there} (set {flag})")
-    values = list(data[column])
-    missing = [i for i, x in enumerate(values) if x is None]
-    require(not missing, f"{len(missing)} rows of the dataset have no {column!r}, such as {missing[:3]}")
+def read_column(data: datasets.Dataset, column: str) -> list:
+    """A column of a dataset, with a value in each row."""
+    values = list(data.select_columns(column)[column])  # the error of select_columns names those that there are
+    require(None not in values, f"some rows of the dataset have no {column!r}")
     return values
 
 
@@ -830,7 +824,6 @@ def start(args: Args) -> None:
     require(can_shard or not is_sharded, "shards are for torchrun --nproc-per-node N and --zero-stage 2 or 3")
     device = torch.device(args.device)
     if device.type == "cuda":
-        require(torch.cuda.is_available(), f"--device {args.device}: PyTorch {torch.__version__} finds no GPU")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
@@ -940,9 +933,9 @@ class Run:
     """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
 
     A step of a run is an update. A number is logged by putting it into the stats, under any name (one that ends in
-    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
-    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
-    that was never interrupted.
+    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it;
+    process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one that was
+    never interrupted.
     """
 
     def __init__(
@@ -974,7 +967,7 @@ class Run:
         if WORLD_SIZE > 1:
             dist.broadcast_object_list(name)  # their clocks may differ
             self.output = Path(name[0])
-            self.check_folder()
+            require(self.output.exists(), f"process {RANK} sees no {self.output}: all nodes must share this folder")
         if args.resume:
             self.restore()
         if not RANK:
@@ -993,16 +986,6 @@ class Run:
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
-
-    def check_folder(self) -> None:
-        """Ends the program if processes see different folders: each writes its part of a checkpoint into the one."""
-        here = self.output.exists(), sorted((self.output / "checkpoints").glob("step-*"))[-1:]
-        seen = [here] * WORLD_SIZE
-        dist.all_gather_object(seen, here)
-        require(
-            seen == [here] * WORLD_SIZE,
-            f"the processes see different files in {self.output}: it must be a folder that all nodes share",
-        )
 
     def start_wandb(self) -> None:
         """Opens the W&B run; one that is resumed is continued."""
@@ -1106,17 +1089,10 @@ class Run:
         """Writes a checkpoint, under another name until it is whole, and removes old ones."""
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
-        tensors = self.tensors()
-        files = {}  # of some 256 MB, since the writer holds each of them in memory as a whole
-        num_bytes = 0
-        for name, x in tensors.items():
-            num_bytes += (x.to_local() if isinstance(x, DTensor) else x).nbytes
-            files[name] = 1 + num_bytes // 2**28
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
+        dcp.save(self.tensors(), checkpoint_id=unfinished)
         if RANK:
             return
-        num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
+        state = {"step": self.step, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
@@ -1125,14 +1101,11 @@ class Run:
     def restore(self) -> None:
         """Brings everything back to the newest checkpoint; without any, the run starts over."""
         state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
-        damage = ""
-        for folder in sorted((self.output / "checkpoints").glob("step-*"), reverse=True):
+        for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
             try:
                 state = self.load(folder)
-                break
-            except (Exception, CheckpointException) as error:  # of torch: no Exception
-                damage += f"{folder} cannot be read ({str(error).splitlines()[-1]}); "
-        require(not damage, f"{damage}remove it to go on from the newest that is whole, after step {state['step']}")
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                raise RuntimeError(f"{folder} cannot be read: remove it to go on from the one before it") from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -1147,15 +1120,11 @@ class Run:
         Raises whatever is wrong. All weights must be there, but a weight that no pass reads has no moments.
         """
         state = json.loads((folder / "state.json").read_text())
-        files = len(list(folder.glob("*.safetensors")))
-        if files != state["files"]:
-            raise OSError(f"{files} of {state['files']} files of weights are there")
         if (self.output / "metrics.jsonl").stat().st_size < state["bytes_of_metrics"]:
             raise EOFError("metrics.jsonl lacks its lines, as in a copy that was made while the run went on")
-        reader = HuggingFaceStorageReader(folder)
-        there = reader.read_metadata().state_dict_metadata
+        there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         tensors = {name: x for name, x in self.tensors().items() if name in there or not name.startswith("state.")}
-        dcp.load(tensors, storage_reader=reader)
+        dcp.load(tensors, checkpoint_id=folder)
         for name, p in self.models.named_parameters():
             if f"state.{name}.step" not in there:
                 self.optimizer.state.pop(p, None)
@@ -1177,8 +1146,7 @@ class Run:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
-            launcher = "python" if WORLD_SIZE == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            print(f"to go on from step {self.step}: {launcher} {Path(__file__).name} --resume {self.output}")
+            print(f"to go on from step {self.step}: --resume {self.output}")
 
 
 def peak_memory_mb() -> float:
@@ -1260,13 +1228,10 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    saved = Args(**{name: x for name, x in settings.items() if name not in code_version()})
-    args = read(default=saved)
-    require(args.output_dir == saved.output_dir, "a run that is resumed stays in its folder: leave --output-dir out")
-    for name, value in asdict(args).items():
-        before = getattr(saved, name)
-        if value != before and name != "resume":
-            print(f"{name}: {value}, before {before}")
+    for name in code_version():
+        del settings[name]
+    args = read(default=Args(**settings))
+    require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
     return args
 
 

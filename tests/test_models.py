@@ -12,6 +12,7 @@ from runs import GOLD, run
 from safetensors.torch import load_file, save_file
 from sources import ROOT
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import GenerationConfig
 
@@ -364,7 +365,8 @@ def test_adapter_and_merged_model_are_saved(script, tmp_path, tiny):
         settings["reward_fn"] = (GOLD,)
     run(script, tmp_path, **settings)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 300_000
-    saved = [name for file in tmp_path.glob("checkpoints/*/*.safetensors") for name in load_file(file)]
+    (folder,) = tmp_path.glob("checkpoints/*")
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     assert saved and all("lora" in name or "model." not in name for name in saved)
     ids = torch.randint(5, 500, (2, 9))
     with torch.no_grad():
@@ -479,19 +481,6 @@ def test_tf32_on_a_gpu_and_the_ratio_that_goes_with_it():
     ppo.start(args)
     assert torch.get_float32_matmul_precision() == "high"
     ppo.check_first_ratio(5e-3, ppo.ratio_rounding(args))
-
-
-@pytest.mark.parametrize("script", [ppo, rloo, grpo])
-def test_stop_token_is_the_unknown_token_too(script):
-    """As in GPT-2 and GPT-NeoX. Where they are two tokens, a word that is none is refused."""
-    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
-    policy.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    eos = policy.tokenizer.eos_token_id
-    with pytest.raises(SystemExit, match="zyzzyva"):
-        script.find_stop_tokens(script.Args(stop_token=("zyzzyva",)), policy)
-    policy.tokenizer.unk_token = policy.tokenizer.eos_token
-    for text in ("eos", str(eos), policy.tokenizer.eos_token):
-        assert script.find_stop_tokens(script.Args(stop_token=(text,)), policy) == [eos]
 
 
 @pytest.mark.parametrize("script", [sft, dpo], ids=lambda module: module.__name__)

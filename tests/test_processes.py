@@ -7,7 +7,6 @@ squared gradient, so that where a gradient is 0 but for rounding, its sign would
 import importlib
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -262,19 +261,18 @@ def test_process_0_alone_reads_the_weights(runs):
 
 def test_each_process_writes_its_half_of_a_checkpoint(runs):
     """Neither ever holds the whole."""
-    files = sorted((runs / "whole/checkpoints/step-00000004").glob("*.safetensors"))
+    files = sorted((runs / "whole/checkpoints/step-00000004").glob("*.distcp"))
     sizes = [file.stat().st_size for file in files]
     assert len(sizes) == 2
     assert max(sizes) < 0.55 * sum(sizes)
-    (alone,) = (runs / "by-one/checkpoints/step-00000004").glob("*.safetensors")
+    (alone,) = (runs / "by-one/checkpoints/step-00000004").glob("*.distcp")
     assert sum(sizes) == pytest.approx(alone.stat().st_size, rel=0.05)
 
 
 def test_interrupted_and_resumed(runs):
-    """SIGTERM to both ends the run after its step, with the command that goes on from there, to the same bits."""
+    """SIGTERM to both ends the run after its step, with the flag that goes on from there, to the same bits."""
     out = runs / "early"
-    said = (runs / "said").read_text()
-    assert re.findall("to go on .*: (torchrun .*)", said) == [f"torchrun --nproc-per-node 2 ppo.py --resume {out}"]
+    assert (runs / "said").read_text().count(f"--resume {out}\n") == 1
     assert untimed(lines_of(out)) == untimed(lines_of(runs / "whole"))
     a = load_file(out / "model.safetensors")
     b = load_file(runs / "whole/model.safetensors")

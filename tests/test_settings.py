@@ -119,10 +119,6 @@ def none(prompts, **_):
     return [None] * len(prompts)
 
 
-def named(prompts, **_):
-    return dict.fromkeys(range(len(prompts)), 1.0)
-
-
 def infinite(prompts, **_):
     return [-math.inf] * len(prompts)
 
@@ -137,7 +133,6 @@ def files(tmp_path_factory):
     """Data and models that something is wrong with."""
     folder = tmp_path_factory.mktemp("files")
     rows = {
-        "question": {"question": "Why?", "other": 1},
         "prompt": {"prompt": "The film was long and I liked it"},
         "short": {"text": "The film"},
         "empty": {"prompt": ""},
@@ -162,10 +157,6 @@ def files(tmp_path_factory):
 
 NO_SPLIT = dict(dataset_test_split="none")
 WRONG = [
-    (ppo, dict(dataset="question.jsonl"), "question, other"),
-    (sft, dict(dataset="question.jsonl"), "question, other"),
-    (reward_model, dict(dataset="question.jsonl"), "question, other"),
-    (ppo, dict(pretrain_data="toy/data/sft", ptx_coef=1.0), "prompt, completion"),
     (ppo, dict(response_length=159), "159"),
     (ppo, dict(dataset="prompt.jsonl", max_prompt_length=2), "max-prompt-length"),
     (ppo, dict(dataset="empty.jsonl"), "dropped 3 of 3"),
@@ -184,16 +175,13 @@ WRONG = [
     (ppo, dict(reward_fn=("gold_score",)), "file.py:name"),
     (ppo, dict(reward_fn=("r.py:one",)), "a list of 64 rewards"),
     (ppo, dict(reward_fn=("r.py:none",)), "None"),
-    (ppo, dict(reward_fn=("r.py:named",)), "a list of 64 rewards"),
-    (rloo, dict(reward_fn=("r.py:infinite",)), "infinite gave an infinite"),
-    (ppo, dict(response_length_min=54), "response-length-min"),
+    (rloo, dict(reward_fn=("r.py:infinite",)), "infinite"),
     (grpo, dict(max_turns=2), "--env"),
     (ppo, dict(dataset="null.jsonl"), "no 'prompt'"),
     (sft, dict(dataset="null.jsonl"), "no 'text'"),
     (sft, dict(dataset="nothing.jsonl"), "empty"),
     (dpo, dict(dataset="asked.jsonl"), "different questions"),
     (reward_model, dict(dataset="asked.jsonl"), "different questions"),
-    *([] if torch.cuda.is_available() else [(module, dict(device="cuda"), "no GPU") for module in (ppo, ddpo)]),
     (rloo, dict(rloo_k=5), "rloo-k"),
     (sft, dict(lora_r=2), "--model"),
     (sft, dict(dataset="short.jsonl", packing=True, **NO_SPLIT), "max-length"),
@@ -332,7 +320,7 @@ def test_the_cache_of_a_rollout_fits():
     model = ppo.load_policy(ppo.Args(device="cpu"))
     layers = model(input_ids=torch.ones(1, 10, dtype=torch.long), use_cache=True).past_key_values.layers
     numbers = sum(layer.keys.numel() + layer.values.numel() for layer in layers) + 3 * model.config.vocab_size
-    assert ppo.responses_that_fit(model, 10, ppo.Args(device="cpu")) == 2**29 // numbers
+    assert ppo.responses_that_fit(model, 10, ppo.Args(device="cpu")) == 2**26 // numbers
 
 
 def test_the_rate_rises_and_falls(tmp_path, tiny):
