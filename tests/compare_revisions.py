@@ -4,8 +4,8 @@
     python tests/compare_revisions.py HEAD~5 --scripts ppo --seeds 1 --flags="--total-episodes 256"
 
 Each script is run with each seed, once as it was at the revision and once as it is now. Then metrics.jsonl is compared
-line by line, leaving out what depends on the clock and on memory, and so are the weights that were saved. The table
-gives the largest difference of each metric, relative to the largest value of that metric in the run, and the largest
+line by line, leaving out what depends on the clock and on memory, and so are the weights that were saved. Printed are
+the largest difference of each metric, relative to the largest value of that metric in the run, and the largest
 difference of any weight. A metric that only one side has is listed; it does not count as a difference. The exit code is
 1 when a difference exceeds the tolerance.
 
@@ -34,8 +34,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,17 +119,13 @@ def compare_weights(old: Path, new: Path) -> dict[str, float]:
     return differences
 
 
-def show(script: str, differences: dict[int, dict[str, float]], tolerance: float) -> bool:
-    """Prints a row for each thing that differs, a column for each seed; returns whether all is within the tolerance."""
-    names = dict.fromkeys(name for of_seed in differences.values() for name in of_seed)
-    rows = {name: [of_seed.get(name, 0.0) for of_seed in differences.values()] for name in names}
-    unequal = {name: row for name, row in rows.items() if any(row)}
-    table = Table("largest difference", *(f"seed {seed}" for seed in differences), title=f"{script}.py")
-    for name, row in sorted(unequal.items(), key=lambda item: -max(item[1])):
-        table.add_row(name, *(f"[red]{x:.1e}[/]" if x > tolerance else f"{x:.1e}" for x in row))
-    table.add_row(f"{len(rows) - len(unequal)} of {len(rows)} rows are equal", *("0" for _ in differences))
-    Console().print(table)
-    return all(x <= tolerance for row in unequal.values() for x in row)
+def show(run: str, differences: dict[str, float], tolerance: float) -> bool:
+    """Prints each thing that differs; returns whether all is within the tolerance."""
+    unequal = {name: x for name, x in differences.items() if x}
+    print(f"{run}: {len(differences) - len(unequal)} of {len(differences)} are equal")
+    for name, x in sorted(unequal.items(), key=lambda item: -item[1]):
+        print(f"    {x:.1e} {'!' if x > tolerance else ' '} {name}")
+    return all(x <= tolerance for x in unequal.values())
 
 
 def main() -> int:
@@ -160,18 +154,15 @@ def main() -> int:
         old_tree, new_tree = Path(temporary, "old"), Path(temporary, "new")
         checkout(args.revision, old_tree), copy_of_this_tree(new_tree)
         for script in args.scripts.split(","):
-            differences, only_old, only_new = {}, set(), set()
             for seed in map(int, args.seeds.split(",")):
                 kind = hashlib.sha256(f"{args.flags} {args.threads}".encode()).hexdigest()[:8]
                 old = run(old_tree, script, seed, cache / f"{script}-{seed}-{kind}", args)
                 new = run(new_tree, script, seed, Path(temporary, f"{script}-{seed}"), args)
-                differences[seed], gone, added = compare_metrics(old, new)
-                differences[seed] |= compare_weights(old, new)
-                only_old, only_new = only_old | gone, only_new | added
-            good &= show(script, differences, args.tolerance)
-            for side, names in ((args.revision, only_old), ("this tree", only_new)):
-                if names:
-                    print(f"only in {side}: {', '.join(sorted(names))}")
+                differences, only_old, only_new = compare_metrics(old, new)
+                good &= show(f"{script} {seed}", differences | compare_weights(old, new), args.tolerance)
+                for side, names in ((args.revision, only_old), ("this tree", only_new)):
+                    if names:
+                        print(f"    only in {side}: {', '.join(sorted(names))}")
     print("equal within the tolerance" if good else f"DIFFERENT: more than {args.tolerance:g}")
     return 0 if good else 1
 

@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import random
+import runpy
 import shutil
 import signal
 import sys
@@ -34,13 +35,6 @@ if "CACHE_OF_TESTS" not in os.environ:  # nothing is written to the user's; proc
 sys.path.insert(0, str(ROOT))
 settings.register_profile("tests", deadline=None, derandomize=True, database=None)  # the same on a busy machine
 settings.load_profile("tests")
-
-
-def pytest_addoption(parser, pluginmanager):
-    """Without pytest-xdist (-p no:xdist) its options in pytest.ini mean nothing."""
-    if not pluginmanager.hasplugin("xdist"):
-        parser.addoption("--numprocesses")
-        parser.addoption("--dist")
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +103,6 @@ def in_short():
 
 @pytest.fixture
 def pictures(monkeypatch, in_short):
-    """Curves are drawn in this test."""
     import pandas
     from matplotlib.figure import Figure
 
@@ -151,6 +144,23 @@ def uneven(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def clear_pairs(tmp_path_factory):
+    """The pairs whose two texts differ most in their true reward: 384 to train on and 128 others to evaluate on."""
+    rows = (ROOT / "toy/data/preferences/train.jsonl").read_text("utf-8").splitlines(keepends=True)[:3000]
+    pairs = [json.loads(row) for row in rows]
+    prompts = [pair["prompt"] for pair in pairs]
+    gold = runpy.run_path(str(ROOT / "toy/make.py"))["gold_score"]
+    good = gold(prompts, [pair["chosen"] for pair in pairs])
+    bad = gold(prompts, [pair["rejected"] for pair in pairs])
+    best = sorted(range(len(rows)), key=lambda i: bad[i] - good[i])[:512]
+    splits = {"validation": best[::4], "train": [x for i, x in enumerate(best) if i % 4]}
+    folder = tmp_path_factory.mktemp("clear_pairs")
+    for split, kept in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(rows[i] for i in kept), "utf-8")
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def tiny(part_of, uneven):
     """Settings of a run of three or four steps, for each script."""
     updates = dict(batch_size=8, total_episodes=24, response_length=8)
@@ -158,8 +168,8 @@ def tiny(part_of, uneven):
     pairs = part_of("preferences", 24)
     images = dict(sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1, train_batch_size=8)
     return {
-        "ppo": updates | dict(dataset=prompts),
-        "rloo": updates | dict(dataset=prompts),
+        "ppo": updates | dict(dataset=prompts, num_ppo_epochs=2),
+        "rloo": updates | dict(dataset=prompts, num_ppo_epochs=2),
         "grpo": updates | dict(dataset=uneven("prompts", 64), num_generations=4, num_eval_prompts=4),
         "ddpo": images | dict(num_epochs=2, train_gradient_accumulation_steps=1),
         "sft": dict(dataset=part_of("sft", 32), batch_size=8),

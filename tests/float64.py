@@ -10,12 +10,10 @@ from sources import ROOT, text_of
 
 
 def in_float64(file: str) -> str:
-    """The text of a script that computes in float64."""
     return text_of(file).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
 
 
 def load_in_float64(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module of its own."""
     module = ModuleType(f"{script}_in_float64")
     module.__file__ = str(ROOT / f"{script}.py")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclasses look for their types

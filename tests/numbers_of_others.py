@@ -50,7 +50,6 @@ def close(ours, theirs, mask: Tensor | None = None, rtol: float = 1e-6, atol: fl
 
 
 def leaf(x: Tensor) -> Tensor:
-    """A copy that collects its gradient."""
     return x.clone().requires_grad_()
 
 
@@ -60,7 +59,6 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """The entropy that the update logs."""
     tokens = torch.zeros(logits.shape[:-1], dtype=torch.long)
     return ppo.token_logprobs_and_entropy(logits, tokens)[1]
 

@@ -52,7 +52,6 @@ def toy_rows(name: str, split: str, n: int) -> list[dict]:
 
 
 def write_data(folder: Path, **splits: list[dict]) -> str:
-    """A dataset with these rows."""
     folder.mkdir()
     for split, rows in splits.items():
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -134,22 +133,4 @@ def agree(line: dict, stats: dict) -> None:
 
 
 def evaluated(line: dict) -> dict:
-    """What a line says of the test split."""
     return {name: x for name, x in line.items() if name.startswith("eval/")}
-
-
-def drawn_anew(batch, num_rows: int, batch_size: int) -> list[list[list]]:
-    """The batches of three passes: the first and second of a seed, the first of another; batch(number, seed) gives one.
-
-    Each pass has every row once, in another order, and its batches are full but for one.
-    """
-    num_batches = math.ceil(num_rows / batch_size)
-    passes = []
-    for first, seed in ((0, 1), (num_batches, 1), (0, 2)):
-        batches = [batch(first + i, seed) for i in range(num_batches)]
-        assert sorted(row for rows in batches for row in rows) == list(range(num_rows))
-        assert sorted(map(len, batches))[1:] == [batch_size] * (num_batches - 1)
-        passes.append(batches)
-    orders = [sorted(map(sorted, batches)) for batches in passes]
-    assert orders[0] != orders[1] and orders[0] != orders[2]
-    return passes

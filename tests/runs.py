@@ -4,14 +4,16 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sources import SCRIPTS
+from sources import ROOT, SCRIPTS
 
 GOLD = "toy/make.py:gold_score"
 
@@ -34,8 +36,25 @@ def main(module: ModuleType, *words: object) -> None:
         module.main()
 
 
+def write_rows(file: Path, rows: list[dict]) -> str:
+    """A jsonl file of these rows; its name."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@contextmanager
+def short_form(script: str, **settings) -> Iterator[dict]:
+    """What a file of lecture/ finds when it is run with these settings: its names to begin with; no GPU, no W&B."""
+    file = f"lecture/{script}.py"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [file, *words_of(**settings)])
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        patch.setattr("wandb.init", lambda **_: None)  # it would remember for good that it is disabled
+        patch.setattr("wandb.log", lambda *_, **__: None)
+        yield {"__file__": str(ROOT / file), "__name__": "__main__"}
+
+
 def words_of(**settings) -> list[str]:
-    """Settings as the words of a command line."""
     words = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
@@ -58,7 +77,6 @@ def in_background(script: str, *words: object) -> BaseProcess:
 
 
 def quiet_main(script: str, *words: str) -> None:
-    """What that process does."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -68,7 +86,6 @@ def quiet_main(script: str, *words: str) -> None:
 
 
 def lines_of(output: Path | str) -> list[dict]:
-    """What a run has logged."""
     text = Path(output, "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
@@ -77,3 +94,17 @@ def untimed(lines: list[dict]) -> list[dict]:
     """Metrics without those that depend on the clock."""
     clocks = ("time/", "perf/", "eps")
     return [{name: x for name, x in line.items() if not name.startswith(clocks)} for line in lines]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """The steps after which there are checkpoints."""
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
+
+
+def cut(folder: Path, copy: Path, step: int) -> Path:
+    """A copy of a run with no checkpoint after this step."""
+    shutil.copytree(folder, copy)
+    for later in checkpoints(copy):
+        if later > step:
+            shutil.rmtree(copy / f"checkpoints/step-{later:08d}")
+    return copy

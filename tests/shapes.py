@@ -1,27 +1,19 @@
 """The world of shapes, for the tests of ddpo.py: chains and images to begin with, and what a run went through."""
 
-import importlib.util
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from sources import ROOT
+from sources import ROOT, load
 from torch import Tensor
 
 import ddpo
 
+make = load("toy/shapes/make.py", "make_shapes")
 TOY = ROOT / "toy/shapes/sd"
 UNET = "unet/diffusion_pytorch_model.safetensors"
-PROMPTS = ["a vertical bar", "a horizontal bar", "a square", "a cross"]
-
-
-def make() -> ModuleType:
-    """toy/shapes/make.py as a module."""
-    spec = importlib.util.spec_from_file_location("shapes_make", ROOT / "toy/shapes/make.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PROMPTS = list(make.TEMPLATES)
 
 
 def close(a, b, **tolerance) -> None:
@@ -31,27 +23,22 @@ def close(a, b, **tolerance) -> None:
 
 
 def random(*shape: int, seed: int = 0, **options) -> Tensor:
-    """Normal numbers, the same in each test."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **options)
 
 
 def flat(parameters) -> Tensor:
-    """All of them as one vector."""
     return torch.cat([p.detach().flatten() for p in parameters])
 
 
 def trained(chain: ddpo.Chain) -> list[Tensor]:
-    """What is trained of a chain."""
     return [p for p in chain.policy.parameters() if p.requires_grad]
 
 
 def rows(prompts: list[str]) -> list[dict]:
-    """Rows of a dataset that has prompts alone."""
     return [{"prompt": prompt} for prompt in prompts]
 
 
 def prompts_of(rollout: ddpo.Rollout) -> list[str]:
-    """The prompt of each image."""
     return [row["prompt"] for row in rollout.examples]
 
 

@@ -1,8 +1,11 @@
 """The texts of the repository's files, and Python's reading of them: once for all tests of a process."""
 
 import ast
+import importlib.util
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py", "ddpo.py"]
@@ -16,19 +19,16 @@ def text_of(file) -> str:
 
 @cache
 def lines_of(file) -> list[str]:
-    """Its lines."""
     return text_of(file).splitlines()
 
 
 @cache
 def tree_of(file) -> ast.Module:
-    """The syntax tree of a file."""
     return ast.parse(text_of(file))
 
 
 @cache
 def nodes_of(file) -> list[ast.AST]:
-    """All nodes of that tree."""
     return list(ast.walk(tree_of(file)))
 
 
@@ -42,6 +42,14 @@ def source_of(file, node) -> str:
     """The lines of a function or class, decorators included; ast.get_source_segment parts the whole text each time."""
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return "\n".join(lines_of(file)[first - 1 : node.end_lineno])
+
+
+def load(file, name: str = "loaded") -> ModuleType:
+    """A file, executed as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where its dataclasses look for their types
+    spec.loader.exec_module(module)
+    return module
 
 
 def with_names(text: str, **values) -> ast.Module:

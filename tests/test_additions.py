@@ -89,7 +89,6 @@ def test_moving_average_against_openrlhf():
 
 
 def a_mixture():
-    """A tiny mixture of experts."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
     experts = dict(intermediate_size=16, num_local_experts=4, pad_token_id=PAD, bos_token_id=None, eos_token_id=None)

@@ -24,7 +24,6 @@ def play(monkeypatch, tmp_path):
 
 
 def call(play, monkeypatch, capsys, *words) -> str:
-    """What the program says."""
     monkeypatch.setattr(sys, "argv", ["play.py", *words])
     play.main()
     return capsys.readouterr().out

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, make_tokenizer, save_family
-from rich.console import Console
-from rich.table import Table
 from runs import run
 from test_compare import compare
 from test_evaluate import evaluate
@@ -141,11 +139,8 @@ def test_the_stop_tokens(family, tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_everything_runs(tmp_path, monkeypatch, capsys):
-    """Six scripts and four tools on all ten families; a table of what holds."""
+    """Six scripts and four tools on all ten families."""
     (tmp_path / "r.py").write_text("def f(completion_ids, **_):\n    return [sum(ids) for ids in completion_ids]\n")
-    table = Table(
-        "family", "stop tokens", "what sft.py trains", title="ten families of chat models: all scripts and tools ran"
-    )
     for name in FAMILIES:
         folder = tmp_path / name.replace(" ", "-")
         policy, reward = save_family(name, folder)
@@ -174,8 +169,4 @@ def test_everything_runs(tmp_path, monkeypatch, capsys):
         lines = iter(["The film?", "why " * 600, "Why?"])
         monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or (_ for _ in ()).throw(EOFError))
         chat.main()
-        turns = "the last turn" if name in REWRITE else "all turns"
-        table.add_row(name, " ".join(make_tokenizer(name).convert_ids_to_tokens(left)), turns)
     assert capsys.readouterr().out.count("that is too long") == len(FAMILIES)
-    with capsys.disabled():
-        Console().print(table)

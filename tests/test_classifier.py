@@ -1,11 +1,9 @@
 """rewards/classifier.py, on a small DistilBERT with three labels that is made here."""
 
-import importlib.util
-
 import pytest
 import torch
 from runs import run
-from sources import text_of
+from sources import load, text_of
 from transformers import AutoModelForSequenceClassification, BertTokenizer, DistilBertConfig
 
 import ppo
@@ -16,7 +14,6 @@ LABELS = ["NEGATIVE", "NEUTRAL", "POSITIVE"]
 
 @pytest.fixture
 def model(tmp_path):
-    """The folder of the classifier."""
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
     config = DistilBertConfig(
         vocab_size=len(WORDS),
@@ -36,20 +33,11 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def file(model, tmp_path):
+def classifier(model, tmp_path):
     """A copy of rewards/classifier.py with another model, as its docstring advises."""
     file = tmp_path / "classifier.py"
     file.write_text(text_of("rewards/classifier.py").replace("lvwerra/distilbert-imdb", str(model)))
-    return file
-
-
-@pytest.fixture
-def classifier(file):
-    """That copy as a module."""
-    spec = importlib.util.spec_from_file_location("classifier", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(file)
 
 
 def test_the_score_is_the_logit_of_the_label(classifier, model):

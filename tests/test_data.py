@@ -1,10 +1,9 @@
 """Data: folders, files and splits; batches; texts, pairs and conversations as tokens."""
 
 import json
-from collections import Counter
 
 import pytest
-from runs import run
+from runs import run, write_rows
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -12,12 +11,6 @@ import dpo
 import ppo
 import reward_model
 import sft
-
-
-def write_rows(file, rows):
-    """A jsonl file of these rows; its name."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
 
 
 # --- Files, splits, columns
@@ -66,17 +59,6 @@ def test_prompts_that_are_dropped(tmp_path, capsys):
 # --- Batches
 
 
-def test_batches_are_passes_each_in_its_own_order():
-    """Five rows in batches of two: each pass has every row once, though batches do not end with it."""
-    rows = list("abcde")
-    drawn = [x for number in range(10) for x in ppo.batch(rows, number, 2, seed=1)]
-    passes = ["".join(drawn[start : start + 5]) for start in range(0, 20, 5)]
-    assert all(Counter(one) == Counter(rows) for one in passes)
-    assert len(set(passes)) > 1
-    assert drawn[:2] == ppo.batch(rows, 0, 2, seed=1)  # whichever batches came before
-    assert [ppo.batch(rows, n, 5, seed=1) for n in range(3)] != [ppo.batch(rows, n, 5, seed=2) for n in range(3)]
-
-
 def test_seeds_of_steps_and_passes_differ():
     numbers = [(seed, step) for seed in range(30) for step in range(30)] + [(1, step, 1) for step in range(30)]
     assert len({ppo.make_seed(*x) for x in numbers}) == len(numbers)
@@ -106,7 +88,6 @@ TEMPLATE = (
 
 @pytest.fixture
 def tokenizer():
-    """The toy tokenizer with a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -114,14 +95,12 @@ def tokenizer():
 
 @pytest.fixture
 def chat_model(tmp_path, tokenizer):
-    """A folder with the toy model and that tokenizer."""
     AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     return str(tmp_path / "m")
 
 
 def turns(*contents):
-    """A conversation, which the user begins."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
@@ -171,36 +150,3 @@ def test_a_prompt_beside_messages_is_read_once(tokenizer):
         assert tokenizer.decode(pair.prompt) == f"user: The film{eos}assistant:"
         assert tokenizer.decode(pair.chosen) == f" good.{eos}"
         assert tokenizer.decode(pair.rejected) == f" bad.{eos}"
-
-
-def test_conversations_in_a_run(chat_model, tmp_path):
-    talk = turns("The film", "is good.", "Why", "It sings.")
-    rows = [{"messages": talk, "chosen": talk, "rejected": turns("The film", "is good.", "Why", "Is it?")}] * 16
-    settings = dict(model=chat_model, dataset=write_rows(tmp_path / "d.jsonl", rows), batch_size=4)
-    assert run(sft, tmp_path / "sft", packing=True, max_length=16, **settings)[-1]["loss"] > 0
-    assert run(reward_model, tmp_path / "rm", **settings)[-1]["loss"] > 0
-    assert run(dpo, tmp_path / "dpo", **settings)[-1]["loss"] > 0
-
-
-# --- Texts and pairs
-
-
-def test_texts_that_are_cut(capsys):
-    """Those that so lose all that was to be predicted are dropped."""
-    long = ([1, 2, 3, 4], [sft.IGNORE, sft.IGNORE, sft.IGNORE, 4])
-    assert sft.cut([long, ([1, 2], [1, 2]), ([1, 2, 3, 9], [1, 2, 3, 9])], 3) == [
-        ([1, 2], [1, 2]),
-        ([1, 2, 3], [1, 2, 3]),
-    ]
-    assert "cut 2 of 3" in capsys.readouterr().out
-
-
-def test_margin_and_whole_texts(tmp_path):
-    """Pairs without a prompt column; a margin column enters the loss."""
-    rows = [{"chosen": f"The film is good {i}.", "rejected": f"The film is bad {i}."} for i in range(8)]
-    plain = write_rows(tmp_path / "a.jsonl", rows)
-    wide = write_rows(tmp_path / "b.jsonl", [row | {"margin": 2.0} for row in rows])
-    (a,) = run(reward_model, tmp_path / "a", dataset=plain)
-    (b,) = run(reward_model, tmp_path / "b", dataset=wide)
-    assert b["loss"] > a["loss"] + 0.5
-    assert b["margin"] == pytest.approx(a["margin"])

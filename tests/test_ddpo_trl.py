@@ -19,7 +19,6 @@ ARRAYS = load_file(ROOT / "tests/golden/trl023_ddpo.safetensors")
 
 
 def arrays_of(case):
-    """The arrays of a recorded case, by name."""
     start = f"{case}/"
     return {name.removeprefix(start): x for name, x in ARRAYS.items() if name.startswith(start)}
 
@@ -84,7 +83,6 @@ def test_statistics_per_prompt_are_trls():
 
 
 def cases(*quick):
-    """All recorded epochs, of which some are quick."""
     marks = {case: [] if case in quick else pytest.mark.slow for case in TRL["cases"]}
     return pytest.mark.parametrize("case", [pytest.param(case, marks=mark) for case, mark in marks.items()])
 
@@ -98,7 +96,6 @@ def golden_args(case, **others):
 
 
 def golden_unet():
-    """The UNet as it was at the start."""
     unet = UNet2DConditionModel(**TRL["models"]["unet"])
     unet.load_state_dict(arrays_of("unet"))
     assert [name for name, _ in unet.named_parameters()] == TRL["parameters"]
@@ -156,7 +153,7 @@ def world(tmp_path_factory):
         text_encoder=text_encoder,
         tokenizer=CLIPTokenizer(vocab, [], model_max_length=8),
         scheduler=DDIMScheduler(**models["scheduler"]),
-        vae=make().identity_vae(),
+        vae=make.identity_vae(),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,

@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-import importlib.util
+import importlib
 import re
 import shlex
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from runs import run
-from sources import ROOT, SCRIPTS, nodes_of, text_of
+from sources import ROOT, SCRIPTS, load, nodes_of, text_of
 
 PLACES = ("benchmarks", "experiments", "tools", "tests", "tests/golden")
 FOLDERS = (".", "docs", "docs/diffs", "lecture", "toy", "rewards", "exercises", *PLACES)
@@ -34,35 +34,18 @@ of_pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.rela
 # --- Flags
 
 
-def settings_of(node):
-    """Flag -> (field, default) of the class Args; a default that is computed is None."""
-    found = {}
-    for field in node.body:
-        if not isinstance(field, ast.AnnAssign):
-            continue
-        name = field.target.id
-        default = None
-        if field.value is not None and not isinstance(field.value, (ast.Call, ast.JoinedStr)):
-            default = ast.literal_eval(field.value)
-        flag = name.replace("_", "-")
-        found[f"--{flag}"] = name, default
-        if isinstance(default, bool):
-            found[f"--no-{flag}"] = name, default
-    return found
-
-
 def arguments(script):
-    """Flag -> (field, default) of a program: the fields of its Args, its ALIASES, and what argparse is given."""
-    found = {"--help": ("help", None)}
-    aliases = {}
+    """The flags of a program: the fields of its Args, its ALIASES, and what argparse is given."""
+    found = {"--help"}
     for node in nodes_of(script):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("add", "add_argument"):
-            found |= {word.value: (word.value, None) for word in node.args if isinstance(word, ast.Constant)}
+            found |= {word.value for word in node.args if isinstance(word, ast.Constant)}
         if isinstance(node, ast.ClassDef) and node.name == "Args":
-            found |= settings_of(node)
+            names = [field.target.id.replace("_", "-") for field in node.body if isinstance(field, ast.AnnAssign)]
+            found |= {f"--{prefix}{name}" for name in names for prefix in ("", "no-")}
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ALIASES":
-            aliases = ast.literal_eval(node.value)
-    return found | {alias: found[flag] for alias, flag in aliases.items()}
+            found |= set(ast.literal_eval(node.value))
+    return found
 
 
 WITH_PROGRAMS = (*PLACES, "exercises", "exercises/bugs", "lecture", "toy/guess", "toy/shells")
@@ -92,39 +75,12 @@ def test_every_flag_exists(path):
         programs = re.findall(rf"(?:{before})([\w/]+\.py)", line)
         known = ALL_FLAGS | set(OTHER_TOOLS)
         if programs and "lecture/fork.py" not in programs:
-            known = {flag for program in programs for flag in ARGUMENTS.get(program, {})}
+            known = set().union(*(ARGUMENTS.get(program, ()) for program in programs))
         for flag in flags_in(line):
             assert flag in known, line
 
 
-# --- The options of other trainers
-
-
-def test_our_answers_are_those_of_the_scripts():
-    """Defaults and aliases in the tables of options.md."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text_of("docs/options.md").splitlines()]
-    answers = [row[1:] for row in cells if len(row) == 3 and row[0].startswith("`")]
-    assert answers
-    for answer, difference in answers:
-        flag = re.match(r"`(--[\w-]+)`", answer)
-        known = [ARGUMENTS[script] for script in SCRIPTS if flag and flag[1] in ARGUMENTS[script]]
-        for shown in re.findall(r"^`[\w-]+` \((.*?)\)$", answer):
-            assert any(equal(shown, flags[flag[1]][1]) for flags in known), answer
-        for alias in re.findall(r"alias `(--[\w-]+)`", difference):
-            assert any(flags.get(alias) == flags[flag[1]] for flags in known), alias
-
-
-def equal(text, value):
-    """Whether a cell shows a value: numbers in any spelling, on and off, none or what decides it, pairs."""
-    if value is None or isinstance(value, (bool, str)):
-        return text == {None: "none", True: "on", False: "off"}.get(value, value)
-    wanted = value if isinstance(value, tuple) else (value,)
-    if all(isinstance(x, str) for x in wanted):
-        return text == " ".join(wanted)
-    return [float(part) for part in text.split()] == [float(x) for x in wanted]
-
-
-# --- Links and formulas
+# --- Links
 
 
 def headings(path):
@@ -145,14 +101,6 @@ def test_every_link_leads_somewhere(path):
             assert place in headings(file.resolve()), target
 
 
-@of_pages
-def test_formulas_are_rendered(path):
-    """GitHub refuses a macro, and its Markdown takes marks out of inline formulas, so that they stand in blocks."""
-    text = text_of(path)
-    assert "\\operatorname" not in text
-    assert not re.findall(r"\$[^$`\n]*(?:}_{|\\[,;!])[^$`\n]*\$", re.sub(r"```.*?```", "", text, flags=re.S))
-
-
 # --- Commands
 
 
@@ -164,7 +112,6 @@ def commands(text):
 
 
 def read(command, monkeypatch):
-    """Module and settings of a command line."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", command)
     module = importlib.import_module(Path(command[0]).stem)
@@ -172,7 +119,6 @@ def read(command, monkeypatch):
 
 
 def words_of(args):
-    """All texts among the settings."""
     values = []
     for value in vars(args).values():
         values += value if isinstance(value, tuple) else [value]
@@ -220,9 +166,7 @@ def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
 
 def test_diffs_are_fresh():
     """Else run docs/diffs/make.py."""
-    spec = importlib.util.spec_from_file_location("make_diffs", ROOT / "docs/diffs/make.py")
-    make = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make)
+    make = load("docs/diffs/make.py")
     for before, after in make.STEPS:
         page = text_of(f"docs/diffs/{before}-{after}.md")
         assert page == make.page(before, after), f"docs/diffs/{before}-{after}.md is old: run docs/diffs/make.py"

@@ -1,6 +1,5 @@
 """grpo.py --env: it computes what lecture/agent.py does; conversations, limits, and the calculator of rewards/."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -10,8 +9,8 @@ from float64 import float64, load_in_float64
 from runs import lines_of, run
 from safetensors.torch import load_file
 from sources import ROOT
-from test_agent import TALK
 from test_agent import run as run_lecture
+from test_agent import write_talk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import GPT2Config, PreTrainedTokenizerFast
@@ -33,19 +32,9 @@ PROBLEM = {
 }
 
 
-@pytest.fixture
-def talk(tmp_path):
-    """Settings: games of several turns, with answers of several tokens, from prompts of several lengths."""
-    (tmp_path / "talk.py").write_text(TALK)
-    rows = [{"prompt": " ".join(["1 to 15 :"] * (1 + i % 3))[: -(i % 2) or None], "number": i} for i in range(12)]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return dict(env=f"{tmp_path}/talk.py:Talk", dataset=str(tmp_path / "data"), model=f"{ROOT}/toy/guess/sft")
-
-
-def test_it_is_the_short_file(talk, tmp_path, monkeypatch):
+def test_it_is_the_short_file(tmp_path, monkeypatch):
     """In float64, over three updates of four steps: streams and what is true of them, metrics, and all weights."""
-    settings = SETTINGS | talk
+    settings = SETTINGS | write_talk(tmp_path) | dict(model=f"{ROOT}/toy/guess/sft")
     rollouts, weights = [], []
     with float64():
         full = load_in_float64("grpo", monkeypatch)
@@ -53,7 +42,7 @@ def test_it_is_the_short_file(talk, tmp_path, monkeypatch):
         full.show_samples = lambda run, rollout, tokenizer: rollouts.append(rollout)
         settings_of_full = settings | FULL | dict(device="cpu", output_dir=str(tmp_path / "full"))
         full.train(full.Args(**settings_of_full, num_sample_generations=3))
-    short = run_lecture("agent", monkeypatch, tmp_path, "# %% The trained policy", **settings)
+    short = run_lecture("agent", tmp_path, "# %% The trained policy", **settings)
     for name, theirs in dict(mask="mask", written="written", rewards="rewards", responses="stream").items():
         for i, mask in enumerate(rollouts[-1].mask):
             assert torch.equal(getattr(rollouts[-1], name)[i][mask], short[theirs][i][short["mask"][i]]), name
@@ -246,20 +235,6 @@ def test_an_environment_may_spoil_its_row_and_draw_numbers(tokenizer, tmp_path):
     rollout = policy.play([row] * 2)
     assert rollout.rewards.sum(1).tolist() == [1, 1] and row["facts"] == [3]
     assert torch.rand(1) == after
-
-
-def test_an_environment_that_fails(tmp_path):
-    """Its own error ends the run."""
-    (tmp_path / "e.py").write_text("class E:\n    def __init__(self, row):\n        1 / 0\n")
-    settings = GUESS | dict(env=f"{tmp_path}/e.py:E", batch_size=8, total_episodes=16)
-    with pytest.raises(ZeroDivisionError):
-        run(grpo, tmp_path / "out", **settings)
-
-
-@pytest.mark.parametrize("settings", [dict(stop_token=("none",)), dict(response_length_min=4)])
-def test_wrong_settings(tmp_path, settings):
-    with pytest.raises(SystemExit, match="--env"):
-        run(grpo, tmp_path, **GUESS, **settings)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,12 +20,10 @@ GOLD = "toy/make.py:gold_score"
 
 @pytest.fixture(autouse=True)
 def at_home(monkeypatch):
-    """Paths are relative to the root."""
     monkeypatch.chdir(ROOT)
 
 
 def run(model="toy/sft", **settings):
-    """The summary and the answers."""
     defaults = dict(device="cpu", num_prompts=6, response_length=16)
     return evaluate.evaluate(evaluate.Args(model, **defaults | settings))
 
@@ -36,15 +35,8 @@ def copy_of(name, folder, file, **changes):
     return str(folder)
 
 
-def write(path, *rows):
-    """A jsonl file; its path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def other(tmp_path):
-    """A policy that is near to toy/sft."""
     policy = AutoModelForCausalLM.from_pretrained("toy/sft")
     with torch.no_grad():
         policy.transformer.ln_f.weight.mul_(0.8)
@@ -82,7 +74,7 @@ def test_mean_and_standard_error_are_over_prompts(tmp_path):
         "def f(prompts, completions, n, **_):\n"
         "    return [None if x == 1 and i % 2 else float(x * 10 + i) for i, x in enumerate(n)]\n"
     )
-    data = write(tmp_path / "d.jsonl", *({"prompt": "The film", "n": n} for n in range(3)))
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(3)])
     reward = f"{tmp_path}/r.py:f"
     summary, answers = run(dataset=data, reward_fn=(reward,), num_generations=2)
     assert answers["n"].tolist() == [0, 0, 1, 1, 2, 2]
@@ -127,13 +119,6 @@ def test_answers_end_where_they_did_in_training(tmp_path):
     assert 0 < whole.str.count(",").mean() < 1 and (whole.str.count(",") == whole.str.endswith(",")).all()
 
 
-def test_all_tokens_can_be_drawn(tmp_path):
-    """No top-k (50 is the library's default), no top-p: the first tokens of many responses to one prompt."""
-    data = write(tmp_path / "d.jsonl", {"prompt": "The film"})
-    _, answers = run(dataset=data, response_length=1, temperature=50.0, num_generations=300, batch_size=300)
-    assert answers["response"].nunique() > 200  # of 3072
-
-
 def test_a_policy_of_many_turns_is_refused(tmp_path):
     (tmp_path / "args.json").write_text('{"env": "make.py:Game"}')
     with pytest.raises(SystemExit, match="--env"):
@@ -154,6 +139,7 @@ def test_the_command_leaves_its_results(tmp_path, monkeypatch, capsys):
         evaluate.main()
 
 
+@pytest.mark.slow
 def test_a_talk_in_the_terminal():
     """chat.py continues each text that it is given, and ends where the input does."""
     command = [sys.executable, "tools/chat.py", "toy/sft", "--temperature", "0", "--response-length", "16"]

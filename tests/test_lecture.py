@@ -4,20 +4,17 @@ Both run for three updates in float64, where the order of sums, the width of pad
 change nothing beyond 1e-9. The two are written apart from each other, so that each is a check of the other.
 """
 
-import ast
 import json
 import math
 import re
 import shutil
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-import wandb
 from float64 import float64, in_float64, load_in_float64
-from sources import ROOT, lines_of, text_of
+from runs import short_form
+from sources import ROOT, lines_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -84,8 +81,10 @@ def ink(images, prompts, metadata):  # of one column, for each prompt another
 def worlds(tmp_path_factory, uneven):
     """worlds(script, name) -> settings: models whose responses often end within eight tokens, data and a reward.
 
-    In the toy world EOS is the full stop, and the padding, too; the tiny Llama, drawn at random, has seventeen tokens.
-    The shapes are drawn by the toy pipeline, once with Stable Diffusion's schedule.
+    In the toy world EOS is the full stop, with which texts end, and the padding, too; its models have dropout, and that
+    of sft.py is drawn at random. The tiny Llama, drawn at random, has seventeen tokens, and reads texts of the shell
+    game. sft.py is also given a text without a prompt. The shapes are drawn by the toy pipeline, once with Stable
+    Diffusion's schedule.
     """
     folder = tmp_path_factory.mktemp("worlds")
     sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=17)
@@ -93,15 +92,17 @@ def worlds(tmp_path_factory, uneven):
     tokenizer.eos_token = tokenizer.pad_token = "."
     cups = AutoTokenizer.from_pretrained(ROOT / "toy/shells/base")
     sizes |= dict(pad_token_id=1, eos_token_id=cups.eos_token_id)
-    config = LlamaConfig(**sizes, num_labels=1, initializer_range=0.3, reward_bias=0.7)
+    config = LlamaConfig(**sizes, num_labels=1, initializer_range=0.3)
     kinds = {"model": AutoModelForCausalLM, "reward_model": AutoModelForSequenceClassification}
     torch.manual_seed(0)
     for role, auto_class in kinds.items():
         toy = auto_class.from_pretrained(ROOT / "toy" / {"model": "sft"}.get(role, role))
+        toy.config.embd_pdrop = toy.config.resid_pdrop = 0.1
         for part in (toy, tokenizer):
             part.save_pretrained(folder / "toy" / role)
         for part in (auto_class.from_config(config), cups):
             part.save_pretrained(folder / "llama" / role)
+        config.reward_bias = 0.7
     (folder / "reward.py").write_text("def length(completions, **_):\n    return [len(x) % 7 / 7 for x in completions]")
     (folder / "ink.py").write_text(INK)
     shutil.copytree(ROOT / "toy/shapes/sd", folder / "stable")
@@ -112,36 +113,6 @@ def worlds(tmp_path_factory, uneven):
     (few / "train.jsonl").write_text("\n".join(lines_of("toy/data/prompts/train.jsonl")[:5]))
     data = {"toy": str(few), "llama": uneven("prompts", 1600)}
 
-    def settings(script: str, world: str) -> dict[str, str]:
-        if script == "ddpo":
-            pipelines = {"shapes": ROOT / "toy/shapes/sd", "stable": folder / "stable"}
-            return {"model": str(pipelines[world]), "reward_fn": f"{folder}/ink.py:ink"}
-        given = {"model": f"{folder}/{world}/model", "dataset": data[world]}
-        if script == "grpo":
-            return given | {"reward_fn": f"{folder}/reward.py:length"}
-        return given | {"reward_model": f"{folder}/{world}/reward_model"}
-
-    return settings
-
-
-@pytest.fixture(scope="session")
-def texts(tmp_path_factory, uneven):
-    """texts(script, world) -> settings: a model and data. sft.py is also given a text without a prompt.
-
-    In the toy world EOS is the full stop, with which texts end, and the padding; its model is drawn for sft.py. The
-    tiny Llama reads texts of the shell game.
-    """
-    folder = tmp_path_factory.mktemp("texts")
-    toy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
-    toy.config.embd_pdrop = toy.config.resid_pdrop = 0.1
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    tokenizer.eos_token = tokenizer.pad_token = "."
-    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=17)
-    torch.manual_seed(0)
-    llama = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, pad_token_id=1, initializer_range=0.3))
-    cups = AutoTokenizer.from_pretrained(ROOT / "toy/shells/base")
-    for world, parts in {"toy": (toy, tokenizer), "llama": (llama, cups)}.items():
-        [part.save_pretrained(folder / world) for part in parts]
     files = {"toy": "toy/data/preferences/train.jsonl", "llama": f"{uneven('sft', 12)}/train.jsonl"}
     for world, file in files.items():
         pairs = [json.loads(line) for line in lines_of(file)[:12]]
@@ -156,10 +127,18 @@ def texts(tmp_path_factory, uneven):
             pairs[3]["prompt"] = ""  # from here on; without one, dpo.py looks for what two texts share
             pairs[5]["prompt"] *= 40  # nor is there room for its completion
 
-    def settings(script: str, world: str) -> dict:
-        key = "from_scratch" if (script, world) == ("sft", "toy") else "model"
-        data = f"{folder}/{world}/{'texts' if script == 'sft' else 'pairs'}"
-        return {key: f"{folder}/{world}", "dataset": data}
+    def settings(script: str, world: str) -> dict[str, str]:
+        if script in ON_TEXTS:
+            key = "from_scratch" if (script, world) == ("sft", "toy") else "model"
+            file = "texts" if script == "sft" else "pairs"
+            return {key: f"{folder}/{world}/model", "dataset": f"{folder}/{world}/{file}"}
+        if script == "ddpo":
+            pipelines = {"shapes": ROOT / "toy/shapes/sd", "stable": folder / "stable"}
+            return {"model": str(pipelines[world]), "reward_fn": f"{folder}/ink.py:ink"}
+        given = {"model": f"{folder}/{world}/model", "dataset": data[world]}
+        if script == "grpo":
+            return given | {"reward_fn": f"{folder}/reward.py:length"}
+        return given | {"reward_model": f"{folder}/{world}/reward_model"}
 
     return settings
 
@@ -206,22 +185,16 @@ def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, li
     return responses, [json.loads(line) for line in open(folder / "full/metrics.jsonl")], weights
 
 
-def run_lecture(script: str, settings: dict, folder, monkeypatch) -> tuple[list, list[dict], list]:
+def run_lecture(script: str, settings: dict, folder) -> tuple[list, list[dict], list]:
     """The same of its short form, cell by cell, as a notebook runs it."""
     file = f"lecture/{script}.py"
-    names = {"__file__": str(ROOT / file), "__name__": "__main__"}
-    settings = settings | {"output_dir": str(folder / "lecture")}
-    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    monkeypatch.setattr(sys, "argv", [file, *flags])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(wandb, "init", lambda **_: None)  # it would remember for good that it is disabled
-    monkeypatch.setattr(wandb, "log", lambda *_, **__: None)
     responses, images = [], []
     watch = "def policy_loss" if script == "ddpo" else "def response_mask"
-    for cell in re.split("^(?=# %%)", in_float64(file), flags=re.M):
-        exec(compile(cell, file, "exec"), names)
-        if watch in cell:
-            watched(names, responses, images)
+    with short_form(script, **settings, output_dir=folder / "lecture") as names:
+        for cell in re.split("^(?=# %%)", in_float64(file), flags=re.M):
+            exec(compile(cell, file, "exec"), names)
+            if watch in cell:
+                watched(names, responses, images)
     assert list((folder / "lecture").rglob("*.safetensors"))
     weights = [p for group in names["optimizer"].param_groups for p in group["params"]]
     if script == "reward_model":
@@ -241,14 +214,13 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not
 
 
 @pytest.mark.parametrize(("script", "world", "seed"), [*CASES, *SLOW])
-def test_the_short_form_is_the_script(script, world, seed, worlds, texts, tmp_path, monkeypatch):
+def test_the_short_form_is_the_script(script, world, seed, worlds, tmp_path, monkeypatch):
     """Responses token for token; to 1e-8 every metric that both log, and all weights."""
-    given = texts(script, world) if script in ON_TEXTS else worlds(script, world)
-    settings = SETTINGS[script] | OF_A_SEED.get((script, seed), {}) | given | {"seed": seed}
+    settings = SETTINGS[script] | OF_A_SEED.get((script, seed), {}) | worlds(script, world) | {"seed": seed}
     monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm)
     with float64():
         full = run_full(script, settings, tmp_path, monkeypatch)
-        short = run_lecture(script, settings, tmp_path, monkeypatch)
+        short = run_lecture(script, settings, tmp_path)
     assert short[0] == full[0]
     errors = {}
     for update, (a, b) in enumerate(zip(short[1], full[1], strict=True)):
@@ -259,23 +231,3 @@ def test_the_short_form_is_the_script(script, world, seed, worlds, texts, tmp_pa
     print(f"{script} {world} {seed}: largest difference {errors[worst]:.1e}, {worst}")
     assert errors[worst] < 1e-8, (worst, errors[worst])
     assert len(full[1]) == 3
-
-
-@pytest.mark.parametrize("script", SETTINGS)
-def test_a_notebook_finds_the_toy_world(script, tmp_path, monkeypatch):
-    """From the root of the repository and from lecture/; elsewhere it says what is missing."""
-    body = ast.parse(text_of(f"lecture/{script}.py")).body
-    asserts = [node.lineno for node in body if isinstance(node, ast.Assert) and "TOY" in ast.unparse(node)]
-    beginning = ast.Module([node for node in body if node.lineno <= asserts[0]], [])  # as far as the settings are read
-
-    def begin():
-        names = {"__name__": "__main__", "get_ipython": None}
-        exec(compile(beginning, script, "exec"), names)
-        return names["args"]
-
-    for folder in (ROOT, ROOT / "lecture"):
-        monkeypatch.chdir(folder)
-        assert Path(begin().dataset).is_dir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(AssertionError, match="toy is missing: copy it"):
-        begin()

@@ -10,7 +10,6 @@ stop token is a word, and the prompts do not divide into batches.
 """
 
 import json
-import math
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from float64 import float64, load_in_float64
+from replay import share_of_rate
 from runs import lines_of
 from safetensors.torch import load_file
 from sources import ROOT, lines_of as lines_of_file
@@ -191,7 +191,6 @@ class Plain:
         return (logits / (temperature or self.args.temperature)).log_softmax(-1)
 
     def of_tokens(self, logprobs, row):
-        """(T,) of the response's own tokens."""
         return logprobs[range(len(row[1])), row[1]]
 
     def values(self, row):
@@ -327,7 +326,6 @@ class Plain:
         return losses, stats
 
     def value_loss(self, batch, i):
-        """The same of the critic."""
         values = self.values(batch.rows[i])
         old = batch.values[i]
         near = torch.max(torch.min(values, old + self.args.cliprange_value), old - self.args.cliprange_value)
@@ -347,7 +345,6 @@ class Plain:
         return -torch.cat(logprobs).mean()
 
     def step(self, batch, rows, logged):
-        """One optimiser step on some rows."""
         losses = []
         value_losses = [torch.zeros(1)]
         for i in rows:
@@ -379,14 +376,14 @@ class Plain:
                 average.copy_(self.args.ema_decay * average + (1 - self.args.ema_decay) * p)
 
     def update(self, number, num_updates):
-        """Everything that a line of metrics.jsonl tells of."""
         args = self.args
         batch = self.look(self.noted.next_rows(self, args.temperature))
         if self.is_ppo:
             self.ppo_advantages(batch)
         else:
             self.rloo_advantages(batch)
-        share = course(args, number - 1, num_updates)
+        warmup = int(args.warmup_ratio * num_updates)
+        share = share_of_rate(args.lr_scheduler_type, number - 1, num_updates, warmup)
         rates = [args.learning_rate * share]
         if self.is_ppo:
             rates.append((args.critic_learning_rate or args.learning_rate) * share)
@@ -415,17 +412,6 @@ class Plain:
             error = max(-0.2, min(0.2, stats["objective/kl"] / args.kl_target - 1))
             self.kl_coef *= 1 + error * args.batch_size / args.kl_horizon
         return stats
-
-
-def course(args, done, n):
-    """Share of the learning rate after so many of n updates: a line up to 1, then down, straight or along a cosine."""
-    warmup = int(args.warmup_ratio * n)
-    if done < warmup:
-        return done / warmup
-    part = (done - warmup) / max(1, n - warmup)
-    if args.lr_scheduler_type == "linear":
-        return 1 - part
-    return 0.5 * (1 + math.cos(math.pi * part))
 
 
 # --- a run, noted

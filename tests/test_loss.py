@@ -1,8 +1,6 @@
 """Step 5: the losses of all scripts, token by token or pair by pair, and their gradients."""
 
 import json
-import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,6 @@ from numbers_of_others import FLOAT32, close, golden, leaf, names
 from sources import ROOT
 
 import dpo
-import grpo
 import ppo
 import reward_model
 import rloo
@@ -26,7 +23,6 @@ def randn(*shape):
 
 
 def spoil(x):
-    """x with NaN on the padding."""
     return x.masked_fill(~MASK, float("nan"))
 
 
@@ -39,15 +35,6 @@ def policy_gradient(logprobs, old, advantages, mask=MASK):
     loss, ratio, clipped = ppo.policy_loss(logprobs, old, advantages, mask, 0.2)
     ppo.masked_mean(loss, mask).backward()
     return logprobs.grad, ratio, clipped
-
-
-def test_clipping_stops_rewarded_moves_and_no_others():
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5]], dtype=torch.float64)
-    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
-    grad, _, clipped = policy_gradient(ratios.log(), torch.zeros(1, 4), advantages, mask)
-    assert clipped.tolist() == [[True, False, False, True]]
-    close(grad, torch.tensor([[0.0, 1.5, -0.5, 0.0]]) / 4)
 
 
 def test_losses_and_gradients_ignore_padding():
@@ -92,17 +79,6 @@ def test_the_gradient_of_rloo_is_unbiased():
     close(mean, truth)
 
 
-# --- value_loss
-
-
-def test_value_clipping_never_lowers_the_loss():
-    values, old_values, returns = randn(3, B, T)
-    loss, clipped = ppo.value_loss(values, old_values, returns, MASK, 0.1)
-    plain = 0.5 * (values - returns) ** 2 * MASK
-    assert (loss >= plain).all()
-    assert torch.equal(loss > plain, clipped & MASK)
-
-
 # --- both, as other libraries have them
 
 
@@ -130,72 +106,6 @@ def test_losses_and_gradients_against_trl016():
     close(all_values.grad, o["grad_vpred"])
     close(ppo.masked_mean(pg_clipped.double(), mask), o["pg_clipfrac"])
     close(ppo.masked_mean(vf_clipped.double(), longer), o["vf_clipfrac"])
-
-
-# --- grpo.py: importance_ratio, surrogate_loss, token_weights, KL in the loss
-
-
-def test_the_ratio_of_a_sequence_is_a_geometric_mean():
-    new = torch.tensor([[0.1, 0.5, 99.0]])
-    old = torch.tensor([[0.0, 0.2, 0.0]])
-    mask = torch.tensor([[True, True, False]])
-    ratio = grpo.importance_ratio(new, old, mask, "sequence")
-    assert ratio.item() == pytest.approx((math.exp(0.1) * math.exp(0.3)) ** 0.5)
-    one = [grpo.importance_ratio(new[:, :1], old[:, :1], mask[:, :1], level) for level in ("token", "sequence")]
-    torch.testing.assert_close(*one)
-
-
-def test_clipping_by_hand():
-    """Ratios .5, 1, 2 with A = 1 and -1: epsilon .2, epsilon_high .3, delta 1.5."""
-    args = grpo.Args(epsilon=0.2, epsilon_high=0.3, delta=1.5)
-    ratio = torch.tensor([[0.5, 1, 2, 0.5, 1, 2]])
-    advantages = torch.tensor([[1.0, 1, 1, -1, -1, -1]])
-    losses = grpo.surrogate_loss(ratio, ratio.log(), advantages, args)
-    assert losses[0].tolist() == pytest.approx([-0.5, -1, -1.3, 0.8, 1, 1.5])
-    assert grpo.surrogate_loss(ratio, ratio.log(), advantages, replace(args, delta=None))[0, 5] == 2
-
-
-def test_the_gradient_of_cispo():
-    """Of each token: minus the capped ratio, times A, whatever the ratio."""
-    args = grpo.Args(loss_type="cispo", epsilon_high=1.5)
-    logprobs = leaf(torch.tensor([[0.5, 1.0, 2.0]]).log())
-    ratio = logprobs.exp()  # the old probabilities are 1
-    grpo.surrogate_loss(ratio, logprobs, torch.tensor([[2.0]]), args).sum().backward()
-    assert logprobs.grad[0].tolist() == pytest.approx([-1.0, -2.0, -3.0])
-
-
-WEIGHTS = {
-    "dapo": [1 / 4, 1 / 4],
-    "cispo": [1 / 4, 1 / 4],
-    "bnpo": [1 / 4, 1 / 4],
-    "grpo": [1 / 2, 1 / 6],
-    "dr_grpo": [1 / 8, 1 / 8],
-}
-
-
-@pytest.mark.parametrize("loss_type", WEIGHTS)
-def test_token_weights_by_hand(loss_type):
-    """Responses of 1 and 3 tokens, at most 4."""
-    mask = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool()
-    args = grpo.Args(response_length=4, loss_type=loss_type)
-    weights = grpo.token_weights(mask, 2, torch.tensor(4.0), args)
-    assert weights.flatten().tolist() == pytest.approx(WEIGHTS[loss_type])
-
-
-def test_only_the_corrected_k3_has_the_gradient_of_the_kl():
-    """Summed over the vocabulary with the policy's probabilities, exactly."""
-    logits = leaf(torch.linspace(-1, 1, 7))
-    ref = logits.detach().flip(0).log_softmax(0)
-
-    def gradient(loss_of):
-        """Of a function of the log-probabilities."""
-        return torch.autograd.grad(loss_of(logits.log_softmax(0)), logits)[0]
-
-    kl = gradient(lambda x: (x.exp() * (x - ref)).sum())
-    plain = gradient(lambda x: (x.detach().exp() * grpo.k3_estimate(x, ref)).sum())
-    corrected = gradient(lambda x: (x.detach().exp() * grpo.k3_estimate(x, ref) * (x - x.detach()).exp()).sum())
-    torch.testing.assert_close(corrected, kl)
-    assert (plain - kl).norm() > 0.1 * kl.norm()
 
 
 # --- dpo_loss
@@ -233,26 +143,7 @@ def test_dpo_gradients_against_trl07(variant):
         close((chosen_rewards - rejected_rewards).mean(), theirs["margin"])
 
 
-def test_dpo_gradient_in_closed_form():
-    """-beta * sigmoid(-beta * Delta) for the chosen, the negative of it for the rejected (DPO, after eq. 7)."""
-    chosen, rejected, ref_chosen, ref_rejected = (leaf(x) for x in 5 * randn(4, 6))
-    dpo_losses(chosen, rejected, ref_chosen, ref_rejected, beta=0.3)[0].sum().backward()
-    delta = (chosen - ref_chosen - rejected + ref_rejected).detach()
-    close(chosen.grad, -0.3 * torch.sigmoid(-0.3 * delta))
-    close(rejected.grad, 0.3 * torch.sigmoid(-0.3 * delta))
-
-
 # --- preference_loss
-
-
-def test_preference_loss_depends_on_differences_alone():
-    """And the probabilities of both outcomes add up to 1."""
-    chosen, rejected = randn(2, B)
-    none = torch.zeros(B)
-    loss = reward_model.preference_loss(chosen, rejected, none, 0.0)
-    close(reward_model.preference_loss(chosen + 3, rejected + 3, none, 0.0), loss)
-    other = reward_model.preference_loss(rejected, chosen, none, 0.0)
-    close((-loss).exp() + (-other).exp(), torch.ones(B))
 
 
 @pytest.mark.parametrize("name", names("trl016_reward_loss_*"))
@@ -270,18 +161,6 @@ def test_preference_loss_and_gradients_against_trl016(name):
 
 
 # --- label_losses
-
-
-def test_labels_are_scored_by_the_logits_before_them():
-    """A model that is certain of the next token has no loss; what stands under IGNORE has none either."""
-    ids = torch.tensor([[4, 2, 0, 1]])
-    logits = torch.nn.functional.one_hot(ids.roll(-1, 1), 5).double() * 1e3
-    logits = logits[:, :-1]
-    targets = ids[:, 1:]
-    assert sft.label_losses(logits, targets).sum() == 0
-    assert sft.label_losses(-logits, torch.full_like(targets, sft.IGNORE)).sum() == 0
-    losses = sft.label_losses(-logits, torch.tensor([[sft.IGNORE, 0, 1]]))[0]
-    assert losses.gt(1).tolist() == [False, True, True]
 
 
 def test_language_modelling_loss_against_openrlhf():

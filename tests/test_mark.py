@@ -41,7 +41,6 @@ def test_all_is_right(folder):
 
 
 def test_a_wrong_number_is_named(folder):
-    """Each usual mistake by its sentence."""
     for name, (_, mistakes) in mark.ANSWERS.items():
         for x, sentence in mistakes.items():
             (folder / "answers.toml").write_text(f"{name} = {x:.4g}\n")

@@ -3,11 +3,11 @@
 import re
 import signal
 import sys
-import tomllib
 
 import nbclient
 import pytest
-from sources import ROOT, text_of
+from runs import short_form
+from sources import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 from stepwise import make_notebook  # noqa: E402
@@ -39,27 +39,15 @@ def test_a_notebook_runs(file, tiny, tmp_path, same_signals):
 
 
 @pytest.mark.parametrize("name", ["ppo", "ddpo"])
-def test_a_notebook_can_stop_between_the_steps(name, tiny, tmp_path, monkeypatch):
+def test_a_notebook_can_stop_between_the_steps(name, tiny, tmp_path):
     """The first update in a cell for each step, the rest in the loop: the metrics are those of the file."""
     file = ROOT / f"lecture/{name}.py"
     settings = {k: v for k, v in tiny[name].items() if k != "num_eval_prompts"}
     histories = []
     for text in (file.read_text("utf-8"), "\n".join(cell.source for cell in make_notebook(file, []).cells)):
-        words = [x for k, v in settings.items() for x in (f"--{k.replace('_', '-')}", str(v))]
-        monkeypatch.setattr(sys, "argv", [name, *words, "--output-dir", str(tmp_path / str(len(histories)))])
-        names = {"__file__": str(file), "__name__": "__main__"}
-        exec(compile(text, file, "exec"), names)
+        with short_form(name, **settings, output_dir=tmp_path / str(len(histories))) as names:
+            exec(compile(text, file, "exec"), names)
         histories.append(names["history"])
     assert histories[0] == histories[1] and len(histories[0]) > 1
     steps = [cell.source for cell in make_notebook(file, []).cells if re.match(r"# \d\. ", cell.source)]
     assert len(steps) == len(re.findall(r"^    # \d\. ", file.read_text("utf-8"), re.M)) > 1
-
-
-def test_the_course_has_each_bug_of_the_museum_once():
-    """By its number, which is its place in bugs.toml."""
-    bugs = tomllib.loads(text_of("exercises/bugs/bugs.toml"))["bug"]
-    course = text_of("lecture/README.md").split("| | write | find | ask |")[1]
-    numbers = [
-        int(x) for row in re.findall(r"^\| \d+ \|[^|]*\|([^|]*)\|", course, re.M) for x in row.split(",") if x.strip()
-    ]
-    assert sorted(numbers) == list(range(1, len(bugs) + 1))

@@ -296,7 +296,6 @@ def compare_steps(trl, ours):
 
 
 def compare_metrics(trl, ours, names):
-    """The metrics of these names."""
     theirs, ours = ({name: x[name] for name in names.split()} for x in (trl.metrics, ours.stats))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -306,7 +305,6 @@ STEP_METRICS = "policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/
 
 
 def compare_rollout(trl, ours):
-    """What both scripts know before the first step."""
     assert torch.equal(ours.mask, ~trl.padding_mask)
     near("logprobs", ours.rollout.old_logprobs, trl.logprobs, mask=ours.mask)
     near("ref_logprobs", ours.rollout.ref_logprobs, trl.ref_logprobs, mask=ours.mask)

@@ -17,26 +17,10 @@ import reward_model
 # --- functions
 
 
-def test_calibration_of_perfect_and_of_overconfident_rewards():
-    """Outcomes drawn with the probability that the model states, and rewards five times too large."""
-    d = torch.randn(200_000) * 1.5
-    outcome = torch.where(torch.rand(len(d)) < d.abs().sigmoid(), d.abs(), -d.abs())
-    for scale, calibrated in ((1, True), (5, False)):
-        error = max(abs(p - share) for p, share, _ in reward_model.calibration(outcome * scale))
-        assert (error < 0.015) == calibrated
-
-
 def test_reward_head_begins_with_the_deviation_of_the_n_details():
     head = torch.nn.Linear(99, 400)
     reward_model.init_reward_head(head)
     assert head.weight.std().item() == pytest.approx(0.1, rel=0.02)  # 1 / sqrt(99 + 1)
-
-
-@pytest.mark.parametrize("share, lengths", [(0.0, (3, 2)), (1.0, (2, 2))])
-def test_drop_eos(share, lengths):
-    """Of both texts of a pair, where they have one."""
-    (pair,) = reward_model.drop_eos([reward_model.Pair([5, 6, EOS], [5, 7], 0.5)], TOKENIZER, share)
-    assert (len(pair.chosen), len(pair.rejected), pair.margin) == (*lengths, 0.5)
 
 
 # --- by hand
@@ -71,13 +55,11 @@ def encoded(rows, length=36):
 
 
 def reward(model, ids):
-    """The reward at the last token of a text."""
     hidden = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
     return hidden @ model.score.weight[0] + getattr(model.config, "reward_bias", 0.0)
 
 
 def rewards(model, pairs):
-    """Those of all chosen and of all rejected texts."""
     chosen = [reward(model, pair.chosen) for pair in pairs]
     rejected = [reward(model, pair.rejected) for pair in pairs]
     return torch.stack(chosen), torch.stack(rejected)
@@ -119,7 +101,6 @@ def evaluation(tests, pairs=()):
 
 
 def classifier(folder):
-    """A reward model, dropout off."""
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
 
 

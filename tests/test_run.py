@@ -15,7 +15,7 @@ from functools import cache
 import pytest
 import torch
 from filelock import FileLock, Timeout
-from runs import in_background, lines_of, main, run, untimed, words_of
+from runs import checkpoints, cut, in_background, lines_of, main, run, untimed, words_of
 from safetensors.torch import load_file
 from sources import SCRIPTS
 from transformers import pipeline
@@ -23,7 +23,8 @@ from transformers import pipeline
 import ppo
 
 MODULES = {script.removesuffix(".py"): importlib.import_module(script.removesuffix(".py")) for script in SCRIPTS}
-PPO_FIRST = [name if name == "ppo" else pytest.param(name, marks=pytest.mark.slow) for name in MODULES]
+SLOW = pytest.mark.slow
+PPO_FIRST = [name if name == "ppo" else pytest.param(name, marks=SLOW) for name in MODULES]
 EVERYTHING = {  # what fills a checkpoint
     "ppo": dict(adaptive_kl=True, ema_decay=0.9, num_mini_batches=2, use_score_scaling=True, eval_steps=2),
     "rloo": dict(adaptive_kl=True, ema_decay=0.9, num_mini_batches=2, eval_steps=2),
@@ -74,17 +75,9 @@ def assert_same_run(folder, other):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def checkpoints(folder):
-    """The steps after which there are checkpoints."""
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
-
-
-def cut(folder, copy, step):
+def kill(folder, copy, step):
     """A copy of a run as it stands when it is killed in the step after `step`, while it writes a line."""
-    shutil.copytree(folder, copy)
-    for later in checkpoints(copy):
-        if later > step:
-            shutil.rmtree(copy / f"checkpoints/step-{later:08d}")
+    cut(folder, copy, step)
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[: step + 1]) + lines[0][:20])
     for file in copy.rglob("*model.safetensors"):
@@ -94,7 +87,6 @@ def cut(folder, copy, step):
 
 
 def resume(script, folder, *words):
-    """Goes on with a run, as a user does."""
     gc.collect()  # in this process, a run that has ended may still hold its lock
     main(MODULES[script], "--resume", folder, *words)
 
@@ -105,7 +97,7 @@ def resume(script, folder, *words):
 @pytest.mark.parametrize("script", MODULES)
 def test_resumed_equals_uninterrupted(script, whole, tmp_path):
     """Though a checkpoint was being written when the run was killed, here by a second process, too."""
-    copy = cut(whole(script), tmp_path / "cut", 1)
+    copy = kill(whole(script), tmp_path / "cut", 1)
     (copy / "checkpoints/unfinished").mkdir()
     (copy / "checkpoints/unfinished/__1_0.distcp").write_bytes(b"half of a")
     resume(script, copy)
@@ -117,7 +109,7 @@ def test_resumed_equals_uninterrupted(script, whole, tmp_path):
 @pytest.mark.parametrize("step", [0, 99], ids=["before the first checkpoint", "while the model was saved"])
 def test_resumed_from_the_very_beginning_or_end(script, step, whole, tmp_path):
     """Without a checkpoint there are the settings to go on from: the run starts over."""
-    copy = cut(whole(script), tmp_path / "cut", step)
+    copy = kill(whole(script), tmp_path / "cut", step)
     resume(script, copy)
     assert_same_run(copy, whole(script))
 
@@ -171,10 +163,12 @@ def test_a_full_disk(whole, settings_of, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", PPO_FIRST)
-@pytest.mark.parametrize("damage", ["half", "no weights", "no state", "no metrics"])
+@pytest.mark.parametrize(
+    "damage", ["half", *(pytest.param(f"no {x}", marks=SLOW) for x in ("weights", "state", "metrics"))]
+)
 def test_a_damaged_checkpoint(script, damage, whole, tmp_path):
     """It is named; without it the run goes on from the one before it."""
-    copy = cut(whole(script), tmp_path / "cut", 2)
+    copy = kill(whole(script), tmp_path / "cut", 2)
     newest = copy / "checkpoints/step-00000002"
     (weights,) = newest.glob("*.distcp")
     if damage == "half":
@@ -193,7 +187,7 @@ def test_a_damaged_checkpoint(script, damage, whole, tmp_path):
     assert_same_run(copy, whole(script))
 
 
-@pytest.mark.parametrize("script", ["ppo", "sft"])
+@pytest.mark.parametrize("script", ["sft", pytest.param("ppo", marks=SLOW)])
 def test_a_weight_that_no_pass_reads(script, settings_of, tmp_path, monkeypatch):
     """As those of a vision tower: it has no moments, and the run goes on without them."""
     module = MODULES[script]
@@ -206,7 +200,7 @@ def test_a_weight_that_no_pass_reads(script, settings_of, tmp_path, monkeypatch)
 
     monkeypatch.setattr(module, "load_model", load_with_tower)
     run(module, tmp_path / "run", **settings_of(script))
-    copy = cut(tmp_path / "run", tmp_path / "cut", 1)
+    copy = kill(tmp_path / "run", tmp_path / "cut", 1)
     resume(script, copy)
     assert_same_run(copy, tmp_path / "run")
 
@@ -227,7 +221,7 @@ def test_nodes_without_a_shared_folder(tmp_path, monkeypatch):
 
 def test_one_run_to_a_folder(whole, settings_of, tmp_path):
     """A new run finds its folder used, a resumed one finds it locked; neither changes a file of the other."""
-    copy = cut(whole("ppo"), tmp_path / "copy", 1)
+    copy = kill(whole("ppo"), tmp_path / "copy", 1)
     before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file() and file.name != ".lock"}
     with pytest.raises(FileExistsError):
         main(ppo, *words_of(**settings_of("ppo"), output_dir=copy))
@@ -274,7 +268,7 @@ def signal_at_step_1(patch, module, number):
     patch.setattr(module.Run, "log", log_and_signal)
 
 
-@pytest.mark.parametrize("script", MODULES)
+@pytest.mark.parametrize("script", PPO_FIRST)
 def test_a_signal_ends_the_run_after_its_step(script, heeded, whole, settings_of, tmp_path, monkeypatch, capsys):
     """With a checkpoint, a model, and the flag that goes on to the same bits."""
     module = MODULES[script]

@@ -1,7 +1,6 @@
 """Step 2: log-probabilities, KL, values and rewards of responses, each read where it belongs."""
 
 import json
-import math
 import textwrap
 from types import SimpleNamespace
 
@@ -20,16 +19,6 @@ import ppo
 import rloo
 
 # --- token_logprobs, response_forward
-
-
-def test_token_functions_against_torch_distributions():
-    logits = torch.randn(5, 7, 9)
-    tokens = torch.randint(0, 9, (5, 7))
-    distribution = torch.distributions.Categorical(logits=logits)
-    logprobs, entropy = ppo.token_logprobs_and_entropy(logits, tokens)
-    torch.testing.assert_close(ppo.token_logprobs(logits, tokens), distribution.log_prob(tokens))
-    torch.testing.assert_close(logprobs, distribution.log_prob(tokens))
-    torch.testing.assert_close(entropy, distribution.entropy())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -101,23 +90,11 @@ def test_reward_with_pad_equal_to_eos_reads_eos():
     assert not torch.allclose(model(ids, attention_mask=mask).logits[0], expected, atol=1e-3)
 
 
-# --- weighted_sum, penalize_missing_eos
-
-
-def test_the_weighted_sum():
-    """TRL 1.16: (rewards * weights).nansum over the functions."""
-    rewards = {"a": torch.tensor([1.0, math.nan, 3.0]), "b": torch.tensor([10.0, 20.0, math.nan])}
-    assert ppo.weighted_sum(rewards, ()).tolist() == [11, 20, 3]
-    assert ppo.weighted_sum(rewards, (2.0, -1.0)).tolist() == [-8, -20, 6]
-    assert ppo.weighted_sum(rewards, (1.0, 0.0)).tolist() == [1, 0, 3]
-
-
 # --- reward functions
 
 
 @pytest.fixture(scope="module")
 def policy():
-    """All that a reward function needs of it."""
     return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(ROOT / "toy/sft"))
 
 
@@ -217,21 +194,6 @@ def test_several_add_up_with_their_weights(policy, write):
     stats = ppo.reward_stats(SimpleNamespace(rewards_by_name=rewards))
     expected = {"rewards/even/mean": 2, "rewards/even/std": 0, "rewards/three/mean": 3, "rewards/three/std": 0}
     assert stats == expected
-
-
-WRONG = [
-    ("three three", (), "two of them"),
-    ("even three", (1.0,), "--reward-weights"),
-    ("few", (), "a list of 4 rewards"),
-    ("even", (), "no reward"),
-]
-
-
-@pytest.mark.parametrize("names, weights, word", WRONG)
-def test_wrong_reward_functions(policy, write, names, weights, word):
-    file = write(SEVERAL + "\ndef few(**_):\n    return [1.0]\n", "")
-    with pytest.raises(SystemExit, match=word):
-        ask(policy, *(file + name for name in names.split()), reward_weights=weights)
 
 
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import GOLD, run
-from sources import ROOT, SCRIPTS, defined_in, lines_of, nodes_of, source_of, text_of, tree_of
+from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_of, text_of
 
 MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRIPTS}
 # What bears the same name in several scripts has the same text, but for these, which differ on purpose
@@ -57,38 +57,7 @@ def test_shared_text():
 
 
 def fields_of(script):
-    """The names of all settings."""
     return [field.name for field in dataclasses.fields(MODULES[script].Args)]
-
-
-def helps(script):
-    """Setting -> the comment beside or above its field."""
-    (body,) = (node.body for node in tree_of(script).body if getattr(node, "name", "") == "Args")
-    lines = lines_of(script)
-    found = {}
-    for node in body:
-        above = lines[node.lineno - 2].strip()
-        beside = lines[node.lineno - 1].partition("  # ")[2]
-        found[node.target.id] = beside
-        if not beside and above.startswith("# ") and not above.startswith("# ---"):
-            found[node.target.id] = above.removeprefix("# ")
-    return found
-
-
-def test_shared_arguments_have_the_same_help():
-    """An argument of the same name means the same in every script; the words of some tell of the script's own part.
-    None goes without."""
-    own_words = """
-        cliprange ratio_threshold max_grad_norm learning_rate lr_scheduler_type batch_size micro_batch_size
-        per_device_train_batch_size num_train_epochs model chosen_column rejected_column prompt_column max_length
-        max_prompt_length seed eval_steps save_steps num_sample_generations total_episodes response_length
-        temperature missing_eos_penalty lora_r loss_type beta num_ppo_epochs kl_coef reward_fn"""
-    texts = defaultdict(set)
-    for script in SCRIPTS:
-        for name, words in helps(script).items():
-            assert words, name
-            texts[name].add(words)
-    assert not {name for name in texts if len(texts[name]) > 1} - set(own_words.split())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -151,15 +120,6 @@ def test_glossary_lists_every_metric(script, tiny, tmp_path):
 # --- What happens before a run
 
 
-def load(path, name, monkeypatch):
-    """A script, executed anew under another name."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_importing_a_script_does_nothing(monkeypatch):
     """No network, no device, no random number, no signal, no variable of the environment."""
 
@@ -172,7 +132,7 @@ def test_importing_a_script_does_nothing(monkeypatch):
     monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("it asks the network"))
     before = state()
     for script in SCRIPTS:
-        load(ROOT / script, "imported", monkeypatch)
+        load(script, "imported")
         assert before == state(), script
 
 
@@ -186,7 +146,7 @@ def test_a_script_alone_in_a_folder_starts(script, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if path not in ("", *ours))])
     for other in [*SCRIPTS, "toy.py", "make.py"]:
         monkeypatch.delitem(sys.modules, Path(other).stem, raising=False)
-    module = load(tmp_path / script, "alone", monkeypatch)
+    module = load(tmp_path / script, "alone")
     with pytest.raises(Exception, match="toy/|find them"):
         module.main()
     assert os.listdir(tmp_path) == [script]

@@ -18,20 +18,6 @@ def test_the_tables_are_those_of_the_results(monkeypatch):
     assert done.value.code == 0
 
 
-def test_a_run_in_short():
-    """Means of the last five updates, the last of evaluations; what began, and the curves."""
-    lines = []
-    for i in range(1, 9):
-        lines.append({"episode": 8 * i, "objective/scores": float(i), "objective/kl": 1.0, "val/eos_share": 0.5})
-    lines[3]["eval/scores"] = 4
-    lines[7]["eval/scores"] = 8
-    short = learning.summarize("ppo", lines)
-    assert short["start"]["objective/scores"] == 1
-    assert short["end"]["objective/scores"] == 6
-    assert short["end"]["eval/scores"] == 8
-    assert short["curves"]["episode"] == [8 * i for i in range(1, 9)]
-
-
 @pytest.mark.parametrize("script", learning.SCRIPTS)
 def test_our_runs_are_commands_that_are_understood(script, monkeypatch):
     module = __import__(script)

@@ -8,26 +8,19 @@ from rewards import python_code, verifiers
 
 
 def one(function, completion, **columns):
-    """The reward of one row."""
     (reward,) = function(prompts=["?"], completions=[completion], **{name: [x] for name, x in columns.items()})
     return reward
 
 
 RIGHT = r"""
 so 6 * 12 = 72 #### 72 | 72
-#### 72. | 72
 #### $1,234.50 thanks | 1234.5
 hence \boxed{72} | 72
 \boxed{\frac{3}{4}} | 3/4
-\boxed{0.75} | \boxed{\dfrac{3}{4}}
-#### 5 #### 7 | 7
 \boxed{5}, no: \boxed{7} | 7
 #### 18 | Natalia sold 48/2 = <<48/2=24>>24 #### 18
-#### 7/2 | 3.5
 \boxed{1{,}000} | #### 1{,}000
 #### −3 | -3
-#### 10000000000000000 | 1e+16
-#### 0.00001 | 1e-05
 #### -$7 | -7
 """
 
@@ -44,17 +37,11 @@ WRONG = r"""
 ####
 #### 71
 #### 1e999999999
-#### 9**9**9**9
 \boxed{72
-\boxed{}
 #### 72 apples and 3 pears
-#### nan
-#### 1/0
 #### __import__('os')
-#### ７２
 #### 72,5
 #### 7$2
-#### 0,072
 \boxed{7\frac{2}{1}}
 """
 LONG = ["", "#### \x00", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### " + "0" * 198 + "725"]
@@ -68,13 +55,10 @@ def test_wrong_numbers(text):
 
 LAST = """
 18 + 17 = 35. | 35 | 1
-18+17=35 | 35 | 1
 The answer is $1,035.00, I think. | 1035 | 1
 20-5 | 5 | 1
 it falls to -5° | -5 | 1
-which is 3/4 | 0.75 | 1
 35, or else 36 | 35 | 0
-thirty-five | 35 | 0
 the answer is 3 | 35 | 0
 35.5 | 35 | 0
 """
@@ -89,14 +73,11 @@ def test_the_last_number_of_a_text(line):
 
 SENTENCES = """
 The cat sat down. | 1
- Did it cost 3.5 dollars?  | 1
 He said "go home." | 1
 Good morning. | 0
 The cat sat. It slept. | 0
 1. The cat sat | 0
-The cat sat down | 0
 The cat sat.\\nIt slept. | 0
-The cat sat... | 0
 """
 
 
@@ -127,14 +108,12 @@ def test_a_row_without_a_number_to_compare_with():
     ("text", "target", "nums", "reward"),
     [
         ("<think>hm</think><answer>(1 + 2) * 3</answer>", 9, [1, 2, 3], 1),
-        ("<answer> 3*(2+1) = 9 </answer>", 9, [3, 2, 1], 1),
         ("<answer>8 / 3 * 3</answer>", 8, [8, 3, 3], 1),  # exact, where floats may miss
         ("<answer>1</answer> no, <answer>2 + 1</answer>", 3, [1, 2], 1),  # the last one
         ("<answer>1 + 2</answer>", "3", ["1", "2"], 1),  # columns of texts
         ("<answer>4 + 5</answer>", 9, [1, 2, 3], 0),  # other numbers
         ("<answer>1 + 2 + 3 + 3</answer>", 9, [1, 2, 3], 0),  # one twice
         ("<answer>12 + 3</answer>", 15, [1, 2, 3], 0),  # digits joined
-        ("(1 + 2) * 3", 9, [1, 2, 3], 0),
         ("<answer>(1 + 2) * 3", 9, [1, 2, 3], 0),
     ],
 )
@@ -143,16 +122,11 @@ def test_countdown(text, target, nums, reward):
 
 
 NO_ARITHMETIC = """
-9**9**9
 9**9**9**9
-1/0
 __import__('os').system('true')
 1 if 1 else 2
-1 2
 7(3)
-007 + 1
 １ + ２
-lambda: 1
 """
 ODD = ["(" * 190, "(" * 10**5, "-" * 190 + "1", "1" * 190 + "*1", "", " ", "\x00", "1+\n2"]
 
@@ -166,11 +140,9 @@ def test_nothing_but_arithmetic_is_worked_out(expression):
 TAGS = """
 ? | <think>a b</think> <answer>3</answer> | 1
 Assistant: <think> | a</think><answer>3</answer> | 1
-? | a</think><answer>3</answer> | 0
 <think> | <think>a</think><answer>3</answer> | 0
 ? | <answer>3</answer><think>a</think> | 0
 ? | <think>a</think><answer>3</answer> and more | 0
-? | <think>a</think><answer>3 | 0
 ? | <think>a</think><think>b</think><answer>3</answer> | 0
 """
 
@@ -200,11 +172,9 @@ def test_overlong_penalty():
 PROGRAMS = [
     ("Here:\n```python\ndef f(x):\n    return x\n```\nDone.", 1, 1),
     ("```python\ndef f(: pass\n```\n```python\ndef f(): pass\n```", 1, 1),  # the last one
-    ("```python\nprint('f')\n```", 1, 0),
     ("```python\nimport os; os.abort()\n```", 1, 0),  # it is not run
     ("```python\n'\\d'\n```", 1, 0),
     ("def f(): pass", 0, 0),
-    ("```python\ndef f(): pass", 0, 0),
     ("```python\n\x00\n```", 0, 0),
     ("```python\n'\ud800'\n```", 0, 0),
     ("```python\n" + "9" * 5000 + "\n```", 0, 0),

@@ -1,16 +1,13 @@
 """tools/xray.py: whatever a model writes reaches the page as text, the page loads nothing, and a browser draws it."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+from browser import Elements
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -66,20 +63,6 @@ def run(tmp_path, tokenizer):
     return tmp_path
 
 
-class Elements(HTMLParser):
-    """Tags and attributes of a page, as an HTML parser sees them."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags = []
-        self.attributes = []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += [name for name, _ in attributes]
-
-
 def data_of(text):
     """The data in a page, or in a file beside the viewer."""
     return json.loads(re.search(r'runs\.set\("\w+", (.*)\)', text)[1])
@@ -118,7 +101,7 @@ def test_what_the_policy_was_told_has_no_numbers(run, tokenizer):
 def test_the_page_loads_nothing(run):
     page = xray.make_page(run)
     assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)
-    assert not {"src", "href", "onerror"} & set(Elements(page).attributes)
+    assert not {"src", "href", "onerror"} & Elements(page).attributes
     assert "default-src 'none'" in page
 
 
@@ -143,21 +126,3 @@ def test_the_viewer_of_docs_has_its_data():
     for script in xray.SCRIPTS:
         data = data_of((ROOT / f"docs/xray/{script}.js").read_text("utf-8"))
         assert data["run"] == f"python {script}.py" and data["samples"] and data["quantities"] and data["curves"]
-
-
-def test_the_command(run):
-    done = subprocess.run([sys.executable, ROOT / "tools/xray.py", run, "--output", run / "x.html"], check=True)
-    assert done.returncode == 0 and data_of((run / "x.html").read_text("utf-8"))["run"] == run.name
-
-
-def test_the_newest_run_is_taken(run, monkeypatch, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("work")
-    for name, seconds in (("b", 1000), ("a", 2000), ("c", 500)):
-        shutil.copytree(run, folder / "runs" / name)
-        for file in (folder / "runs" / name).glob("samples/*"):
-            os.utime(file, (seconds, seconds))
-    monkeypatch.chdir(folder)
-    assert xray.newest_run().name == "a"
-    shutil.rmtree(folder / "runs")
-    with pytest.raises(SystemExit, match="name the folder"):
-        xray.newest_run()

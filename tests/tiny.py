@@ -51,7 +51,6 @@ def left_padded_prompts(B: int = 6, P: int = 7) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(B: int = 6, T: int = 12) -> Tensor:
-    """(B, T) numbers at which tokens are drawn."""
     return torch.rand(B, T, generator=torch.Generator().manual_seed(0))
 
 

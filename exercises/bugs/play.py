@@ -19,7 +19,7 @@ import tempfile
 import tomllib
 from argparse import ArgumentParser
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from textwrap import fill
 from unittest import mock
@@ -87,8 +87,13 @@ def changed(before: str, after: str) -> list[int]:
 
 def place(text: str, line: int) -> str:
     """The function at the top of a file in which a line stands, or "loop"."""
-    tops = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    return next((node.name for node in tops if node.lineno <= line <= node.end_lineno), "loop")
+    return next((node.name for node in functions(text) if node.lineno <= line <= node.end_lineno), "loop")
+
+
+@cache
+def functions(text: str) -> list[ast.FunctionDef]:
+    """The functions at the top of a file."""
+    return [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
 
 
 def judge(bug: dict, answer: str) -> str:
