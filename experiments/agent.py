@@ -106,8 +106,21 @@ def measure_guesses(names: dict) -> dict:
     }
 
 
+def right_at_once(names: dict) -> list[float]:
+    """For each prompt how likely the policy makes the right cup after ####, without a look."""
+    import torch
+
+    tokenizer = names["tokenizer"]
+    sign, *answers = tokenizer.convert_tokens_to_ids(["####", *(row["answer"] for row in names["examples"])])
+    prompts = tokenizer.pad({"input_ids": [[*ids, sign] for ids in names["prompts"]]}, return_tensors="pt")
+    with torch.no_grad():
+        logits = names["forward"](names["policy"], **prompts).logits[:, -1]  # (N, V)
+    return logits.softmax(1)[range(len(answers)), answers].tolist()
+
+
 def measure_looks(names: dict) -> dict:
-    """For each number of swaps, the share of sampled games with a look, and of those in which the answer is right."""
+    """For each number of swaps, the share of sampled games with a look, and of those in which the answer is right; and
+    of answers without a look."""
     file = ROOT / "toy/shells/data/prompts/validation.jsonl"
     names["examples"] = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     names["prompts"] = names["tokenizer"]([row["prompt"] for row in names["examples"]])["input_ids"]
@@ -117,7 +130,8 @@ def measure_looks(names: dict) -> dict:
     looked = ["ball" in row for row in words]
     right = [row[-3:-1] == ["####", names["examples"][i]["answer"]] for i, row in zip(rows, words)]
     by_swaps = {"swaps": sorted(set(swaps))}
-    for name, values in {"looked": looked, "right": right}.items():
+    at_once = right_at_once(names) * 4
+    for name, values in {"looked": looked, "right": right, "right at once": at_once}.items():
         by_swaps[name] = [
             round(statistics.fmean(x for x, n in zip(values, swaps) if n == number), 4) for number in by_swaps["swaps"]
         ]
@@ -182,9 +196,9 @@ def tables(results: dict) -> dict[str, str]:
             by_swaps = [run[when]["by_swaps"]["looked"] for run in runs[: 1 if when == "before" else None]]
             label = "before" if when == "before" else name
             looks.append([label, *(cell(list(shares), 2) for shares in zip(*by_swaps))])
-    first = next(run["before"]["by_swaps"] for run in results["runs"] if run["fork"] == LOOKING[0])
-    own = [(right - looked) / (1 - looked) for right, looked in zip(first["right"], first["looked"])]
-    looks.append(["right by itself, before", *(f"{share:.2f}" for share in own)])
+        for when in ["before", "after"] if runs and name == LOOKING[0] else []:
+            by_swaps = [run[when]["by_swaps"]["right at once"] for run in runs[: 1 if when == "before" else None]]
+            looks.append([f"right at once, {when}", *(cell(list(shares), 2) for shares in zip(*by_swaps))])
     return {"agent-guesses": markdown(guesses), "agent-looks": markdown(looks)}
 
 
@@ -228,6 +242,9 @@ def draw(results: dict) -> None:
         for i, one in enumerate(runs[name]):
             by_swaps = one["after"]["by_swaps"]
             axis.plot(by_swaps["swaps"], by_swaps["looked"], "o-", color=colour, ms=4, label=None if i else name)
+            if name == LOOKING[0]:
+                label = None if i else "right at once"
+                axis.plot(by_swaps["swaps"], by_swaps["right at once"], ":", color="black", lw=0.8, label=label)
     by_swaps = runs[LOOKING[0]][0]["before"]["by_swaps"]
     axis.plot(by_swaps["swaps"], by_swaps["looked"], "--", color="grey", label="before")
     axis.set(xlabel="swaps", ylabel="share of games with a look", ylim=(-0.03, 1.03))
