@@ -12,12 +12,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runs import run, words_of  # noqa: E402 (they import what stands in the folder above)
+from runs import run, short_form  # noqa: E402 (they import what stands in the folder above)
 from sources import defined_in, text_of, with_names  # noqa: E402
 
 DEVICE = "pretend"
@@ -27,41 +25,32 @@ def do(jobs: dict) -> dict:
     """Trains on the device; what was counted there, and what came of mistakes."""
     import pretend_device
 
-    counts = {}
+    reads = {}
     for script, settings, output in jobs["scripts"]:
         module = importlib.import_module(script)
         module.draw_curves = lambda *_: None
         with pretend_device.count() as counted:
             run(module, output, device=DEVICE, **settings)
-        counts[Path(output).name] = by_function(script, vars(counted))
+        reads[Path(output).name] = by_function(script, counted.reads)
     for script, settings, output in jobs["lecture"]:
         lecture(script, settings, output, DEVICE)
-    return {"counts": counts, "reads_of_sampling": reads_of_sampling(), "mistakes": try_mistakes()}
+    return {"reads": reads, "reads_of_sampling": reads_of_sampling(), "mistakes": try_mistakes()}
 
 
-def by_function(script: str, counted: dict[str, Counter]) -> dict[str, Counter]:
-    """Launches and reads of each function and class at the top of a script; of what stands in none, by line."""
+def by_function(script: str, reads: Counter) -> Counter:
+    """Reads of each function and class at the top of a script; of what stands in none, by line."""
     tops = defined_in(f"{script}.py").items()
     names = {f"{script}.py:{line}": name for name, x in tops for line in range(x.lineno, x.end_lineno + 1)}
-    result = {kind: Counter() for kind in counted}
-    for kind, numbers in counted.items():
-        for line, n in numbers.items():
-            result[kind][names.get(line, line)] += n
+    result = Counter()
+    for line, n in reads.items():
+        result[names.get(line, line)] += n
     return result
 
 
 def lecture(script: str, settings: dict, output: str, device: str) -> None:
     """Runs the short form of a script on a device."""
-    import wandb
-
-    file = f"lecture/{script}.py"
-    source = with_names(text_of(file), device=device)
-    names = {"__file__": str(ROOT / file), "__name__": "__main__"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [file, *words_of(**settings, output_dir=output)])
-        patch.setattr(wandb, "init", lambda **_: None)  # it would remember for good that it is disabled
-        patch.setattr(wandb, "log", lambda *_, **__: None)
-        exec(compile(source, ROOT / file, "exec"), names)
+    with short_form(script, **settings, output_dir=output) as names:
+        exec(compile(with_names(text_of(f"lecture/{script}.py"), device=device), names["__file__"], "exec"), names)
     Path(output, "metrics.jsonl").write_text("\n".join(map(json.dumps, names["history"])))
 
 

@@ -4,7 +4,7 @@ Its tensors hold memory of the host, and behave as CUDA's do where a program for
 - an operator on tensors of both devices raises, with its name, but for numbers (0-dim CPU tensors) and CPU indices;
 - `.numpy()` and generators of the CPU raise; what is drawn on the device is not what the CPU draws from the same seed;
 - what makes the host wait for the device (`item`, `tolist`, `bool`, boolean masks, copies to the CPU) is counted as a
-  read, every kernel as a launch, by the line of the script that asked for it: `with count() as counts`;
+  read, by the line of the script that asked for it: `with count() as counts`;
 - processes speak through gloo, if their group was made for this device; for tensors of the CPU it needs another one.
 Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). What they cannot do: run on a
 stream of their own, so nothing is asynchronous and no race is seen; measure memory; compile. Backward passes run in a
@@ -41,10 +41,9 @@ counting = []  # the counts that are open
 
 
 class Counts:
-    """Launches and reads by line, such as `ppo.py:455`."""
+    """Reads by line, such as `ppo.py:455`."""
 
     def __init__(self):
-        self.launches = Counter()
         self.reads = Counter()
 
 
@@ -70,12 +69,10 @@ def line_of_script() -> str:
     return "elsewhere"
 
 
-def note(is_launch: bool, is_read: bool) -> None:
-    """Counts an operator."""
+def note_read() -> None:
+    """The host waits here."""
     for counts in counting:
-        line = line_of_script()
-        counts.launches[line] += is_launch
-        counts.reads[line] += is_read
+        counts.reads[line_of_script()] += 1
 
 
 class PretendTensor(torch.Tensor):
@@ -95,7 +92,7 @@ class PretendTensor(torch.Tensor):
 
     def tolist(self) -> list:
         """Numbers, as of any tensor; PyTorch does not do it for subclasses."""
-        note(is_launch=False, is_read=True)
+        note_read()
         return self.raw.tolist()
 
     def __format__(self, spec: str) -> str:
@@ -166,8 +163,8 @@ def execute(operator, args: tuple, kwargs: dict) -> object:
             kwargs["generator"] = own_generator
     has_boolean_mask = operator in INDEXING and any(x.dtype == torch.bool for x in tensors_in(args[1]))
     comes_back = operator in COPIES and not stays
-    is_view = any(x.alias_info and not x.alias_info.is_write for x in schema.returns)
-    note(not is_view and operator not in FACTORIES, operator in READS or has_boolean_mask or comes_back)
+    if operator in READS or has_boolean_mask or comes_back:
+        note_read()
     if "c10d" in operator.namespace:
         args, kwargs = pytree.tree_map(host_group, (args, kwargs))
     if "device" in takes:

@@ -11,21 +11,21 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from diffusers import StableDiffusionPipeline
 from on_device import DEVICE, lecture
-from runs import lines_of, run, untimed, words_of
-from safetensors.torch import load_file
+from runs import cut, lines_of, run, untimed, words_of
 from sources import ROOT, SCRIPTS
-from test_processes import assert_same_metrics, cut, torchrun
+from test_processes import assert_same_metrics, assert_same_weights, torchrun
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ppo
 
-ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, micro_batch_size=4)
+ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8, micro_batch_size=4, num_ppo_epochs=2)
 ROLLOUTS |= dict(learning_rate=1e-3, adam_epsilon=1e-3)  # as in test_processes.py
 PROMPTS = ROLLOUTS | dict(dataset_test_split="validation[:8]", num_sample_generations=1)
-GROUPS = ROLLOUTS | dict(dataset_train_split="train[:16]", dataset_test_split="none", num_generations=4, beta=0.1)
+GROUPS = ROLLOUTS | dict(
+    num_ppo_epochs=1, dataset_train_split="train[:16]", dataset_test_split="none", num_generations=4, beta=0.1
+)
 TEXTS = dict(dataset_train_split="train[:16]", dataset_test_split="validation[:8]", batch_size=8, learning_rate=1e-4)
 IMAGES = dict(num_epochs=2, sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1)
 IMAGES |= dict(train_batch_size=8, train_gradient_accumulation_steps=1)
@@ -88,7 +88,6 @@ def on_the_device(file: Path, scripts: list, short_forms: list = ()) -> subproce
 
 
 def wait_for(process: subprocess.Popen) -> None:
-    """Until it has ended well."""
     said = process.communicate(timeout=600)
     assert process.returncode == 0, "".join(filter(None, said))[-5000:]
 
@@ -115,13 +114,11 @@ def folder(tmp_path_factory, request, part_of):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What was found on the device besides."""
     return json.loads((folder / "found.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def runs_of_many(folder, request):
-    """The runs on two processes, beside them."""
     jobs = []
     for name in asked(request, "many"):
         settings = dict(device=DEVICE, output_dir=folder / "many" / name) | MANY[name]
@@ -140,17 +137,6 @@ def assert_same_lines(a: Path, b: Path, rel: float = 1e-3, edge: float = 1e-5) -
         assert two == pytest.approx(one, rel=rel, abs=edge, nan_ok=True)
 
 
-def assert_same_weights(a: Path, b: Path, rel: float = 1e-3) -> None:
-    """Those that were saved."""
-    files = sorted(path.relative_to(a) for path in a.rglob("*model.safetensors"))
-    assert files and files == sorted(path.relative_to(b) for path in b.rglob("*model.safetensors"))
-    for file in files:
-        one, two = load_file(a / file), load_file(b / file)
-        assert one.keys() == two.keys()
-        for key in one:
-            torch.testing.assert_close(two[key], one[key], rtol=0, atol=rel / 5)
-
-
 QUICK = [name.removesuffix(".py") for name in SCRIPTS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name not in QUICK]
 
@@ -163,7 +149,7 @@ def test_the_numbers_are_those_of_the_cpu(name, folder):
         rough = dict(rel=math.inf) if name.startswith("ppo") else dict(rel=0.05, edge=0.02)
     assert_same_lines(folder / "cpu" / name, folder / DEVICE / name, **rough)
     if not rough:
-        assert_same_weights(folder / "cpu" / name, folder / DEVICE / name)
+        assert_same_weights(folder / "cpu" / name, folder / DEVICE / name, 2e-4)
 
 
 @pytest.mark.slow
@@ -192,7 +178,7 @@ def test_two_processes_are_one(many, runs_of_many, folder):
     """In whose group are tensors of both devices."""
     script = many.split("-")[0]
     assert_same_metrics(folder / "cpu" / script, runs_of_many / many, script)
-    assert_same_weights(folder / "cpu" / script, runs_of_many / many)
+    assert_same_weights(folder / "cpu" / script, runs_of_many / many, 2e-4)
 
 
 @pytest.mark.slow
@@ -205,7 +191,7 @@ def test_a_run_goes_there_and_back(tmp_path):
     run(ppo, back, resume=str(back), **SAVED)
     for folder in (there, back):
         assert_same_lines(tmp_path / "whole", folder)
-        assert_same_weights(tmp_path / "whole", folder)
+        assert_same_weights(tmp_path / "whole", folder, 2e-4)
 
 
 # --- What makes the host wait for the device, counted
@@ -220,8 +206,8 @@ def test_sampling_seldom_waits(found):
 def test_the_update_seldom_waits(name, found):
     """A handful of reads for a mini-batch, however many micro-batches and metrics it has, and none in backward passes;
     a function's rewards need two for a batch, not for a row."""
-    reads = found["counts"][name]["reads"]
-    passes = 1 if name == "grpo" else 4
+    reads = found["reads"][name]
+    passes = RUNS[name]["num_ppo_epochs"]
     assert reads["mini_batch_gradient" if name == "grpo" else "gradient_and_sums"] <= 6 * 2 * passes
     assert reads.get("elsewhere", 0) == 0
     assert reads.get("function_reward", 0) <= 4 * 2

@@ -8,28 +8,28 @@ import importlib
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
-from runs import lines_of, main, untimed, words_of
+from replay import write_model
+from runs import cut, lines_of, main, untimed, words_of
 from safetensors.torch import load_file
 from sources import ROOT, SCRIPTS
 
 import ppo
-import rloo
 import sft
 
 MODULES = {script.removesuffix(".py"): importlib.import_module(script.removesuffix(".py")) for script in SCRIPTS}
 
-UPDATES = dict(batch_size=8, total_episodes=16, response_length=8, learning_rate=1e-3, adam_epsilon=1e-3)
-GROUPS = UPDATES | dict(num_generations=4, seed=2)
+UPDATES = dict(
+    batch_size=8, total_episodes=16, response_length=8, learning_rate=1e-3, adam_epsilon=1e-3, num_ppo_epochs=2
+)
+GROUPS = UPDATES | dict(num_generations=4, seed=2, num_ppo_epochs=1)
 TEXTS = dict(num_train_epochs=1, eval_steps=2, learning_rate=1e-4, batch_size=8)
 IMAGES = dict(sample_num_steps=3, sample_batch_size=8, sample_num_batches_per_epoch=2, num_epochs=2, image_steps=1)
 IMAGES |= dict(train_batch_size=4, train_gradient_accumulation_steps=2, train_adam_epsilon=1e-3)
@@ -43,6 +43,7 @@ GAMES = dict(env="toy/guess/make.py:Game", model="toy/guess/sft", dataset="toy/g
 GAMES |= dict(response_length=12, dataset_test_split="train", num_eval_prompts=5, dynamic_sampling=1)
 PER_PROMPT = dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=5, kl_coef=0.1)
 GUIDED = dict(sample_guidance_scale=2.0, train_timestep_fraction=0.7, train_num_inner_epochs=2)
+LLAMA = dict(model="llama", max_length=48, max_prompt_length=16)  # with rotary buffers, which no file of weights has
 
 RUNS = {  # name: script, settings of both runs, settings of the run on two processes alone
     "ppo 0": ("ppo", dict(num_mini_batches=2, whiten_rewards=True, adaptive_kl=True, ema_decay=0.5), {}),
@@ -67,7 +68,7 @@ RUNS = {  # name: script, settings of both runs, settings of the run on two proc
     "grpo 3 games": ("grpo", GAMES, dict(zero_stage=3)),
     "dpo 0": ("dpo", {}, {}),
     "dpo 2": ("dpo", dict(precompute_ref=True, loss_type="ipo"), dict(zero_stage=2)),
-    "dpo 3": ("dpo", dict(label_smoothing=0.1), dict(zero_stage=3, gradient_checkpointing=True)),
+    "dpo 3": ("dpo", LLAMA | dict(label_smoothing=0.1), dict(zero_stage=3, gradient_checkpointing=True)),
     "dpo 3 adapter": ("dpo", dict(lora_r=2), dict(zero_stage=3)),
     "sft 0": ("sft", {}, HALF),
     "sft 2": ("sft", dict(model="toy/sft"), dict(zero_stage=2)),
@@ -108,15 +109,6 @@ def stops_once(prompts, completions, **_):
         open(mark, "w").close()
         os.kill(os.getpid(), signal.SIGTERM)
     return length(prompts, completions)
-
-
-calls = []
-
-
-def second_fails(completions, **_):
-    calls.append(1)
-    assert len(calls) < 2 or os.environ["RANK"] == "0", "process 1 fails"
-    return [1.0] * len(completions)
 """
 
 
@@ -133,6 +125,7 @@ def world(tmp_path_factory):
     lines = [json.dumps({"text": row["prompt"] + row["completion"]}) + "\n" for row in texts]
     (folder / "texts.jsonl").write_text("".join(lines))
     (folder / "reward.py").write_text(REWARDS)
+    write_model(folder / "llama", "llama")
     return folder
 
 
@@ -145,11 +138,10 @@ def words_for(script, world, output, **settings):
         data = {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}.get(script, "prompts")
         settings["dataset"] = world / data
     words = words_of(**settings)
-    return [str(world / word) if word.startswith(("reward.py:", "texts.jsonl")) else word for word in words]
+    return [str(world / word) if word.startswith(("reward.py:", "texts.jsonl", "llama")) else word for word in words]
 
 
 def folder_of(world, processes, run):
-    """Where a run leaves its files."""
     return world / processes / run.replace(" ", "-")
 
 
@@ -167,16 +159,7 @@ def torchrun(world, *command):
     )
 
 
-SAVED = dict(total_episodes=32, save_steps=1, save_total_limit=9)
-
-
-def cut(folder, copy, step):
-    """A copy of a run with no checkpoint after this step."""
-    shutil.copytree(folder, copy)
-    for path in copy.glob("checkpoints/step-*"):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-    return copy
+SAVED = dict(total_episodes=24, num_ppo_epochs=1, save_steps=1, save_total_limit=9)
 
 
 @pytest.fixture(scope="module")
@@ -210,22 +193,32 @@ def runs(world, request):
 
 def close_to(x, name, script):
     """Equal to rounding. A ratio or value on the edge of its range is clipped on one side and not on the other: of the
-    256 tokens (in rloo.py 32 responses) that four passes over a batch see, two (one) may be counted differently.
+    128 tokens (in rloo.py 16 responses) that two passes over a batch see, two (one) may be counted differently.
     """
     edge = 0
     if name.endswith("/clipfrac_avg"):
-        edge = 0.01 if script == "ppo" else 0.035
+        edge = 0.02 if script == "ppo" else 0.07
     return pytest.approx(x, rel=1e-3, abs=1e-5 + edge)
 
 
 def assert_same_metrics(a, b, script):
-    """Of every step, to rounding."""
     pairs = list(zip(untimed(lines_of(a)), untimed(lines_of(b)), strict=True))
     assert len(pairs) >= 2
     for one, two in pairs:
         assert one.keys() == two.keys()
         wrong = {name: (x, two[name]) for name, x in one.items() if x != close_to(two[name], name, script)}
         assert not wrong
+
+
+def assert_same_weights(a, b, tolerance):
+    """In each file that was saved."""
+    files = sorted(path.relative_to(a) for path in a.rglob("*model.safetensors"))
+    assert files and files == sorted(path.relative_to(b) for path in b.rglob("*model.safetensors"))
+    for file in files:
+        one, two = load_file(a / file), load_file(b / file)
+        assert one.keys() == two.keys()
+        for key in one:
+            torch.testing.assert_close(two[key], one[key], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -237,16 +230,7 @@ def test_two_processes_are_one(runs, name):
     one = folder_of(runs, "one", name)
     two = folder_of(runs, "two", name)
     assert_same_metrics(one, two, script)
-    files = sorted(path.relative_to(one) for path in one.rglob("*model.safetensors"))
-    assert files == sorted(path.relative_to(two) for path in two.rglob("*model.safetensors"))
-    assert files
-    tolerance = 2e-6 if script in ("ppo", "rloo", "grpo") else 2e-4
-    for file in files:
-        a = load_file(one / file)
-        b = load_file(two / file)
-        assert a.keys() == b.keys()
-        for key in a:
-            torch.testing.assert_close(a[key], b[key], rtol=0, atol=tolerance)
+    assert_same_weights(one, two, 2e-6 if script in ("ppo", "rloo", "grpo") else 2e-4)
 
 
 def test_process_0_alone_reads_the_weights(runs):
@@ -261,11 +245,11 @@ def test_process_0_alone_reads_the_weights(runs):
 
 def test_each_process_writes_its_half_of_a_checkpoint(runs):
     """Neither ever holds the whole."""
-    files = sorted((runs / "whole/checkpoints/step-00000004").glob("*.distcp"))
+    files = sorted((runs / "whole/checkpoints/step-00000003").glob("*.distcp"))
     sizes = [file.stat().st_size for file in files]
     assert len(sizes) == 2
     assert max(sizes) < 0.55 * sum(sizes)
-    (alone,) = (runs / "by-one/checkpoints/step-00000004").glob("*.distcp")
+    (alone,) = (runs / "by-one/checkpoints/step-00000003").glob("*.distcp")
     assert sum(sizes) == pytest.approx(alone.stat().st_size, rel=0.05)
 
 
@@ -294,7 +278,6 @@ def test_one_process_goes_on_as_two(runs):
 
 
 def wait_for_lines(file, number):
-    """Until the file has so many lines."""
     deadline = time.monotonic() + 120
     while not file.exists() or len(file.read_text().splitlines()) < number:
         assert time.monotonic() < deadline
@@ -312,18 +295,6 @@ def test_a_signal_to_torchrun(world):
     assert 2 <= len(lines_of(out)) < 50, said[-3000:]
     assert said.count(f"torchrun --nproc-per-node 2 rloo.py --resume {shlex.quote(str(out))}") == 1
     assert said.count("saved in ") == 1
-
-
-@pytest.mark.slow
-def test_a_process_that_fails_takes_the_run_down(world):
-    out = world / "failed"
-    start = time.monotonic()
-    words = words_for("rloo", world, out, reward_fn=("reward.py:second_fails",), total_episodes=400)
-    process = torchrun(world, "rloo.py", *words)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode
-    assert time.monotonic() - start < 60
-    assert "process 1 fails" in said
 
 
 # --- Without processes
@@ -370,10 +341,3 @@ def test_weights_are_whole_in_a_rollout_and_shards_after_it(monkeypatch):
         with ppo.gathered(part, ppo.Args(zero_stage=3, gather_for_rollout=gather)):
             assert part.is_sharded == part.gives_back == (not gather)
         assert part.is_sharded and part.gives_back
-
-
-@pytest.mark.parametrize("settings", [dict(zero_stage=3), dict(offload=True), dict(zero_stage=2, shard_size=2)])
-def test_shards_need_processes(settings, tmp_path):
-    with pytest.raises(SystemExit, match="torchrun"):
-        rloo.train(rloo.Args(output_dir=str(tmp_path / "out"), **settings))
-    assert not Path(tmp_path / "out").exists()
