@@ -77,6 +77,8 @@ from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -936,9 +938,9 @@ class Run:
     """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
 
     A step of a run is an update. A number is logged by putting it into the stats, under any name (one that ends in
-    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it;
-    process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one that was
-    never interrupted.
+    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
+    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
+    that was never interrupted.
     """
 
     def __init__(
@@ -1092,10 +1094,17 @@ class Run:
         """Writes a checkpoint, under another name until it is whole, and removes old ones."""
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
-        dcp.save(self.tensors(), checkpoint_id=unfinished)
+        tensors = self.tensors()
+        files = {}  # of some 256 MB, since the writer holds each of them in memory as a whole
+        num_bytes = 0
+        for name, x in tensors.items():
+            num_bytes += (x.to_local() if isinstance(x, DTensor) else x).nbytes
+            files[name] = 1 + num_bytes // 2**28
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return
-        state = {"step": self.step, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
+        num_files = len(list(unfinished.iterdir()))
+        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
@@ -1107,7 +1116,7 @@ class Run:
         for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
             try:
                 state = self.load(folder)
-            except BaseException as error:  # torch's CheckpointException is no Exception
+            except (Exception, CheckpointException) as error:  # of torch: no Exception
                 raise RuntimeError(f"{folder} cannot be read: remove it to go on from the one before it") from error
         self.memory.update(state["memory"])
         self.step = state["step"]
@@ -1123,11 +1132,15 @@ class Run:
         Raises whatever is wrong. All weights must be there, but a weight that no pass reads has no moments.
         """
         state = json.loads((folder / "state.json").read_text())
+        files = len(list(folder.glob("*.safetensors")))
+        if files != state["files"]:
+            raise OSError(f"{files} of {state['files']} files of weights are there")
         if (self.output / "metrics.jsonl").stat().st_size < state["bytes_of_metrics"]:
             raise EOFError("metrics.jsonl lacks its lines, as in a copy that was made while the run went on")
-        there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        reader = HuggingFaceStorageReader(folder)
+        there = reader.read_metadata().state_dict_metadata
         tensors = {name: x for name, x in self.tensors().items() if name in there or not name.startswith("state.")}
-        dcp.load(tensors, checkpoint_id=folder)
+        dcp.load(tensors, storage_reader=reader)
         for name, p in self.models.named_parameters():
             if f"state.{name}.step" not in there:
                 self.optimizer.state.pop(p, None)

@@ -12,7 +12,6 @@ from runs import GOLD, run
 from safetensors.torch import load_file, save_file
 from sources import ROOT
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import GenerationConfig
 
@@ -317,8 +316,7 @@ def test_adapter_and_merged_model_are_saved(script, tmp_path, tiny):
     run(script, tmp_path, **settings)
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 300_000
     assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == 3
-    (folder,) = tmp_path.glob("checkpoints/*")
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = [name for file in tmp_path.glob("checkpoints/*/*.safetensors") for name in load_file(file)]
     assert saved and all("lora" in name or "model." not in name for name in saved)
     ids = torch.randint(5, 500, (2, 9))
     with torch.no_grad():
@@ -451,3 +449,16 @@ def test_all_that_ends_a_turn_stops_a_response(train, tmp_path):
         assert set(ppo.load_policy(args).stop_token_ids) == found | {tokenizer.convert_tokens_to_ids(".")}
     train(ppo, model=str(tmp_path / "m"), reward_fn=(GOLD,))
     assert GenerationConfig.from_pretrained(tmp_path / "run1").eos_token_id == sorted({end, turn, call})
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, grpo])
+def test_stop_token_is_the_unknown_token_too(script):
+    """As in GPT-2 and GPT-NeoX. Where they are two tokens, a word that is none is refused."""
+    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
+    policy.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    eos = policy.tokenizer.eos_token_id
+    with pytest.raises(SystemExit, match="zyzzyva"):
+        script.find_stop_tokens(script.Args(stop_token=("zyzzyva",)), policy)
+    policy.tokenizer.unk_token = policy.tokenizer.eos_token
+    for text in ("eos", str(eos), policy.tokenizer.eos_token):
+        assert script.find_stop_tokens(script.Args(stop_token=(text,)), policy) == [eos]

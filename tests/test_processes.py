@@ -245,11 +245,11 @@ def test_process_0_alone_reads_the_weights(runs):
 
 def test_each_process_writes_its_half_of_a_checkpoint(runs):
     """Neither ever holds the whole."""
-    files = sorted((runs / "whole/checkpoints/step-00000003").glob("*.distcp"))
+    files = sorted((runs / "whole/checkpoints/step-00000003").glob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
     assert len(sizes) == 2
     assert max(sizes) < 0.55 * sum(sizes)
-    (alone,) = (runs / "by-one/checkpoints/step-00000003").glob("*.distcp")
+    (alone,) = (runs / "by-one/checkpoints/step-00000003").glob("*.safetensors")
     assert sum(sizes) == pytest.approx(alone.stat().st_size, rel=0.05)
 
 

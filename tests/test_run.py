@@ -10,7 +10,9 @@ import resource
 import shutil
 import signal
 import time
+from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,10 +101,10 @@ def test_resumed_equals_uninterrupted(script, whole, tmp_path):
     """Though a checkpoint was being written when the run was killed, here by a second process, too."""
     copy = kill(whole(script), tmp_path / "cut", 1)
     (copy / "checkpoints/unfinished").mkdir()
-    (copy / "checkpoints/unfinished/__1_0.distcp").write_bytes(b"half of a")
+    (copy / "checkpoints/unfinished/shard-00002-model-00001-of-00001.safetensors").write_bytes(b"half of a")
     resume(script, copy)
     assert_same_run(copy, whole(script))
-    assert not list(copy.glob("checkpoints/*/__1_0*"))
+    assert not list(copy.glob("checkpoints/*/shard-00002*"))
 
 
 @pytest.mark.parametrize("script", PPO_FIRST)
@@ -170,7 +172,7 @@ def test_a_damaged_checkpoint(script, damage, whole, tmp_path):
     """It is named; without it the run goes on from the one before it."""
     copy = kill(whole(script), tmp_path / "cut", 2)
     newest = copy / "checkpoints/step-00000002"
-    (weights,) = newest.glob("*.distcp")
+    (weights,) = newest.glob("*.safetensors")
     if damage == "half":
         weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     elif damage == "no weights":
@@ -208,6 +210,23 @@ def test_a_weight_that_no_pass_reads(script, settings_of, tmp_path, monkeypatch)
 def test_as_many_checkpoints_stay_as_were_asked_for(tmp_path, tiny):
     run(ppo, tmp_path, **tiny["ppo"], save_steps=1, save_total_limit=2)
     assert checkpoints(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("script", MODULES)
+def test_a_checkpoint_adds_little_memory(script, monkeypatch, tmp_path):
+    """The writer holds a file in memory as a whole: it is small, unless a tensor is large."""
+    module = MODULES[script]
+    monkeypatch.setattr(module, "RANK", 1)
+    monkeypatch.setattr(module.dcp, "save", lambda tensors, storage_writer: writers.append(storage_writer))
+    writers = []
+    sizes = [2**i for i in range(10, 29)] * 3
+    tensors = {str(i): torch.empty(size, dtype=torch.bfloat16, device="meta") for i, size in enumerate(sizes)}
+    module.Run.save(SimpleNamespace(output=tmp_path, tensors=lambda: tensors))
+    files = Counter()
+    for name, number in writers[0].fqn_to_index_mapping.items():
+        files[number] += tensors[name].nbytes
+    assert max(files.values()) < 2**30  # the largest tensor has half of that
+    assert len(files) < 20
 
 
 def test_nodes_without_a_shared_folder(tmp_path, monkeypatch):

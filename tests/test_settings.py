@@ -139,6 +139,7 @@ WRONG = [
     (dpo, dict(model="endless"), "EOS"),
     (ppo, dict(reward_model="two"), "labels"),
     (ppo, dict(ptx_coef=1.0), "pretrain-data"),
+    (ppo, dict(response_length_min=54), "response-length-min"),
     (rloo, dict(pretrain_data="toy/data/sft"), "ptx-coef"),
     (ppo, dict(use_score_norm=True), "use-score-scaling"),
     (ppo, dict(reward_weights=(1.0, 2.0)), "reward-weights"),
