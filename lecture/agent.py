@@ -92,8 +92,7 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
     With them, likewise (B, T): logprobs, mask, written, turn, rewards. In each step a row writes,
     is told the next token of its queue, or, when its episode is over, waits: so all share one
     cache. What was drawn is never encoded again, and an answer is encoded alone. A turn that the
-    end of the stream cuts off is handed over as it is. An answer to which nobody replies is not
-    told.
+    end of the stream cuts off is handed over as it is.
     """
     B, T = uniforms.shape
     queues = [[] for _ in games]  # what each row is about to be told
@@ -130,8 +129,7 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
     columns = [torch.cat(column, 1) for column in zip(*columns)]  # (B, T) each
-    everything = stream[:, : t + 1], *columns, rewards[:, : t + 1]
-    return [x.to(prompts.device) for x in everything]
+    return [x.to(prompts.device) for x in (stream[:, : t + 1], *columns, rewards[:, : t + 1])]
 
 
 # %% 3. Advantage
