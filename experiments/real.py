@@ -44,8 +44,9 @@ THINGS = (
 )
 SHOWN = 5  # answers that are kept
 SUMS = "--reward-fn rewards/verifiers.py:last_number --response-length 24"
-GRPO = f"{SUMS} --total-episodes 1280 --batch-size 64 --bf16"  # 20 updates
-SHORT = f"{GRPO.replace('1280', '384')} --lr-scheduler-type constant"  # 6
+GRPO = f"{SUMS} --bf16 --total-episodes"
+WATCHED = "--eval-steps 10 --num-eval-prompts 60"  # pass@1 and pass@8 of unseen sums along the run
+SHORT = f"{GRPO} 384 --lr-scheduler-type constant"  # 6 updates
 LORA = f"{SHORT} --lora-r 16"
 WIDE = "--lora-target-modules all-linear"
 
@@ -65,14 +66,18 @@ JUDGED = f"{SUMS} --temperature 0"
 GOLD = "rewards/sentiment.py:polarity"
 REWARD_MODEL = "runs/real/reward-model-1"
 WORDS = "--response-length 32 --temperature 0.7"
-FRIENDLY = f"{WORDS} --dtype bfloat16 --num-generations 2 --reward-fn {GOLD} {REWARD_MODEL}"
-BOTH = f"--reward-fn reward_model {GOLD} --reward-weights 1 0 --reward-model {REWARD_MODEL}"
-ONLINE = f"{WORDS} {BOTH} --bf16 --learning-rate 2e-5 --batch-size 32 --num-ppo-epochs 1 --missing-eos-penalty 0"
-ON_GOLD = ONLINE.replace(BOTH, f"--reward-fn {GOLD} --kl-coef 0.01")
-PAIRS = "--bf16 --batch-size 16"  # 15 steps
+EACH = {"train": 16, "validation": 8}  # answers to a prompt, of which pairs are made
+FRIENDLY = f"{WORDS} --dtype bfloat16 --num-generations 4 --reward-fn {GOLD} {REWARD_MODEL}"
+ONLINE = f"{WORDS} --bf16 --learning-rate 2e-5 --batch-size 32 --num-ppo-epochs 1 --missing-eos-penalty 0"
+ONLINE += f" --reward-fn {GOLD} --kl-coef 0.01"
+PAIRS = "--bf16 --batch-size 16"  # 60 steps
+REWARDED = f"{PAIRS} --learning-rate 2e-5 --eos-dropout 0.5"
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
-    "grpo": Arm("grpo.py", "sums", f"{GRPO} --learning-rate 2e-5", JUDGED, seeds=(1, 2, 3)),
+    "grpo": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED}", JUDGED, seeds=(1, 2, 3)),
+    "before, watched": Arm("grpo.py", "sums", f"{GRPO} 64 {WATCHED} --learning-rate 1e-9", ""),
+    "30 updates": Arm("grpo.py", "sums", f"{GRPO} 1920", JUDGED),
+    "1e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 --learning-rate 1e-5", JUDGED),
     "6 updates, 5e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
     "6 updates, 2e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
     "6 updates, 1e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 1e-5", JUDGED),
@@ -80,15 +85,13 @@ ARMS = {
     "6 updates, LoRA 1e-3": Arm("grpo.py", "sums", f"{LORA} --learning-rate 1e-3", JUDGED),
     "6 updates, LoRA of all layers, 5e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 5e-4", JUDGED),
     "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 2e-4", JUDGED),
-    "reward model": Arm(
-        "reward_model.py", "pairs", f"{PAIRS} --learning-rate 5e-5 --eos-dropout 0.5", "", is_kept=True
-    ),
-    "before, things": Arm("", "things", "", FRIENDLY.replace("generations 2", "generations 4")),
-    "sft on the best of 4": Arm("sft.py", "best", f"{PAIRS} --num-train-epochs 2", FRIENDLY),
-    "rloo on the gold score": Arm("rloo.py", "things", f"{ON_GOLD} --rloo-k 4 --total-episodes 256", FRIENDLY),
-    "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5", FRIENDLY),
-    "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 256", FRIENDLY),
-    "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 192", FRIENDLY),
+    "reward model": Arm("reward_model.py", "pairs", REWARDED, "", is_kept=True),
+    "reward model, 240 pairs": Arm("reward_model.py", "pairs", f"{REWARDED} --dataset-train-split train[:240]", ""),
+    "before, things": Arm("", "things", "", FRIENDLY),
+    "sft on the best of 4": Arm("sft.py", "best", PAIRS, FRIENDLY),
+    "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5 --dataset-train-split train[:480]", FRIENDLY),
+    "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 480", FRIENDLY),
+    "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 320", FRIENDLY),
 }
 
 
@@ -111,29 +114,29 @@ def make_data() -> None:
 
 
 def make_pairs(model: str) -> None:
-    """Preference pairs, in DATA: of four answers to a prompt, the first two, and the last two; and the best of four.
+    """Preference pairs, in DATA: of the answers to a prompt, the first two, the next two, ...; and the best of each 4.
 
-    The higher reward is preferred with the odds exp(8 d) to 1, if d is by how much it is higher (Bradley and Terry).
+    The higher reward is preferred with the odds exp(20 d) to 1, if d is by how much it is higher (Bradley and Terry).
     """
     draw = random.Random(0)
     for split in ("train", "validation"):
         where = RUNS / f"answers-{split}"
         if not where.exists():
-            flags = (
-                f"--split {split} {WORDS} --num-generations 4 --dtype bfloat16 --reward-fn {GOLD} --output-dir {where}"
-            )
+            flags = f"--split {split} {WORDS} --num-generations {EACH[split]} --dtype bfloat16"
+            flags += f" --reward-fn {GOLD} --output-dir {where}"
             command = ["tools/evaluate.py", model, "--dataset", str(DATA / "things"), *flags.split()]
             call(command, RUNS / f"answers-{split}.log")
         answers = [json.loads(line) for line in (where / "answers.jsonl").read_text().splitlines()]
         pairs = []
         for a, b in zip(answers[::2], answers[1::2], strict=True):
             gap = a[GOLD] - b[GOLD]
-            if draw.random() > 1 / (1 + math.exp(-8 * gap)):
+            if draw.random() > 1 / (1 + math.exp(-20 * gap)):
                 a, b = b, a
             texts = {
                 name: [{"role": "assistant", "content": x["response"]}] for name, x in [("chosen", a), ("rejected", b)]
             }
             pairs.append({"prompt": a["prompt"]} | texts)
+        draw.shuffle(pairs)
         write(DATA / "pairs" / f"{split}.jsonl", pairs)
         fours = [answers[i : i + 4] for i in range(0, len(answers), 4)]
         best = [max(four, key=lambda answer: answer[GOLD]) for four in fours]
@@ -191,7 +194,7 @@ def measure(name: str, seed: int, model: str) -> dict:
     if arm.data in ("pairs", "best"):
         make_pairs(model)
     if arm.script:
-        split = "validation" if arm.data in ("pairs", "best") else "none"
+        split = "validation" if WATCHED in arm.flags or arm.data in ("pairs", "best") else "none"
         flags = f"{arm.flags} --dataset-test-split {split} --save-steps 100000 --seed {seed} --output-dir {output}"
         command = [arm.script, "--model", model, "--dataset", data, *flags.split()]
         result |= {"command": shlex.join(["python", *command])} | call(command, log)
@@ -243,24 +246,46 @@ def of_curves(runs: list[dict], metric: str, digits: int, part: slice = slice(No
 def sums_table(record: list[dict]) -> str:
     """Before and after, on the unseen sums."""
     right = "rewards/verifiers.py:last_number"
-    heads = ["", "right", "ended by itself", "tokens", "KL", "CPU seconds an update", "GB"]
-    lines = [heads, ["---", *["---:"] * 6]]
-    for name in ("before", "grpo"):
+    heads = ["", "right", "ended by itself", "tokens", "KL", "GB"]
+    lines = [heads, ["---", *["---:"] * 5]]
+    for name in ("before", "30 updates", "grpo"):
         runs = runs_of(record, name)
-        line = [f"{name}, {len(runs)} seeds" if len(runs) > 1 else name]
+        line = [f"50 updates, {len(runs)} seeds" if name == "grpo" else name]
         for metric, digits in {right: 2, "eos_share": 2, "response_length": 1, "kl": 1}.items():
             line.append(of_end(runs, metric, digits) if name != "before" or metric != "kl" else "0")
         trained = [run for run in runs if "curves" in run]
-        line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in trained], 0))
         line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in trained], 1))
         lines.append(line)
+    return markdown(lines)
+
+
+def unseen(record: list[dict]) -> dict[str, dict[int, list[float]]]:
+    """Metric -> updates -> seeds, of the evaluations on unseen sums along the runs; before training after 0."""
+    found = {metric: {} for metric in ("eval/accuracy", "eval/pass@1", "eval/pass@8")}
+    for run in record:
+        if run["run"] in ("grpo", "before, watched"):
+            for metric, of in found.items():
+                for update, x in enumerate(run["curves"].get(metric, []), 1):
+                    if x is not None:
+                        of.setdefault(update if run["run"] == "grpo" else 0, []).append(x)
+    return found
+
+
+def unseen_table(record: list[dict]) -> str:
+    """pass@1 and pass@8 along the runs."""
+    found = unseen(record)
+    updates = sorted(found["eval/pass@1"])
+    lines = [["updates", *map(str, updates)], ["---", *["---:"] * len(updates)]]
+    titles = ("likeliest answer right", "pass@1: of eight answers", "pass@8: at least one of the eight")
+    for title, of in zip(titles, found.values()):
+        lines.append([title, *(number(of[update], 2) for update in updates)])
     return markdown(lines)
 
 
 def curve_table(record: list[dict]) -> str:
     """Over the training, the mean of the seeds: right answers, silent groups, entropy, tokens."""
     runs = runs_of(record, "grpo")
-    updates = {"1": slice(1)} | {f"{n - 2} to {n}": slice(n - 3, n) for n in (5, 10, 15, 20)}
+    updates = {"1": slice(1)} | {f"{n - 2} to {n}": slice(n - 3, n) for n in (5, 10, 20, 30, 40, 50)}
     lines = [["updates", *updates], ["---", *["---:"] * len(updates)]]
     for title, metric, digits in (
         ("right answers in the batch", "reward", 2),
@@ -290,7 +315,7 @@ def rates_table(record: list[dict]) -> str:
     for name in ("grpo", *(name for name in ARMS if name.startswith("6 updates"))):
         runs = runs_of(record, name)
         if runs:
-            label = "2e-5, falling (the run above)" if name == "grpo" else name.removeprefix("6 updates, ")
+            label = "2e-5, falling (the runs above)" if name == "grpo" else name.removeprefix("6 updates, ")
             line = [label, str(len(runs)), of_curves(runs, "reward", 2, last), of_curves(runs, "entropy", 2, last)]
             line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
             line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
@@ -301,7 +326,7 @@ def rates_table(record: list[dict]) -> str:
 def pipeline_table(record: list[dict]) -> str:
     """Gold score, reward and KL on unseen things: before, best of four, and each script."""
     lines = [["", "gold score", "reward model", "KL", "ended by itself", "CPU seconds", "GB"], ["---", *["---:"] * 6]]
-    for name in ("before, things", "sft on the best of 4", "dpo", "rloo on the gold score", "rloo", "ppo"):
+    for name in ("before, things", "sft on the best of 4", "dpo", "rloo", "ppo"):
         runs = runs_of(record, name)
         if not runs:
             continue
@@ -324,6 +349,7 @@ def pipeline_table(record: list[dict]) -> str:
 TABLES = {
     "real-sums": sums_table,
     "real-curve": curve_table,
+    "real-unseen": unseen_table,
     "real-answers": answers_table,
     "real-rates": rates_table,
     "real-pipeline": pipeline_table,
@@ -336,8 +362,8 @@ def tables(record: list[dict]) -> dict[str, str]:
 
 
 def draw(record: list[dict]) -> None:
-    """docs/real.png: right answers, entropy and length, a line for each seed."""
-    figure, axes = figure_of(1, 3, 11, 3)
+    """docs/real.png: right answers, entropy and length, a line for each seed; and pass@k, the mean of the seeds."""
+    figure, axes = figure_of(1, 4, 14, 3)
     for run in runs_of(record, "grpo"):
         x = range(1, len(run["curves"]["reward"]) + 1)
         for panel, metric in zip(axes[0], ("reward", "entropy", "completions/mean_length")):
@@ -345,7 +371,13 @@ def draw(record: list[dict]) -> None:
     titles = ("right answers in the batch", "entropy of a token, nats", "tokens of an answer")
     for panel, title in zip(axes[0], titles):
         panel.set_title(title, fontsize=10), panel.set_xlabel("updates", fontsize=9), panel.set_ylim(0)
-    axes[0, 0].legend(frameon=False, fontsize=9)
+    for (metric, of), colour in zip(unseen(record).items(), ("0.5", "#3b6ea8", "#c0563f")):
+        x = sorted(of)
+        axes[0, 3].plot(x, [statistics.fmean(of[update]) for update in x], "o-", color=colour, label=metric[5:])
+    axes[0, 3].set_title("unseen sums right", fontsize=10), axes[0, 3].set_xlabel("updates", fontsize=9)
+    axes[0, 3].set_ylim(0, 1)
+    for panel in (axes[0, 0], axes[0, 3]):
+        panel.legend(frameon=False, fontsize=9)
     figure.savefig(ROOT / "docs/real.png", dpi=100)
 
 

@@ -142,7 +142,7 @@ def ppo_results() -> str:
 
 
 def poor_reward_model() -> str:
-    return with_peak({beta: f"--reward-model {learning.POOR_MODEL} --kl-coef {beta}" for beta in ("0", "0.2")})
+    return with_peak(learning.POOR_RUNS)
 
 
 def with_peak(flags: dict[str, str]) -> str:
@@ -733,7 +733,7 @@ def draw_no_kl(docs: Path) -> None:
     """no-kl.png: score and gold score of a poor reward model with and without KL penalty."""
     figure, axes = figure_of(1, 2, 8, 3)
     for panel, beta in zip(axes[0], ("0", "0.2")):
-        runs = RECORD.get(f"ppo --reward-model {learning.POOR_MODEL} --kl-coef {beta}", [])
+        runs = RECORD.get(f"ppo {learning.POOR_RUNS[beta]}", [])
         for metric, colour in {"objective/scores": OURS, GOLD_MEAN: "#b58900"}.items():
             draw_band(panel, runs, metric, colour, TITLES[metric])
         panel.set_title(f"β = {beta}", fontsize=10), panel.set_xlabel("episodes", fontsize=9)
@@ -769,7 +769,7 @@ def stale_of_others() -> list[Path]:
         forks.PAGE: {"forks": forks.table(of[forks])},
         gallery.PAGE: {"gallery": gallery.gallery(of[gallery])},
         questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()}
-        | {name: table(takeoff.by_arm(takeoff.read_record())) for name, table in takeoff.TABLES.items()},
+        | takeoff.tables(takeoff.read_record()),
     }
     pages[real.PAGE] = real.tables(real.read_record())
     stale = []

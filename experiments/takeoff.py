@@ -1,6 +1,7 @@
 """What decides a run? Six ways to weigh answers, from a start that is seldom right, over many seeds.
 
     python experiments/takeoff.py --seeds 100          # 600 runs of 4 CPU seconds; goes on where it stopped
+    python experiments/takeoff.py --sweep 30           # 30 seeds of each setting that might raise the share
     python experiments/takeoff.py --seeds 100 --list   # only says how many are missing
     python experiments/takeoff.py --seeds 0            # only writes tables and pictures
 
@@ -39,7 +40,25 @@ ARMS = {  # name -> flags
     "MaxRL": "--scale-rewards mean",
     "RFT": "--baseline none",
 }
+SWEEP = {  # what might raise the share of runs that take off, beside GRPO: name -> flags
+    "groups of 4": "--num-generations 4",
+    "groups of 16": "--num-generations 16",
+    "batches of 32": "--batch-size 32",
+    "batches of 128": "--batch-size 128",
+    "half the learning rate": "--learning-rate 3.5e-4",
+    "twice the learning rate": "--learning-rate 1.4e-3",
+    "temperature .8": "--temperature 0.8",
+    "temperature 1.25": "--temperature 1.25",
+    "four passes": "--num-ppo-epochs 4",
+    "four passes, clipped above at 1.28": "--num-ppo-epochs 4",
+    "no reward for under 6 tokens": "",
+}
 MEAN = "group_advantages(scores, G, args.scale_rewards)"
+CHANGES = {  # what no flag of the short file says: name -> text, and what stands in its place
+    "leave one out": (MEAN, f"G / (G - 1) * {MEAN}"),
+    "four passes, clipped above at 1.28": ("1 + cliprange)", "1.28)"),
+    "no reward for under 6 tokens": (MEAN, MEAN.replace("scores", "scores * (mask.sum(1) > 5)", 1)),
+}
 LAST = 10  # updates at the end of a run, whose share of right answers is its outcome
 GROUP = 4  # seeds of those who published a ranking
 WHEN = (5, 10, 20, 30, 40, 50)  # updates after which an outcome is foretold
@@ -87,8 +106,7 @@ def measure(key: tuple[str, str, int]) -> dict:
     """A run: its curves."""
     arm, flags, seed = key
     source = (ROOT / GRPO).read_text("utf-8")
-    if arm == "leave one out":
-        source = source.replace(MEAN, f"G / (G - 1) * {MEAN}")
+    source = source.replace(*CHANGES.get(arm, ("", "")))
     flags = f"--model {START} --total-episodes {UPDATES * BATCH} --response-length 12 --seed {seed} {flags}"
     start = time.process_time()
     with contextlib.redirect_stdout(None):
@@ -108,8 +126,9 @@ def read_record() -> list[dict]:
 
 
 def outcome(run: dict) -> float:
-    """The share of right answers in the last updates."""
-    return sum(run["right"][-LAST:]) / (LAST * BATCH)
+    """The share of right answers in the last updates (of batches of 64; as many answers of others)."""
+    last = LAST * len(run["right"]) // UPDATES
+    return sum(run["right"][-last:]) / (LAST * BATCH)
 
 
 def by_arm(record: list[dict]) -> dict[str, dict[int, dict]]:
@@ -204,7 +223,33 @@ def rankings_table(runs: dict) -> str:
     return markdown(lines)
 
 
+def sweep_table(record: list[dict]) -> str:
+    """Of each setting: how many runs take off, and how many more than of GRPO's, of the same seeds."""
+    heads = ["", "take off", "share", "less GRPO's, paired", "right in the end"]
+    lines = [heads, ["---", *["---:"] * 4]]
+    ends = {}
+    for one in record:
+        ends.setdefault(one["arm"], {})[one["seed"]] = outcome(one)
+    for arm in SWEEP:
+        of = ends.get(arm, {})
+        common = sorted(of.keys() & ends["GRPO"].keys())
+        off = [float(of[seed] > 0.5) for seed in common]
+        differences = [x - (ends["GRPO"][seed] > 0.5) for x, seed in zip(off, common)]
+        n, share = len(common), statistics.fmean(off)
+        values = [of[seed] for seed in common]
+        paired = f"{statistics.fmean(differences):+.2f} ± {error(differences):.2f}".replace("-", "−")
+        line = [arm, f"{sum(off):.0f} of {n}", f"{share:.2f} ± {math.sqrt(share * (1 - share) / n):.2f}", paired]
+        lines.append([*line, f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"])
+    return markdown(lines)
+
+
 TABLES = {"takeoff": shares_table, "takeoff-signs": signs_table, "takeoff-rankings": rankings_table}
+
+
+def tables(record: list[dict]) -> dict[str, str]:
+    """All that the page has."""
+    runs = by_arm(record)
+    return {name: table(runs) for name, table in TABLES.items()} | {"takeoff-sweep": sweep_table(record)}
 
 
 def draw_outcomes(runs: dict) -> None:
@@ -281,6 +326,7 @@ def main() -> None:
     """Makes the runs that are missing, and writes tables and pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=100, help="of each arm")
+    parser.add_argument("--sweep", type=int, default=0, help="seeds of each setting that might raise the share")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
     parser.add_argument("--list", action="store_true", help="only say how many runs are missing")
     args = parser.parse_args()
@@ -289,6 +335,7 @@ def main() -> None:
     there = {(run["arm"], run["flags"], run["seed"]) for run in read_record()}
     wanted = [("before", "--learning-rate 0", seed) for seed in (1, 2)]
     wanted += [(arm, flags, seed) for seed in range(1, args.seeds + 1) for arm, flags in ARMS.items()]
+    wanted += [(arm, flags, seed) for seed in range(1, args.sweep + 1) for arm, flags in SWEEP.items()]
     missing = [key for key in wanted if key not in there]
     print(f"{len(missing)} runs, about {len(missing) * 4 / 60 / args.jobs:.0f} minutes")
     if args.list:
@@ -299,8 +346,9 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool, open(OUTPUT, "a") as file:
         for found in tqdm(pool.imap_unordered(measure, missing), total=len(missing), disable=False):
             print(json.dumps(found | origin, separators=(",", ":")), file=file, flush=True)
-    runs = by_arm(read_record())
-    put_tables(QUESTIONS, {name: table(runs) for name, table in TABLES.items()})
+    record = read_record()
+    runs = by_arm(record)
+    put_tables(QUESTIONS, tables(record))
     draw_outcomes(runs)
     draw_coin()
 

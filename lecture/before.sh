@@ -6,7 +6,11 @@ cd "$(dirname "$0")/.."
 gold="--reward-fn reward_model toy/make.py:gold_score --reward-weights 1 0"
 
 make() { # FOLDER COMMAND: the run of a command in runs/course/FOLDER
-    [ -e "runs/course/$1" ] || { echo "+ ${*:2}" && "${@:2}" --output-dir "runs/course/$1"; }
+    [ -e "runs/course/$1" ] && return
+    echo "+ ${*:2}"
+    rm -rf runs/course/unfinished
+    "${@:2}" --output-dir runs/course/unfinished
+    mv runs/course/unfinished "runs/course/$1"
 }
 
 for file in lecture/*.py; do
@@ -16,8 +20,8 @@ make 1-sft python sft.py
 make 2-reward_model python reward_model.py
 make 3-ppo python ppo.py $gold
 make 5-poor python reward_model.py --dataset-train-split "train[:1000]" --num-train-epochs 8 --eos-dropout 0.5
-make 5-free python ppo.py --seed 2 --reward-model runs/course/5-poor --kl-coef 0 $gold
-make 5-priced python ppo.py --seed 2 --reward-model runs/course/5-poor --kl-coef 0.2 $gold
+make 5-free python ppo.py --learning-rate 1e-3 --reward-model runs/course/5-poor --kl-coef 0 $gold
+make 5-priced python ppo.py --learning-rate 1e-3 --reward-model runs/course/5-poor --kl-coef 0.2 $gold
 make 6-rloo python rloo.py $gold
 make 7-grpo python grpo.py
 for epochs in 4 16; do
