@@ -323,15 +323,25 @@ def rates_table(record: list[dict]) -> str:
     return markdown(lines)
 
 
+def by_prompt(run: dict) -> list[float]:
+    """The gold score of each test prompt: the mean of its answers."""
+    k = len(run["rewards"][GOLD]) // 48
+    return [statistics.fmean(run["rewards"][GOLD][i : i + k]) for i in range(0, 48 * k, k)]
+
+
 def pipeline_table(record: list[dict]) -> str:
     """Gold score, reward and KL on unseen things: before, best of four, and each script."""
-    lines = [["", "gold score", "reward model", "KL", "ended by itself", "CPU seconds", "GB"], ["---", *["---:"] * 6]]
+    heads = ["", "gold score", "more than before, paired", "KL", "ended by itself", "CPU seconds", "GB"]
+    lines = [heads, ["---", *["---:"] * 6]]
+    start = by_prompt(runs_of(record, "before, things")[0])
     for name in ("before, things", "sft on the best of 4", "dpo", "rloo", "ppo"):
         runs = runs_of(record, name)
         if not runs:
             continue
         is_trained = "curves" in runs[0]
-        line = [name.partition(",")[0], of_end(runs, GOLD, 3), of_end(runs, REWARD_MODEL, 2)]
+        gains = [y - x for x, y in zip(start, by_prompt(runs[0]), strict=True)]
+        gain = f"{statistics.fmean(gains):+.3f} ± {statistics.stdev(gains) / len(gains) ** 0.5:.3f}".replace("-", "−")
+        line = [name.partition(",")[0], of_end(runs, GOLD, 3), gain if is_trained else ""]
         line += [of_end(runs, "kl", 1) if is_trained else "0", of_end(runs, "eos_share", 2)]
         memory = f"{max(runs[0]['curves']['perf/peak_memory_mb']) / 1024:.1f}" if is_trained else ""
         lines.append([*line, str(runs[0].get("cpu_seconds", "")), memory])
