@@ -41,8 +41,7 @@ CASES = {
         "time/rollout",
     ),
     "a step of SFT, long prompts and short answers": (
-        "sft.py --model {model} --dataset {pairs} --batch-size 64 --micro-batch-size 4 "
-        f"--max-length 512 {PLAIN}",
+        f"sft.py --model {{model}} --dataset {{pairs}} --batch-size 64 --micro-batch-size 4 --max-length 512 {PLAIN}",
         "time/step",
     ),
     "200,000 prompts, to the end of a first update": (

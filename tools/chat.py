@@ -2,7 +2,8 @@
 
   python tools/chat.py runs/my-run
 
-With a chat template the talk goes on from turn to turn, and forgets its beginning once it is too long; without one, the policy continues each text that it is given.
+With a chat template the talk goes on from turn to turn, and forgets its beginning once it is too long; without one, the
+policy continues each text that it is given.
 """
 
 import argparse
