@@ -7,7 +7,6 @@ squared gradient, so that where a gradient is 0 but for rounding, its sign would
 import importlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -293,7 +292,7 @@ def test_a_signal_to_torchrun(world):
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=120)[0]
     assert 2 <= len(lines_of(out)) < 50, said[-3000:]
-    assert said.count(f"torchrun --nproc-per-node 2 rloo.py --resume {shlex.quote(str(out))}") == 1
+    assert said.count(f"--resume {out}\n") == 1
     assert said.count("saved in ") == 1
 
 
