@@ -48,6 +48,7 @@ TESTS = {  # a word in the title of a part of a script: the tests of that part
     "Models": "models settings score",
     "Additions": "additions",
     "algorithm ends": "score",
+    "Encode": "data",
     "Sample": "sample",
     "Score": "score",
     "Reward": "advantages",

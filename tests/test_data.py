@@ -120,6 +120,11 @@ def test_the_assistants_words_carry_the_loss(tokenizer):
     assert sft.encode_messages(messages, tokenizer, False)[1] == ids
 
 
+def test_all_tokens_of_a_pair_may_carry_the_loss(tokenizer):
+    ids, labels = sft.encode_pair("The film", " is good.", tokenizer, False)
+    assert labels == ids == sft.encode_pair("The film", " is good.", tokenizer, True)[0]
+
+
 def test_prompts_as_messages(tokenizer, chat_model, tmp_path):
     """The assistant is to speak next; before a completion or a pair they are its beginning."""
     prompt = turns("The film", "is", "what")
