@@ -224,7 +224,7 @@ def rankings_table(runs: dict) -> str:
 
 
 def sweep_table(record: list[dict]) -> str:
-    """Of each setting: how many runs take off. Other batches draw other answers: seeds do not pair them with GRPO's."""
+    """Of each setting: how many runs take off. Other batches are not paired with GRPO's, whose seeds are all here."""
     heads = ["", "take off", "share", "right in the end"]
     lines = [heads, ["---", *["---:"] * 3]]
     for arm in ("GRPO", *SWEEP):
