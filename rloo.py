@@ -1172,6 +1172,12 @@ def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args)
     """The rows of a split, with their prompts' token ids as `input_ids`; those with an empty prompt, or one over
     max_prompt_length, are dropped and counted. They stay in files that are mapped into memory, and are encoded once."""
     read_column(data, args.prompt_column)  # it is there, in each row
+    # what reward functions are given besides the columns
+    reserved = {"input_ids", "prompts", "completions", "completion_ids"} - {args.prompt_column}
+    clash = sorted(reserved & set(data.column_names))
+    require(
+        not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions get others of these names"
+    )
     encode = lambda prompts: {"input_ids": encode_texts(prompts, tokenizer)}  # noqa: E731
     data = data.map(encode, input_columns=args.prompt_column, batched=True, desc="encoding prompts")
     fits = [0 < len(ids) <= args.max_prompt_length for ids in data["input_ids"]]

@@ -108,6 +108,7 @@ def files(tmp_path_factory):
         "empty": {"prompt": ""},
         "same": {"chosen": "a b", "rejected": "a b"},
         "null": {"prompt": None},
+        "clash": {"prompt": "The film", "completions": "mine"},
         "asked": {side: [{"role": "user", "content": side}] for side in ("chosen", "rejected")},
     }
     for name, row in rows.items():
@@ -131,6 +132,7 @@ WRONG = [
     (ppo, dict(response_length=159), "159"),
     (ppo, dict(dataset="prompt.jsonl", max_prompt_length=2), "max-prompt-length"),
     (ppo, dict(dataset="empty.jsonl"), "dropped 3 of 3"),
+    (ppo, dict(dataset="clash.jsonl"), "completions"),
     (ppo, dict(batch_size=50, num_mini_batches=4), "divisible"),
     (ppo, dict(batch_size=64, total_episodes=10), "64"),
     (ppo, dict(stop_token=("the end of it all",)), "stop-token"),
