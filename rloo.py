@@ -1180,6 +1180,9 @@ def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args)
     )
     encode = lambda prompts: {"input_ids": encode_texts(prompts, tokenizer)}  # noqa: E731
     data = data.map(encode, input_columns=args.prompt_column, batched=True, desc="encoding prompts")
+    unknown = sum(tokenizer.unk_token_id in ids for ids in data["input_ids"])
+    if unknown and tokenizer.unk_token != tokenizer.eos_token:  # in GPT-2 they are one token
+        warnings.warn(f"{unknown} of {len(data)} prompts have unknown words, read as {tokenizer.unk_token}")
     fits = [0 < len(ids) <= args.max_prompt_length for ids in data["input_ids"]]
     dropped = f"{fits.count(False)} of {len(fits)} prompts: empty, or over {args.max_prompt_length} tokens"
     require(any(fits), f"--dataset {args.dataset}: dropped {dropped} (set --max-prompt-length)")

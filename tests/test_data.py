@@ -56,6 +56,15 @@ def test_prompts_that_are_dropped(tmp_path, capsys):
     assert "2 of 3" in capsys.readouterr().out
 
 
+def test_unknown_words(tmp_path):
+    """Of which the policy would otherwise learn without a sound: its tokenizer reads `<|unk|>` in their place."""
+    rows = [{"prompt": "ball 1 : 12"}, {"prompt": "ball one : 12"}]
+    data = ppo.load_split(write_rows(tmp_path / "d.jsonl", rows), None, "train")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/shells/sft")
+    with pytest.warns(UserWarning, match="1 of 2"):
+        ppo.encode_prompts(data, tokenizer, ppo.Args())
+
+
 # --- Batches
 
 
