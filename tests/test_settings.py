@@ -274,12 +274,13 @@ def test_micro_batches_are_as_large_as_memory_allows():
     policy = ppo.load_policy(ppo.Args(device="cpu"))
     body = ppo.load_reward_model(ppo.Args(device="cpu"), policy)
 
-    def fit(model=policy, tokens=64, **settings):
-        return ppo.rows_that_fit(model, tokens, ppo.Args(device="cpu", **settings))
+    def fit(model=policy, tokens=64, device="cpu", **settings):
+        return ppo.rows_that_fit(model, tokens, ppo.Args(device=device, **settings))
 
     assert fit() == pytest.approx(2 * fit(tokens=128), rel=0.02)
     assert fit(gradient_checkpointing=True) > 1.1 * fit()
     assert fit(body) > 1.1 * fit()
+    assert fit(device="mps") > 2 * fit()  # on a CPU, larger parts gain little
     lengths = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args: lengths.append(tokens) or 4)
@@ -287,13 +288,26 @@ def test_micro_batches_are_as_large_as_memory_allows():
     assert lengths == [23]
 
 
-@pytest.mark.parametrize("module", [ppo, rloo, dpo, sft], ids=name_of)
-def test_adapters_learn_at_ten_times_the_rate(module):
+RATES = {  # of a model of GPT-2's size, of a tenth of it, and of one of 7B
+    ppo: (1e-5, 4e-5, 3e-6),  # 10 ** 0.6 is 3.98
+    rloo: (1e-5, 4e-5, 3e-6),
+    grpo: (2e-5, 4e-5, 3e-6),
+    dpo: (1e-5, 4e-5, 8.9e-7),
+    reward_model: (1e-5, 5.6e-5, 3e-6),
+    sft: (2e-5, 2e-5, 2e-5),
+}
+
+
+@pytest.mark.parametrize("module", RATES, ids=name_of)
+def test_default_learning_rates(module, monkeypatch):
+    """Adapters learn at ten times the rate."""
     model = ppo.load_policy(ppo.Args(device="cpu"))
-    rows = [prompts_of(1), 1] if module in (ppo, rloo) else [100, 9]
-    args = [module.Args(model="toy/sft", lora_r=r, device="cpu") for r in (0, 4)]
-    rates = [module.choose_sizes(x, model, *rows).learning_rate for x in args]
-    assert rates[1] == pytest.approx(10 * rates[0], rel=0.05)
+    rows = [prompts_of(1), 1] if module in (ppo, rloo, grpo) else [100, 9]
+    for size, rate in zip((124e6, 12.4e6, 7e9), RATES[module]):
+        monkeypatch.setattr(model, "num_parameters", lambda size=size: size)
+        args = [module.Args(model="toy/sft", lora_r=r, device="cpu") for r in (0, 4)]
+        found = [module.choose_sizes(x, model, *rows).learning_rate for x in args]
+        assert found == pytest.approx([rate, 10 * rate], rel=0.02)  # they have two digits
 
 
 def test_the_cache_of_a_rollout_fits():
