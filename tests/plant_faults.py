@@ -2,7 +2,6 @@
 
     python tests/plant_faults.py --script ppo --function gae                # whatever can be turned in this function
     python tests/plant_faults.py --script ppo --sample 100 --seed 1         # a hundred drawn from the whole script
-    python tests/plant_faults.py --script lecture/ppo --sample 20 --jobs 2
     python tests/plant_faults.py --listed                                   # those of tests/faults.toml
 
 Faults are drawn from the syntax tree: two arguments of a call exchanged, a keyword argument dropped, an operator, a
@@ -31,12 +30,12 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
-from multiprocessing import connection, get_context
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent  # not that of sources.py, which the tests import from the copy
 SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
 LONGEST = 400  # seconds that the tests of a fault may take
 TESTS = {  # a word in the title of a part of a script: the tests of that part
@@ -201,9 +200,8 @@ def listed_faults() -> list[dict]:
             print(f"CANNOT BE PLANTED  {fault['at']}: {fault['name']}")
             continue
         before = lines_of(text, function)
-        faults.append(
-            {"script": script, "name": f"{name}: {fault['name']}", "part": title, "old": before, "new": edited}
-        )
+        name = f"{name}: {fault['name']}"
+        faults.append({"script": script, "name": name, "part": title, "old": before, "new": edited})
     return faults
 
 
@@ -212,9 +210,11 @@ def listed_faults() -> list[dict]:
 
 def tests_of(fault: dict) -> list[str]:
     """The files of tests for a fault, in the order in which they are asked."""
+    if "tests" in fault:
+        return fault["tests"]
     script, part = fault["script"], fault["part"]
-    own = OWN_TESTS.get(script, f"{Path(script).name} lecture")
-    words = [*next((TESTS[word] for word in TESTS if word in part), "").split(), *own.split()]
+    words = next((TESTS[word] for word in TESTS if word in part), "").split()
+    words += OWN_TESTS.get(script, f"{Path(script).name} lecture").split()
     files = [f"tests/test_{word}.py" for word in dict.fromkeys(words)]
     return [file for file in files if (ROOT / file).exists()]
 
@@ -264,41 +264,25 @@ def copy_repository(folder: Path, fault: dict) -> None:
         file.write_text(file.read_text("utf-8").replace(fault["old"], fault["new"], 1), "utf-8")
 
 
-def begin(fault: dict, marks: str) -> dict:
-    """Starts the tests of a fault."""
-    folder = tempfile.mkdtemp(prefix="fault_")
-    copy_repository(Path(folder), fault)
-    process = get_context("fork").Process(target=work, args=(folder, fault["script"], fault["tests"], marks))
+def try_fault(fault: dict, marks: str) -> dict:
+    """Runs the tests of a fault. What came of it: `result`, `seen_by`, and `seconds`."""
+    since = time.time()
+    folder = Path(tempfile.mkdtemp(prefix="fault_"))
+    copy_repository(folder, fault)
+    process = get_context("fork").Process(target=work, args=(str(folder), fault["script"], tests_of(fault), marks))
     process.start()
-    return fault | {"folder": Path(folder), "process": process, "since": time.time()}
-
-
-def end(fault: dict) -> dict:
-    """What came of it: `result`, `seen_by`, and `seconds`."""
-    process, folder = fault["process"], fault["folder"]
+    process.join(LONGEST)
     is_late = process.is_alive()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what the tests started, too
     process.join()
-    result = {0: "LIVED", 1: "caught", 2: "caught", 5: "NO TEST"}.get(process.exitcode, "caught")  # 2: at import
+    result = {0: "LIVED", 5: "NO TEST"}.get(process.exitcode, "caught")  # 1: a test failed, 2: so did an import
     seen = folder / "seen_by"
-    fault["seen_by"] = seen.read_text() if seen.exists() else ""
-    fault["said"] = (folder / "said").read_text(errors="replace")
+    seen_by = seen.read_text() if seen.exists() else ""
+    said = (folder / "said").read_text(errors="replace")
     shutil.rmtree(folder, ignore_errors=True)
-    return fault | {"result": "TIMEOUT" if is_late else result, "seconds": time.time() - fault["since"]}
-
-
-def try_all(faults: list[dict], marks: str, jobs: int) -> Iterator[dict]:
-    """So many faults at once; each as soon as it is done."""
-    waiting = list(faults)
-    running = []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            running.append(begin(waiting.pop(0), marks))
-        connection.wait([fault["process"].sentinel for fault in running], timeout=5)
-        for fault in [x for x in running if not x["process"].is_alive() or time.time() - x["since"] > LONGEST]:
-            running.remove(fault)
-            yield end(fault)
+    result = "TIMEOUT" if is_late else result
+    return fault | {"result": result, "seen_by": seen_by, "said": said, "seconds": time.time() - since}
 
 
 def main() -> int:
@@ -310,7 +294,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--listed", action="store_true", help="those of tests/faults.toml")
     parser.add_argument("--slow", action="store_true", help="the tests that are marked as slow, too")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at once")
     asked = parser.parse_args()
     if asked.listed:
         faults = [fault for fault in listed_faults() if asked.script in (None, fault["script"])]
@@ -329,19 +312,19 @@ def main() -> int:
     sys.path.pop(0)
     marks = "not real" if asked.slow else "not slow and not real"
     results = []
-    for fault in try_all([fault | {"tests": tests_of(fault)} for fault in faults], marks, asked.jobs):
+    for fault in faults:
+        fault = try_fault(fault, marks)
         results.append(fault)
         place = fault["seen_by"] or (fault["said"].strip().splitlines() or [""])[-1][:90]
         print(f"{fault['result']:8s}{fault['seconds']:5.0f} s  {fault['script']} {fault['name']}  {place}", flush=True)
         if fault["result"] != "caught":
             lines = difflib.unified_diff(fault["old"].splitlines(), fault["new"].splitlines(), lineterm="", n=1)
             print(*list(lines)[2:], sep="\n")
-    seen_by = sorted({(fault["script"], fault["seen_by"]) for fault in results if fault["seen_by"]})
-    control = [{"script": script, "name": test, "old": "", "new": "", "tests": [test]} for script, test in seen_by]
-    for fault in try_all(control, marks, asked.jobs):
-        if fault["result"] != "LIVED":
-            print(f"RED WITHOUT A FAULT: {fault['name']}\n{fault['said'][-2000:]}")
-            results = [x | {"result": "unknown"} if x["seen_by"] == fault["name"] else x for x in results]
+    for script, test in sorted({(fault["script"], fault["seen_by"]) for fault in results if fault["seen_by"]}):
+        control = try_fault({"script": script, "tests": [test], "old": "", "new": ""}, marks)
+        if control["result"] != "LIVED":
+            print(f"RED WITHOUT A FAULT: {test}\n{control['said'][-2000:]}")
+            results = [x | {"result": "unknown"} if x["seen_by"] == test else x for x in results]
     caught = sum(fault["result"] == "caught" for fault in results)
     print(f"{caught} of {len(results)} caught")
     return int(caught < len(results))

@@ -7,15 +7,14 @@ the rollout, rewards and advantages, the loss and the gradient of each step, the
 weights that are saved. In the cases `full` all responses run to full length, in `eos` they end anywhere; `steps` are 2
 epochs of 2 mini-batches, the others a single step.
 
-Where TRL 0.16.1 has a fault, or made another choice, a switch below does as TRL does, and then nothing else differs:
+Where TRL 0.16.1 has a fault, or made another choice, the test does as TRL does, and then nothing else differs:
 
-  max_grad_norm is accepted and never applied               NO_CLIPPING: max_grad_norm=1e9
-  no bias in the value head (a choice; ours is trained)     NO_BIAS: the critic's head has none
+  max_grad_norm is accepted and never applied               max_grad_norm=1e9
+  no bias in the value head (a choice; ours is trained)     the critic's head has none
   value and reward model start apart (ours start equal),    the critic is TRL's value model, and the policy becomes
   and so may policy and reference                           TRL's once the reference is copied from it
-  PPO: the score stands one position after EOS where there  ONE_FURTHER: the mask of rewards, GAE and value loss is
-  is room, so that the value there is trained too           true for one position more; whitening and policy loss
-                                                            keep theirs
+  PPO: the score stands one position after EOS where there  in `eos`, put_score_one_further: the mask of rewards, GAE
+  is room, so that the value there is trained too           and value loss is true for one position more
   RLOO: a group's rows are B/K apart (a choice)             TRL's rows are put in our order, a group together
 
 Not compared, because TRL's numbers mean something else:
@@ -28,10 +27,9 @@ Not compared, because TRL's numbers mean something else:
   val/ratio_var; val/ratio of RLOO                          variance of the mini-batches' means, NaN for a single one;
                                                             mean over tokens, though what is clipped is the response's
 
-Kept out by the data: padding is a token of its own (TRL makes its masks from token identity), all dropouts of the
-config are 0, no accumulation (TRL divides by the tokens of a micro-batch), EOS is the stop token (TRL's penalty looks
-for EOS only), token_level_kl is off (it changes nothing in TRL), no mini-batch's mean ratio is near our limit of 10
-(TRL 0.7's; 0.16 has none). TRL's temperature + 1e-7 is lost in rounding.
+Kept out by the data: padding is a token of its own (TRL makes its masks from token identity), all dropouts are 0, no
+accumulation (TRL divides by the tokens of a micro-batch), EOS is the stop token, token_level_kl is off (it changes
+nothing in TRL), no mini-batch's mean ratio is near our limit of 10. TRL's temperature + 1e-7 is lost in rounding.
 """
 
 import json
@@ -53,7 +51,6 @@ import rloo
 FOLDER = Path(__file__).parent / "golden"
 TRL = json.loads((FOLDER / "trl016_update.json").read_text())
 ARRAYS = load_file(FOLDER / "trl016_update.safetensors")
-NO_CLIPPING, NO_BIAS, ONE_FURTHER = "no clipping", "no bias", "one further"
 
 # --- what TRL did
 
@@ -222,24 +219,22 @@ class Watch:
         self.gradients.append({name: p.grad.clone() for name, p in self.parameters() if p.grad is not None})
 
 
-def update(monkeypatch, folder, case, switches):
+def update(monkeypatch, folder, case):
     """One update by train(), of whichever script the case names: what TRL did, and what was noted and left behind."""
     trl = read(case)
     script = {"ppo": ppo, "rloo": rloo}[case.split("_")[0]]
     policy, reference, value, reward = load_models(trl)
-    if NO_BIAS not in switches:
-        value.score.bias = torch.nn.Parameter(torch.zeros(1))
     world = write_world(folder, trl, reference, reward)
     watch = Watch(monkeypatch, script, trl, policy, value)
     if script is ppo:
         Critic = ppo.Critic
         monkeypatch.setattr(ppo, "Critic", lambda body, head: Critic(value.base_model, value.score))
-    if ONE_FURTHER in switches:
+    if script is ppo and "eos" in case:
         put_score_one_further(monkeypatch)
     settings = {name: x for name, x in trl.settings.items() if name != "reference"}
     settings |= world
     settings["missing_eos_penalty"] = settings["missing_eos_penalty"] or 0.0
-    settings["max_grad_norm"] = 1e9 if NO_CLIPPING in switches else 1.0
+    settings["max_grad_norm"] = 1e9
     settings["total_episodes"] = len(trl.queries)
     handle = register_optimizer_step_pre_hook(watch.note_step)
     try:
@@ -258,19 +253,12 @@ def update(monkeypatch, folder, case, switches):
 # --- comparisons
 
 
-def error(ours, theirs, scale=None):
-    """Length of the difference, as a share of the length of theirs (or of the scale)."""
-    scale = theirs if scale is None else scale
-    return ((ours.double() - theirs.double()).norm() / scale.double().norm().clamp(min=1e-12)).item()
-
-
-def near(what, ours, theirs, bound=1e-5, mask=None, scale=None):
-    """The error is within the bound, where the mask is true."""
-    if mask is not None:
-        ours = ours[mask]
-        theirs = theirs[mask]
+def near(what, ours, theirs, bound=1e-5, mask=..., scale=None):
+    """Where the mask is true, the difference is within the bound, as a share of the length of theirs (or the scale)."""
+    ours, theirs = ours[mask].double(), theirs[mask].double()
     assert ours.shape == theirs.shape
-    found = error(ours, theirs, scale)
+    scale = theirs if scale is None else scale.double()
+    found = (ours - theirs).norm() / scale.norm().clamp(min=1e-12)
     assert found < bound, f"{what}: {found:.2g} is over {bound:g}"
 
 
@@ -301,7 +289,7 @@ def compare_metrics(trl, ours, names):
 
 
 ROLLOUT_METRICS = "objective/kl objective/non_score_reward objective/rlhf_reward objective/scores"
-STEP_METRICS = "policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg"
+STEP_METRICS = "policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg val/num_eos_tokens"
 
 
 def compare_rollout(trl, ours):
@@ -315,38 +303,23 @@ def compare_rollout(trl, ours):
         compare_metrics(trl, ours, ROLLOUT_METRICS)
 
 
-PPO_SWITCHES = {
-    "ppo_full": {NO_CLIPPING, NO_BIAS},
-    "ppo_full_steps": {NO_CLIPPING, NO_BIAS},
-    "ppo_eos": {NO_CLIPPING, NO_BIAS, ONE_FURTHER},
-    "ppo_eos_steps": {NO_CLIPPING, NO_BIAS, ONE_FURTHER},
-}
-
-
-@pytest.mark.parametrize("case", PPO_SWITCHES)
-def test_ppo_update_against_trl(monkeypatch, tmp_path, case):
-    """One update: everything before the steps, each step, and the weights after it."""
-    trl, ours = update(monkeypatch, tmp_path, case, PPO_SWITCHES[case])
-    r, longer = ours.rollout, ~trl.padding_mask_p1
+@pytest.mark.parametrize("case", TRL["cases"])
+def test_an_update_is_trls(monkeypatch, tmp_path, case):
+    """Everything before the steps, each step, and the weights after it. RLOO has no values."""
+    trl, ours = update(monkeypatch, tmp_path, case)
     compare_rollout(trl, ours)
-    near("values", r.values, trl.values, mask=longer)
-    near("rewards", ours.rewards, trl.rewards)
-    near("returns", r.returns, trl.returns, mask=longer)
-    near("advantages", r.advantages, trl.advantages)
+    metrics = STEP_METRICS
+    if case.startswith("ppo"):
+        r, longer = ours.rollout, ~trl.padding_mask_p1
+        near("values", r.values, trl.values, mask=longer)
+        near("rewards", ours.rewards, trl.rewards)
+        near("returns", r.returns, trl.returns, mask=longer)
+        near("advantages", r.advantages, trl.advantages)
+        metrics += " loss/value_avg val/clipfrac_avg val/ratio"
+    else:
+        near("rewards of responses", ours.rewards, trl.rlhf_reward)
+        near("advantages", ours.rollout.advantages.squeeze(1), trl.advantages)
     compare_steps(trl, ours)
     compare_metrics(trl, ours, "lr episode")
     if "full" in case:
-        compare_metrics(trl, ours, f"{STEP_METRICS} loss/value_avg val/clipfrac_avg val/ratio val/num_eos_tokens")
-
-
-@pytest.mark.parametrize("case", ["rloo_full", "rloo_full_steps", "rloo_eos", "rloo_eos_steps"])
-def test_rloo_update_against_trl(monkeypatch, tmp_path, case):
-    """The same for RLOO, which has neither values nor a place for the score."""
-    trl, ours = update(monkeypatch, tmp_path, case, {NO_CLIPPING})
-    compare_rollout(trl, ours)
-    near("rewards of responses", ours.rewards, trl.rlhf_reward)
-    near("advantages", ours.rollout.advantages.squeeze(1), trl.advantages)
-    compare_steps(trl, ours)
-    compare_metrics(trl, ours, "lr episode")
-    if "full" in case:
-        compare_metrics(trl, ours, f"{STEP_METRICS} val/num_eos_tokens")
+        compare_metrics(trl, ours, metrics)
