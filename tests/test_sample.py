@@ -100,7 +100,7 @@ def test_padding_and_its_content_change_nothing(policy):
     prompts = torch.where(mask, F.pad(r.prompts, (5, 0)), noise)
     responses = torch.where(r.mask, r.responses, noise)
     garbage = replace(r, prompts=prompts, prompt_mask=mask, responses=responses)
-    critic = ppo.Critic(policy.base_model, torch.nn.Linear(32, 1))
+    critic = ppo.Critic(policy.base_model, torch.nn.Linear(16, 1))
     for function in (partial(logits_of, policy), critic):
         torch.testing.assert_close(function(garbage)[r.mask], function(r)[r.mask], rtol=1e-4, atol=1e-4)
 

@@ -1,41 +1,39 @@
 """Models of a few thousand weights, and what they are to read."""
 
-from copy import deepcopy
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ppo
 
 VOCAB = 17
 STOP = 3
 PAD = 0
-SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=64,
-    max_position_embeddings=64,
-    pad_token_id=PAD,
-)
-CONFIGS = {
-    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=PAD),
-    "llama": LlamaConfig(**SMALL, num_key_value_heads=2),
-    "qwen2": Qwen2Config(**SMALL, num_key_value_heads=2),
-    "gpt_neox": GPTNeoXConfig(**SMALL),
+SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, head_dim=8, num_key_value_heads=1)
+SIZES |= dict(intermediate_size=16, max_position_embeddings=64, pad_token_id=PAD, bos_token_id=1, eos_token_id=1)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+WINDOW = dict(sliding_window=6)
+PLAIN = "bloom falcon gemma gpt2 gpt_neox granite llama olmo phi phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()
+ARCHITECTURES = dict.fromkeys(PLAIN, {}) | {  # those that the guide names
+    "gemma2": WINDOW,
+    "gemma3_text": WINDOW,
+    "gpt_oss": EXPERTS | WINDOW,
+    "gptj": dict(rotary_dim=4),
+    "mistral": WINDOW,
+    "mixtral": EXPERTS,
+    "opt": dict(ffn_dim=16, word_embed_proj_dim=8, do_layer_norm_before=False),
 }
 
 
 def tiny_model(kind: str, auto_class: type = AutoModelForCausalLM, **settings) -> nn.Module:
     """A random model whose weights are large enough for its distributions to be far from uniform."""
     torch.manual_seed(0)
-    config = deepcopy(CONFIGS[kind])
-    for name, value in settings.items():
-        setattr(config, name, value)
-    model = auto_class.from_config(config).eval()
+    settings = SIZES | {"vocab_size": VOCAB} | ARCHITECTURES[kind] | settings
+    if kind == "falcon":
+        del settings["head_dim"]  # it computes its own
+    model = auto_class.from_config(AutoConfig.for_model(kind, **settings)).eval()
     for p in model.parameters():
         if p.dim() == 2:
             p.data.mul_(4)
