@@ -1,9 +1,11 @@
 """tools/evaluate.py, and tools/chat.py: figures by hand, samples that nothing stored steers, rewards as in training."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import evaluate  # noqa: E402
+
+import grpo  # noqa: E402
 
 GOLD = "toy/make.py:gold_score"
 
@@ -119,10 +123,72 @@ def test_answers_end_where_they_did_in_training(tmp_path):
     assert 0 < whole.str.count(",").mean() < 1 and (whole.str.count(",") == whole.str.endswith(",")).all()
 
 
-def test_a_policy_of_many_turns_is_refused(tmp_path):
-    (tmp_path / "args.json").write_text('{"env": "make.py:Game"}')
-    with pytest.raises(SystemExit, match="--env"):
-        evaluate.evaluate(evaluate.Args(str(tmp_path)))
+TALKER = """
+class Talker:
+    def __init__(self, row):
+        self.left = row["n"]
+
+    def step(self, said):
+        self.left -= 1
+        return "higher", 0.5, self.left == 0
+"""
+
+
+def test_episodes_by_hand(tmp_path):
+    """A talk of n turns, each of which earns a half; KL against one whole stream at a time."""
+    (tmp_path / "e.py").write_text(TALKER)
+    tokenizer = AutoTokenizer.from_pretrained("toy/guess/sft")
+    policy = AutoModelForCausalLM.from_pretrained("toy/guess/sft")
+    reference = AutoModelForCausalLM.from_pretrained("toy/guess/sft")
+    with torch.no_grad():
+        reference.transformer.ln_f.weight.mul_(0.8)
+    reference.save_pretrained(tmp_path / "reference")
+    tokenizer.save_pretrained(tmp_path / "reference")
+    env = f"{tmp_path}/e.py:Talker"
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "1 to 15 :", "n": n} for n in (1, 2, 3)])
+    settings = dict(env=env, dataset=data, temperature=1.0, num_generations=2, response_length=30, batch_size=4)
+    summary, answers = run("toy/guess/sft", reference=str(tmp_path / "reference"), **settings)
+
+    assert answers[env].tolist() == [0.5, 0.5, 1, 1, 1.5, 1.5] and answers["turns"].tolist() == [1, 1, 2, 2, 3, 3]
+    assert summary.loc[env].tolist() == pytest.approx([1, 0.5 / 3**0.5])
+    assert summary.loc["pass@2", "mean"] == pytest.approx(2 / 3) and summary.loc["eos_share", "mean"] == 1
+    for row in answers.to_dict("records"):
+        assert row["response"].count("«higher»") == row["turns"] - 1
+        response = [tokenizer(part)["input_ids"] for part in re.split("[«»]", row["response"])]
+        written = torch.tensor([i % 2 == 0 for i, part in enumerate(response) for _ in part])
+        assert row["response_length"] == written.sum()
+        response = sum(response, [])
+        ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] + response])
+        first, second = (
+            model(ids).logits[0, -len(response) - 1 : -1].log_softmax(1)[torch.arange(len(response)), response]
+            for model in (policy, reference)
+        )
+        assert row["kl"] == pytest.approx((first - second)[written].sum().item(), abs=1e-4)
+    with pytest.raises(SystemExit, match="--reward-fn: not with --env"):
+        run("toy/guess/sft", reward_fn=(GOLD,), **settings)
+    with pytest.raises(SystemExit, match="--max-turns: only with --env"):
+        run(max_turns=2)
+    with pytest.raises(SystemExit, match="exceed the model's"):
+        run("toy/guess/sft", **settings | dict(response_length=45))
+
+
+def test_a_policy_plays_what_it_was_trained_on(tmp_path, monkeypatch):
+    """The settings of its run are the default; those of the command line win."""
+    shutil.copytree(ROOT / "toy/guess/sft", tmp_path / "run")
+    trained = grpo.Args(env="toy/guess/make.py:Game", dataset="toy/guess/data/prompts", response_length=24)
+    trained = asdict(trained) | {"dataset_test_split": "train", "max_turns": 5}
+    (tmp_path / "run/args.json").write_text(json.dumps(trained))
+
+    def turns(*words):
+        output = tmp_path / f"out{len(words)}"
+        monkeypatch.setattr(
+            sys, "argv", ["evaluate.py", f"{tmp_path}/run", "--device", "cpu", "--output-dir", f"{output}", *words]
+        )
+        evaluate.main()
+        return [json.loads(line)["turns"] for line in (output / "answers.jsonl").read_text().splitlines()]
+
+    assert len(turns()) == 15 and max(turns("--temperature", "0")) == 5
+    assert set(turns("--temperature", "0", "--max-turns", "1")) == {1}
 
 
 def test_the_command_leaves_its_results(tmp_path, monkeypatch, capsys):

@@ -4,44 +4,49 @@
   2. reward    each answer by every --reward-fn
   3. KL        of policy and reference over each answer: k1 = sum_t log(pi / ref), which has no bias, and
                k3 = sum_t (ref / pi - 1 - log(ref / pi)), which is never negative (Schulman 2020)
-  4. average   mean and standard error over the prompts; of several answers to a prompt, their mean counts
+  4. average   mean and standard error over the prompts; of several answers to a prompt, their mean counts, and
+               pass@k is the share of prompts of whose k answers one at least earns 1 or more by the first reward
 
   python tools/evaluate.py runs/my-ppo --reference toy/sft --reward-fn toy/make.py:gold_score toy/reward_model
   python tools/evaluate.py runs/my-grpo --dataset toy/shells/data/prompts --temperature 0 --response-length 16 \\
       --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:worked
 
+A policy that was trained with grpo.py --env plays: an answer is then an episode, and its reward the environment's; KL
+and length are those of what the policy wrote. Environment, limits and data are those of the training, unless the
+command line has others:
+
+  python tools/evaluate.py runs/my-player --num-generations 8
+  python tools/evaluate.py toy/guess/sft --env toy/guess/make.py:Game --dataset toy/guess/data/prompts --split train
+
 It leaves evaluation.json (the figures and the settings) and answers.jsonl (of each answer row, text and figures).
 """
 
 import json
-import runpy
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
 
-import datasets
 import pandas
 import pydantic
 import torch
 import tyro
-from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from transformers import logging
 
-NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0, lt=2**32)]
-Name = Annotated[str, Field(min_length=1)]
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+import grpo
+from grpo import Count, Name, Natural, NonNegative, context_length, encode_texts, require, turn_end
+
 Reward = Callable[[list["Answer"]], list[float | None]]
 
 
@@ -51,6 +56,8 @@ class Args:
     reference: Name | None = None  # the policy that KL is measured to, such as the one that training began with
     # rewards: file.py:name of a function with TRL's signature, or a reward model, which is a classifier with one label
     reward_fn: tuple[Name, ...] = ()
+    env: Name | None = None  # in place of rewards, file.py:name of a class that answers the policy (grpo.py --env)
+    max_turns: Count | None = None  # with --env, cut an episode after so many; --response-length counts answers, too
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     split: Name = "validation"  # split to take prompts from; a file is taken whole
@@ -70,49 +77,49 @@ class Args:
 
 def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
     """The figures, each with its mean and standard error; and the answers, a line each."""
-    settings = Path(args.model) / "args.json"
-    turns = settings.exists() and json.loads(settings.read_text("utf-8")).get("env")
-    require(
-        not turns,
-        f"{args.model} was trained with --env {turns}: this tool would see the first turn of its episodes alone",
-    )
+    require(not (args.env and args.reward_fn), "--reward-fn: not with --env, which gives the rewards")
+    require(args.env or not args.max_turns, "--max-turns: only with --env")
     rows = load_rows(args)
     rewards = {spec: make_reward(spec, args) for spec in args.reward_fn}
     policy = load_model(AutoModelForCausalLM, args.model, args)
+    if args.env:
+        rewards = {args.env: lambda episodes: [episode.reward for episode in episodes]}
+        policy.environment = grpo.load_function(args.env)
     reference = load_model(AutoModelForCausalLM, args.reference, args) if args.reference else None
     numbers = [number for number in range(len(rows)) for _ in range(args.num_generations)]
     torch.manual_seed(args.seed)
     texts = []
     figures = []
     for i in tqdm(range(0, len(numbers), args.batch_size), desc="evaluating"):
-        answers = respond(policy, [rows[number] for number in numbers[i : i + args.batch_size]], args)  # 1
+        batch = [rows[number] for number in numbers[i : i + args.batch_size]]
+        answers = (play if args.env else respond)(policy, batch, args)  # 1
         part = pandas.DataFrame({spec: reward(answers) for spec, reward in rewards.items()})  # 2
         if reference is not None:  # 3
             part[["kl", "kl_k3"]] = kl_estimates(policy, reference, answers, args)
         part["eos_share"] = [float(answer.ended) for answer in answers]
-        part["response_length"] = [len(answer.ids) for answer in answers]
+        part["response_length"] = [sum(answer.written) for answer in answers]
+        if args.env:
+            part["turns"] = [answer.num_turns for answer in answers]
         figures.append(part)
         texts += [answer.row | {"response": answer.text} for answer in answers]
     figures = pandas.concat(figures, ignore_index=True).astype(float)
     means = figures.groupby(numbers).mean()  # 4; a reward of None is left out
+    if rewards and args.num_generations > 1:
+        means[f"pass@{args.num_generations}"] = (figures.iloc[:, 0] >= 1).groupby(numbers).max().astype(float)
     summary = pandas.DataFrame({"mean": means.mean(), "standard error": means.sem()})
     return summary, pandas.DataFrame(texts).assign(**figures)
 
 
 @torch.no_grad()
 def kl_estimates(policy: nn.Module, reference: nn.Module, answers: list["Answer"], args: Args) -> list[list[float]]:
-    """k1 and k3 of each answer, in nats."""
-    prompts, prompt_mask = pad([answer.prompt_ids for answer in answers], policy.tokenizer, args, "left")  # (b, P)
-    responses, mask = pad([answer.ids for answer in answers], policy.tokenizer, args)  # (b, T)
-    attention_mask = torch.cat([prompt_mask, mask], 1)
-    ids = torch.cat([prompts, responses], 1)
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # GPT-2 would count the padding
-    logprobs = []
-    for model in (policy, reference):
-        logits = model(ids, attention_mask=attention_mask, position_ids=positions, use_cache=False).logits
-        logits = logits[:, prompts.shape[1] - 1 : -1].float() / (args.temperature or 1.0)  # (b, T, V)
-        logprobs.append(logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1))
-    k1 = (logprobs[0] - logprobs[1]).masked_fill(mask == 0, 0.0)  # (b, T)
+    """k1 and k3 of each answer, in nats, over what the policy wrote."""
+    prompts = pad([answer.prompt_ids for answer in answers], policy.tokenizer, args, "left")  # (b, P), and the mask
+    responses = pad([answer.ids for answer in answers], policy.tokenizer, args)  # (b, T), and the mask
+    rollout = grpo.Rollout(*prompts, *responses, ended=None, old_logprobs=None, examples=[])
+    at_temperature = replace(args, temperature=args.temperature or 1.0)
+    logprobs = [grpo.response_logprobs(model, rollout, at_temperature) for model in (policy, reference)]
+    written = pad_sequence([torch.tensor(answer.written) for answer in answers], batch_first=True).to(args.device)
+    k1 = (logprobs[0] - logprobs[1]).masked_fill(~written, 0.0)  # (b, T)
     k3 = torch.expm1(-k1) + k1
     return torch.stack([k1.sum(1), k3.sum(1)], 1).tolist()
 
@@ -122,24 +129,26 @@ def kl_estimates(policy: nn.Module, reference: nn.Module, answers: list["Answer"
 
 @dataclass
 class Answer:
-    """A policy's response to the prompt of a row."""
+    """A policy's response to the prompt of a row, or its episode with an environment."""
 
     row: dict  # of the dataset
     prompt: str  # as text, in which a conversation has gone through the chat template
     prompt_ids: list[int]
     text: str
     ids: list[int]  # with the stop token
-    ended: bool  # whether there is a stop token
+    ended: bool  # whether there is a stop token, and it ended the episode
     tokenizer: AutoTokenizer | None = None  # whose tokens these are, if they are those of a policy
+    written: list[bool] | None = None  # of each of the ids, whether the policy wrote it; by default it did
+    reward: float | None = None  # of an episode, as is the next
+    num_turns: float | None = None
+
+    def __post_init__(self):
+        self.written = self.written or [True] * len(self.ids)
 
 
 def load_rows(args: Args) -> list[dict]:
     """The rows of the split, or the first of them."""
-    path = Path(args.dataset)
-    if path.is_file():
-        data = datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split="train")
-    else:
-        data = datasets.load_dataset(args.dataset, args.dataset_config, split=args.split)
+    data = grpo.load_split(args.dataset, args.dataset_config, "train" if Path(args.dataset).is_file() else args.split)
     there = ", ".join(data.column_names)
     require(args.prompt_column in data.column_names, f"no column {args.prompt_column!r}; there are {there}")
     return data.to_list()[: args.num_prompts]
@@ -162,17 +171,13 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
     """An answer to the prompt of each row, drawn from softmax(logits / temperature), or the likeliest one."""
     tokenizer = policy.tokenizer
     stops = stop_tokens(policy)
-    prompts = [encode_prompt(row[args.prompt_column], tokenizer) for row in rows]
+    prompts = encode_prompts(policy, rows, args)
     ids, mask = pad(prompts, tokenizer, args, "left")  # (b, P)
-    P = ids.shape[1]
-    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    too_long = f"a prompt of {P} tokens and --response-length {args.response_length} exceed the model's {limit}"
-    require(P + args.response_length <= limit, too_long)
     stored = policy.generation_config
     policy.generation_config = GenerationConfig()  # else what is stored there fills the gaps in ours
     config = GenerationConfig(do_sample=args.temperature > 0, temperature=args.temperature or 1.0, top_k=0, top_p=1.0)
     config.update(max_new_tokens=args.response_length, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
-    responses = policy.generate(ids, attention_mask=mask, generation_config=config)[:, P:].tolist()
+    responses = policy.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :].tolist()
     policy.generation_config = stored
     answers = []
     for row, prompt, response in zip(rows, prompts, responses):
@@ -183,6 +188,38 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
     return answers
 
 
+def play(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
+    """An episode from each row, in which the environment answers the policy."""
+    policy.stop_token_ids = stop_tokens(policy)
+    prompts = encode_prompts(policy, rows, args)
+    settings = grpo.Args(
+        env=args.env,
+        max_turns=args.max_turns,
+        response_length=args.response_length,
+        prompt_column=args.prompt_column,
+        temperature=args.temperature or 1e-6,  # at which the likeliest token is drawn
+        local_rollout_forward_batch_size=args.batch_size,
+        device=args.device,
+    )
+    r = grpo.play_batch(policy, [row | {"input_ids": prompt} for row, prompt in zip(rows, prompts)], settings)
+    episodes = []
+    for i, (row, prompt) in enumerate(zip(rows, prompts)):
+        episode = Answer(
+            row,
+            prompt=policy.tokenizer.decode(prompt, skip_special_tokens=True),
+            prompt_ids=prompt,
+            text=grpo.transcript(r.responses[i], r.mask[i], r.written[i], policy.tokenizer),
+            ids=r.responses[i, r.mask[i]].tolist(),
+            ended=r.ended[i].item(),
+            tokenizer=policy.tokenizer,
+            written=r.written[i, r.mask[i]].tolist(),
+            reward=r.rewards[i].sum().item(),
+            num_turns=r.num_turns[i].item(),
+        )
+        episodes.append(episode)
+    return episodes
+
+
 def stop_tokens(policy: nn.Module) -> list[int]:
     """Ids of the tokens that end an answer: those of its generation config, where a training leaves them, else EOS."""
     stored = policy.generation_config.eos_token_id  # an int, a list, or None
@@ -191,19 +228,21 @@ def stop_tokens(policy: nn.Module) -> list[int]:
     return stored if isinstance(stored, list) else [stored]
 
 
-def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, or of a conversation up to where the assistant is to speak."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+def encode_prompts(policy: nn.Module, rows: list[dict], args: Args) -> list[list[int]]:
+    """Token ids of their prompts, which leave room for an answer."""
+    prompts = encode_texts([row[args.prompt_column] for row in rows], policy.tokenizer)
+    P = max(map(len, prompts))
+    limit = context_length(policy)
+    too_long = f"a prompt of {P} tokens and --response-length {args.response_length} exceed the model's {limit}"
+    require(P + args.response_length <= limit, too_long)
+    return prompts
 
 
 def make_reward(spec: str, args: Args) -> Reward:
     """By file.py:name, a function f(prompts, completions, **columns) -> a number each, or None; else by a model."""
-    file, _, name = spec.rpartition(":")
-    if not file:
+    if ":" not in spec:
         return model_reward(load_model(AutoModelForSequenceClassification, spec, args), args)
-    function = runpy.run_path(file)[name]
+    function = grpo.load_function(spec)
 
     def reward(answers: list[Answer]) -> list[float | None]:
         rows = deepcopy([answer.row for answer in answers])  # which the function may change
@@ -222,7 +261,7 @@ def model_reward(model: nn.Module, args: Args) -> Reward:
     """By a reward model, which reads the policy's tokens, or, with another tokenizer, its own for the same text."""
     labels = model.config.num_labels
     require(labels == 1, f"the reward model has {labels} labels: --reward-fn rewards/classifier.py:score takes one")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    limit = context_length(model)
 
     @torch.no_grad()
     def reward(answers: list[Answer]) -> list[float | None]:
@@ -263,34 +302,30 @@ def encode_again(answer: Answer, other: AutoTokenizer, args: Args) -> list[int]:
     return [*ids, other.eos_token_id] if is_open else ids
 
 
-@cache
-def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
-    """The token that ends a turn of a chat template, and what stands behind it: mostly a line break, which is neither
-    drawn, nor taught, nor read by a reward model. Both are empty where no special token ends a turn."""
-    if not tokenizer.chat_template:
-        return "", ""
-    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
-    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    end = min(filter(tail.count, special), key=tail.index, default="")
-    return end, tail.partition(end)[2] if end else ""
-
-
 def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str = "right") -> tuple[Tensor, Tensor]:
     """Token lists as one tensor (B, S), and its attention mask (B, S)."""
     padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
     return padded["input_ids"], padded["attention_mask"]
 
 
-def require(condition: object, sentence: str) -> None:
-    """Ends the program with the sentence, unless the condition holds: for mistakes that no library would name."""
-    if not condition:
-        sys.exit(f"error: {sentence}")
+def read_command_line() -> Args:
+    """The settings; of a policy that was trained with --env, its environment, limits and data are the default."""
+    read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
+    args = read()
+    file = Path(args.model, "args.json")
+    trained = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    if not trained.get("env"):
+        return args
+    names = ("env", "max_turns", "response_length", "dataset", "dataset_config", "prompt_column")
+    settings = {name: trained[name] for name in names}
+    if trained["dataset_test_split"] not in (None, "none"):
+        settings["split"] = trained["dataset_test_split"]
+    return read(default=Args(args.model, **settings))
 
 
 def main() -> None:
     """Evaluates with the settings of the command line, shows the figures, and saves them."""
-    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    args = read_command_line()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     output = Path(args.output_dir or time.strftime("runs/evaluate__%Y%m%d-%H%M%S"))
