@@ -62,8 +62,14 @@ class Arm(NamedTuple):
     is_kept: bool = False  # for a later one, which starts from it
 
 
-JUDGED = f"{SUMS} --temperature 0"
+ENDS = ("rewards/verifiers.py:one_sentence", "rewards/higher_or_lower.py:Game", "turns")
 GOLD = "rewards/sentiment.py:polarity"
+JUDGED = f"{SUMS} --temperature 0"
+GAME = "--env rewards/higher_or_lower.py:Game --response-length 96"
+PLAYED = f"{GAME} --split train --temperature 1 --num-generations 16 --dtype bfloat16"
+FORM = "--reward-fn rewards/verifiers.py:one_sentence --missing-eos-penalty 1 --response-length 40"
+FORMED = "--response-length 40 --temperature 1 --num-generations 4 --dtype bfloat16"
+FORMED += f" --reward-fn rewards/verifiers.py:one_sentence {GOLD}"
 REWARD_MODEL = "runs/real/reward-model-1"
 WORDS = "--response-length 32 --temperature 0.7"
 EACH = {"train": 16, "validation": 8}  # answers to a prompt, of which pairs are made
@@ -96,7 +102,11 @@ ARMS = {
     "sft on the best of 4": Arm("sft.py", "best", PAIRS, FRIENDLY),
     "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5 --dataset-train-split train[:480]", FRIENDLY),
     "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 480", FRIENDLY),
-    "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 320", FRIENDLY),
+    "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 640", FRIENDLY),
+    "before, game": Arm("", "game", "", PLAYED),
+    "game": Arm("grpo.py", "game", f"{GAME} --bf16 --total-episodes 1920", PLAYED),
+    "before, form": Arm("", "things", "", FORMED),
+    "form": Arm("grpo.py", "things", f"{FORM} --bf16 --total-episodes 1280", FORMED),
 }
 
 
@@ -116,6 +126,11 @@ def make_data() -> None:
     for split, some in {"validation": things[:16], "train": things[16:]}.items():
         rows = [{"prompt": chat(form.format(thing))} for thing in some for form in forms]
         write(DATA / "things" / f"{split}.jsonl", rows)
+
+    ask = "number from 1 to 15. What is it?"
+    turns = [f"I think of a {ask}", "3", "Higher.", "12", "Lower.", "7", f"Right! Another {ask}"]
+    shown = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    write(DATA / "game" / "train.jsonl", [{"prompt": shown, "number": number} for number in range(1, 16)])
 
 
 def make_pairs(model: str) -> None:
@@ -209,7 +224,7 @@ def measure(name: str, seed: int, model: str) -> dict:
     if not arm.judged:
         return result
     where = f"{output}/judged"
-    unseen = data if arm.data == "sums" else str((DATA / "things").relative_to(ROOT))
+    unseen = data if arm.data in ("sums", "game") else str((DATA / "things").relative_to(ROOT))
     command = ["tools/evaluate.py", judged, "--dataset", unseen, *arm.judged.split()]
     command += ["--reference", model] if arm.script else []
     command += ["--output-dir", where]
@@ -220,7 +235,8 @@ def measure(name: str, seed: int, model: str) -> dict:
     every = max(1, len(answers) // SHOWN)
     result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
     if "--num-generations" in arm.judged:
-        result["rewards"] = {name: [short(row[name]) for row in answers] for name in (GOLD, REWARD_MODEL)}
+        names = [name for name in (*ENDS, GOLD, REWARD_MODEL) if name in answers[0]]
+        result["rewards"] = {name: [short(row[name]) for row in answers] for name in names}
     if not arm.is_kept:
         shutil.rmtree(folder)
     return result

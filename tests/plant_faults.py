@@ -115,7 +115,8 @@ def turn(node: ast.AST, bound: set[str]) -> Iterator[str]:
         case ast.IfExp(test=test):
             yield changed(node, test=ast.UnaryOp(ast.Not(), test))
         case ast.Call(func=func, args=args, keywords=keywords):
-            for i in range(len(args) - 1):
+            is_ordered = ast.unparse(func) not in ("max", "min", "torch.max")
+            for i in range(len(args) - 1 if is_ordered else 0):
                 yield changed(node, args=[*args[:i], args[i + 1], args[i], *args[i + 2 :]])
             for i in range(len(keywords)):
                 yield changed(node, keywords=keywords[:i] + keywords[i + 1 :])

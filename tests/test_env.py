@@ -190,6 +190,19 @@ def test_the_calculator(calculator):
     assert problem.step("so #### 1200.") == ("", 1.0, True)
 
 
+def test_higher_or_lower():
+    """The second of eight guesses earns 7/8, and after the eighth it is over; what is no number is a guess, too."""
+    play = grpo.load_function("rewards/higher_or_lower.py:Game")
+    game = play({"number": 6})
+    assert game.step("7, or rather 5?") == ("Higher.", None, False)
+    assert game.step("It is 6.") == ("", 7 / 8, True)
+    game = play({"number": 6})
+    answers = [game.step(said) for said in ("six", "9" * 5000, *["7"] * 6)]
+    assert answers[0] == ("Say a number.", None, False)
+    assert answers[1] == ("Lower.", None, False)
+    assert [is_over for *_, is_over in answers] == [False] * 7 + [True]
+
+
 # --- Runs
 
 
