@@ -7,12 +7,14 @@
     python benchmarks/throughput.py --growth                          # how do time and memory grow with the batch, ...?
     python benchmarks/throughput.py --settings tiny,vocab --algorithms ppo --against 0.16.1,0.7.11
     python benchmarks/throughput.py --settings tiny,small --algorithms grpo --against 1.16
+    python benchmarks/throughput.py --settings vocab --keep-memory    # and TRL with what our scripts ask of glibc
 
 How it measures. Each library trains through its own entry point, in a fresh process: `train(Args(...))` of our
 scripts, PPOTrainer, RLOOTrainer and GRPOTrainer of TRL. An update lasts from the last optimiser step of one update to the last step
 of the next, so it includes rollout, scoring, gradient steps and logging. A hook that torch calls after every optimiser
 step takes the time, in the same way on all sides. The first update of a process is a warm-up and is not counted. The
-two sides take turns, --repeats times, so a machine that slows down slows down both. Memory is the peak of the process
+two sides take turns, --repeats times, so a machine that slows down slows down both; with --keep-memory a third is TRL
+again, with freed memory kept (mallopt), as our scripts do by themselves. Memory is the peak of the process
 (on CUDA: of the allocator) at the last step; `imports_mb` in the JSON file is what was there before a model was loaded.
 
 What is equal: the weights of the models (random, loaded by all sides from one folder), the prompts (a file of exactly
@@ -58,7 +60,7 @@ from importlib import metadata
 from pathlib import Path
 
 from common import RESULTS, ROOT, BenchmarkError, describe_machine, describe_ours, figure_of, output_of, require
-from run_trl import TRAIN, VERSIONS, copy_toy, make_venv, write_tokenizer_config
+from run_trl import KEEP_MEMORY, TRAIN, VERSIONS, copy_toy, make_venv, write_tokenizer_config
 
 # Only the standard library up here: this file also runs in TRL's virtual environments, and the memory of the outer
 # process would count in ru_maxrss of the processes that it starts.
@@ -120,13 +122,14 @@ GROWTH = {  # axis: values, and what they set; GROWTH_BASE lies on each
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that are compared."""
+    """One of those that are compared."""
 
     name: str
     kind: str  # "ours", or a version of TRL
     python: str
     scripts: Path | None = None  # ours: the folder of ppo.py and rloo.py
     flags: str = ""  # ours: further flags
+    variables: tuple[str, ...] = ()  # of its environment
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,11 +350,12 @@ def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> 
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))] + ["--bf16"] * setting.bf16
 
 
-def start(spec: dict, python: str) -> None:
+def start(spec: dict, python: str, variables: tuple[str, ...] = ()) -> None:
     """Runs work(spec) in a process of its own."""
     file, output = Path(spec["output"], "spec.json"), Path(spec["output"], "output.txt")
     file.write_text(json.dumps(spec, default=str))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= dict(variable.split("=") for variable in variables)
     with output.open("w") as out:
         done = subprocess.run([python, __file__, "--work", file], stdout=out, stderr=out, env=environment, check=False)
     tail = "\n".join(output.read_text(errors="replace").strip().splitlines()[-12:])
@@ -373,7 +377,7 @@ def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
         if side.kind == "ours":
             flags = ours_flags(setting, algorithm, models, Path(output, "run")) + shlex.split(side.flags)
             spec |= {"scripts": side.scripts, "flags": flags}
-        start(spec, side.python)
+        start(spec, side.python, side.variables)
         result = json.loads(Path(output, "result.json").read_text())
     print(
         f"  {side.name}: {result['seconds_per_update']:.2f} s per update, {result['memory_mb']:.0f} MB, "
@@ -390,25 +394,34 @@ def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
     return result
 
 
-def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side, folder: Path, repeats: int) -> dict:
-    """Runs the two sides in turn; what was measured, with the medians and the ratios ours / other of the pairs."""
+def compare(
+    name: str, setting: Setting, algorithm: str, ours: Side, other: Side, folder: Path, repeats: int, kept: bool
+) -> dict:
+    """Runs the sides in turn; what was measured, with medians, and the ratios of ours to the other and to `kept`."""
     if other.kind in VERSIONS:
         trl = VERSIONS[other.kind]
         setting = replace(setting, temperature=trl.temperature or setting.temperature)
         ours = replace(ours, flags=f"{trl.ours} {ours.flags}".strip())
     models, sides, pairs = folder / name.replace(" ", "-"), {"ours": ours, "other": other}, []
+    if kept:
+        sides["kept"] = replace(other, name=f"{other.name}, freed memory kept", variables=KEEP_MEMORY)
     if not models.exists():
         models.mkdir()
         start({"kind": "models", "setting": asdict(setting), "output": models}, sys.executable)
     for repeat in range(repeats):
         print(f"{name} {algorithm}, pair {repeat + 1} of {repeats}", flush=True)
-        order = ("other", "ours") if repeat % 2 else ("ours", "other")
+        order = list(sides)[:: -1 if repeat % 2 else 1]
         pairs.append({key: run(sides[key], setting, algorithm, models) for key in order})
     numbers = [key for key, value in pairs[0]["ours"].items() if isinstance(value, float)]
     summary = {side: {key: statistics.median(pair[side][key] for pair in pairs) for key in numbers} for side in sides}
-    for key, measure in (("speed", "episodes_per_second"), ("memory", "memory_mb")):
-        ratios = [pair["ours"][measure] / pair["other"][measure] for pair in pairs]
-        summary[key] = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    for key, measure, side in (
+        ("speed", "episodes_per_second", "other"),
+        ("speed_kept", "episodes_per_second", "kept"),
+        ("memory", "memory_mb", "other"),
+    ):
+        ratios = [pair["ours"][measure] / pair[side][measure] for pair in pairs if side in pair]
+        if ratios:
+            summary[key] = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
     return {
         "setting": name,
         "algorithm": algorithm,
@@ -429,22 +442,26 @@ def table(comparisons: list[dict]) -> str:
     head = [
         "setting",
         "against",
-        "theirs, episodes/s",
+        "theirs as installed, episodes/s",
+        "theirs, freed memory kept",
         "ours",
-        "**ratio**",
+        "**ratio to installed**",
+        "**to kept**",
         "theirs: rollout + score + update, s",
         "ours",
-        "theirs, GB",
+        "theirs as installed, GB",
+        "theirs, kept",
         "ours",
-        "ratio",
+        "ratio to installed",
     ]
-    rows = [head, ["---", "---", "---:", "---:", "---:", "---", "---", "---:", "---:", "---:"]]
+    rows = [head, ["---", "---", *["---:"] * 5, "---", "---", *["---:"] * 4]]
     for c in comparisons:
-        ours, other, speed, memory = (c["summary"][name] for name in ("ours", "other", "speed", "memory"))
-        ratios = [
-            f"{r['median']:.2f}" + f" ({r['least']:.2f}–{r['most']:.2f})" * (len(c["pairs"]) > 1)
-            for r in (speed, memory)
-        ]
+        ours, other, kept = (c["summary"].get(name) for name in ("ours", "other", "kept"))
+        ratios = {
+            name: f"{r['median']:.2f}" + f" ({r['least']:.2f}–{r['most']:.2f})" * (len(c["pairs"]) > 1)
+            for name, r in c["summary"].items()
+            if "median" in r
+        }
         phases = [" + ".join(f"{side[phase]:.2f}" for phase in PHASES) for side in (other, ours)]
         flags = c["our_flags"] + " --bf16" * c["geometry"]["bf16"]
         rows.append(
@@ -452,12 +469,15 @@ def table(comparisons: list[dict]) -> str:
                 f"{c['setting']} {c['algorithm']}" + (f", `{flags.strip()}`" if flags else ""),
                 c["other"],
                 f"{other['episodes_per_second']:.3g}",
+                f"{kept['episodes_per_second']:.3g}" if kept else "–",
                 f"{ours['episodes_per_second']:.3g}",
-                f"**{ratios[0]}**",
+                f"**{ratios['speed']}**",
+                f"**{ratios['speed_kept']}**" if kept else "–",
                 *phases,
                 f"{other['memory_mb'] / 1024:.2f}",
+                f"{kept['memory_mb'] / 1024:.2f}" if kept else "–",
                 f"{ours['memory_mb'] / 1024:.2f}",
-                ratios[1],
+                ratios["memory"],
             ]
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -520,6 +540,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--ours", metavar="FLAGS", default="", help='further flags for our side: --ours="--bf16"')
     add("--baseline-ours", metavar="FLAGS", default="", help="further flags for the baseline")
     add("--bf16", action="store_true", help="bfloat16 on both sides")
+    add("--keep-memory", action="store_true", help="run TRL a second time in each pair, with freed memory kept (glibc)")
     add("--repeats", type=int, help="pairs of runs; 3, but 1 with --quick and --growth")
     add("--updates", type=int, help="updates counted in a run; by default from 2 to 10, depending on the setting")
     add("--quick", action="store_true", help="the setting tiny, one pair of runs, one update counted: two minutes")
@@ -537,6 +558,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Measures one setting after the other; one that fails is reported, and the others go on. Returns the exit code."""
     args = parse_arguments(argv)
+    require(not (args.keep_memory and args.baseline), "--keep-memory is for TRL: our scripts do so by themselves")
     jobs = [(name, SETTINGS[name], {}) for name in args.settings]
     if args.growth:
         require(len(args.against) == 1, "--growth compares with one version of TRL; name one in --against")
@@ -566,7 +588,8 @@ def main(argv: list[str]) -> int:
             if other.kind in VERSIONS and algorithm not in VERSIONS[other.kind].algorithms:
                 continue
             try:
-                result = compare(name, replace(setting, **given), algorithm, ours, other, Path(folder), args.repeats)
+                setting = replace(setting, **given)
+                result = compare(name, setting, algorithm, ours, other, Path(folder), args.repeats, args.keep_memory)
                 comparisons.append(result | point)
                 results["machine"]["gpu"] = result["pairs"][0]["ours"]["gpu"]
             except BenchmarkError as error:

@@ -24,8 +24,7 @@ for script in learning.py "overoptimization.py --jobs 2" forks.py questions.py t
     # shellcheck disable=SC2086
     "$python" experiments/$script ${is_list:+--list}
 done
-make throughput.json 9 throughput.py --settings tiny,small,toy --repeats 1
-make throughput-vocab.json 6 throughput.py --settings vocab --repeats 1
+make throughput.json 22 throughput.py --settings tiny,small,toy,vocab --keep-memory --repeats 1
 make throughput-gpt2.json 7 throughput.py --settings gpt2 --algorithms ppo --repeats 1
 make throughput-gpt2-rloo.json 5 throughput.py --settings gpt2 --algorithms rloo --repeats 1
 make throughput-bf16.json 5 throughput.py --settings tiny,small --bf16 --repeats 1

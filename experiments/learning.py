@@ -66,11 +66,6 @@ SECONDS = {  # of CPU time, roughly, of a default run
     "reward_model": 88,
     "ddpo": 95,
 }
-KEEP_MEMORY = (  # glibc keeps what is freed, as our scripts ask it to: half the time of TRL's DPO, the same numbers
-    f"MALLOC_MMAP_THRESHOLD_={2**32}",
-    f"MALLOC_TRIM_THRESHOLD_={2**32}",
-    f"MALLOC_TOP_PAD_={2**28}",
-)
 TRL_EFFORT = {"ppo": 2, "rloo": 2.5, "grpo": 1, "dpo": 6, "sft": 5, "reward_model": 2, "ddpo": 1}  # times ours
 GOLD_MEAN = "rewards/gold_score/mean"
 CURVES = {
@@ -352,7 +347,7 @@ def train_trl(run: Run, seed: int, output: Path) -> float:
         if run.script == "sft":
             run_process([sys.executable, __file__, "--save-start", ours, output], log_of(output))
         python = run_trl.make_venv(run_trl.TRAINERS[run.script], VENVS)
-        variables = KEEP_MEMORY if run.script == "dpo" else ()
+        variables = run_trl.KEEP_MEMORY if run.script == "dpo" else ()
         command = ["env", *variables, python, ROOT / "benchmarks/run_trl.py", run.script, ours / "args.json", output]
         trained.write_text(str(run_process(command, log_of(output))))
     if run.script in (*run_trl.EVERY, "grpo"):

@@ -331,7 +331,7 @@ def throughput_table() -> str:
         }
     keys = sorted(last, reverse=True)
     cells = [line.strip("| ").split(" | ") for line in throughput.table([last[key] for key in keys]).splitlines()]
-    return markdown([[*line[:5], *line[7:]] for line in cells])  # the phases are in the results
+    return markdown([[*line[:7], *line[9:]] for line in cells])  # the phases are in the results
 
 
 def kernels() -> str:
