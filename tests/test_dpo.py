@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from numbers_of_others import close, golden
 from replay import SETTINGS, agree, evaluated, ids_of, note_sizes, read_text, replay
 from replay import toy_rows, write_data, write_model
 from runs import run
@@ -25,12 +24,11 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(ROOT / "toy/sft")
 
 
-def test_prompt_and_completions(tokenizer):
-    pair = dpo.encode_preference("The film", " is good.", " is bad.", tokenizer)
-    assert pair.prompt == tokenizer("The film")["input_ids"]
-    assert pair.chosen == tokenizer(" is good.")["input_ids"] + [tokenizer.eos_token_id]
-    ended = dpo.encode_preference("The film", " is good." + tokenizer.eos_token, " is bad.", tokenizer)
-    assert ended == pair  # one EOS is enough
+def test_one_eos_is_enough(tokenizer):
+    texts = (" is good.", " is good." + tokenizer.eos_token)
+    pair, ended = (dpo.encode_preference("The film", text, " is bad.", tokenizer) for text in texts)
+    assert ended == pair
+    assert pair.chosen.count(tokenizer.eos_token_id) == 1
 
 
 def test_whole_texts_share_their_beginning(tokenizer):
@@ -52,8 +50,6 @@ def test_messages():
     first, *others = [dpo.encode_preference(*row, chat) for row in rows]
     assert others == [first, first]
     assert chat.decode(first.prompt).startswith("user: How is it?" + chat.eos_token + "assistant:")
-    assert first.chosen[-1] == chat.eos_token_id
-    assert first.chosen.count(chat.eos_token_id) == 1
 
 
 @pytest.mark.parametrize("mode, prompt", [("keep_end", [3, 4]), ("keep_start", [1, 2])])
@@ -62,37 +58,6 @@ def test_cut_to_fit(mode, prompt):
     args = SimpleNamespace(max_prompt_length=2, truncation_mode=mode)
     assert dpo.cut_to_fit(pair, 4, args) == dpo.Preference(prompt, [5, 6], [5, 6])
     assert dpo.cut_to_fit(pair, 7, args) == pair
-
-
-# --- reading
-
-
-@pytest.fixture(scope="module")
-def policy(tokenizer):
-    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").eval()
-    policy.tokenizer = tokenizer
-    return policy
-
-
-@pytest.fixture(scope="module")
-def pairs(tokenizer):
-    rows = toy_rows("preferences", "validation", 9)
-    return [dpo.encode_preference(row["prompt"], row["chosen"], row["rejected"], tokenizer) for row in rows]
-
-
-def settings(**more):
-    return dpo.Args(device="cpu", **more)
-
-
-def test_logps_against_trl07():
-    """Which logits belong to which token, and what a sum and a mean over labels are."""
-    i, o = golden("trl0711_dpo")
-    logits = i["get_batch_logps"]["logits"]
-    labels = i["get_batch_logps"]["labels"]
-    mask = labels[:, 1:] != -100
-    logps = dpo.token_logprobs(logits[:, :-1], labels[:, 1:].clamp(min=0)).masked_fill(~mask, 0.0).sum(1)
-    close(logps, o["get_batch_logps_sum"])
-    close(logps / mask.sum(1), o["get_batch_logps_avg"])
 
 
 # --- by hand
@@ -140,8 +105,6 @@ def logps(model, pair, args):
 
 def pair_loss(args, gap):
     """The loss of a pair whose log-ratios differ by the gap."""
-    if args.loss_type == "hinge":
-        return torch.relu(1 - args.beta * gap)
     if args.loss_type == "ipo":
         return (gap - 0.5 / args.beta) ** 2
     right = torch.sigmoid(args.beta * gap)
@@ -157,10 +120,8 @@ def reader(args, reference):
         rows = []
         for pair in pairs:
             a, b = logps(policy, pair, args)
-            ref_a, ref_b = 0.0, 0.0
-            if not args.reference_free:
-                with torch.no_grad():
-                    ref_a, ref_b = logps(reference, pair, args)
+            with torch.no_grad():
+                ref_a, ref_b = logps(reference, pair, args)
             losses.append(pair_loss(args, (a - ref_a) - (b - ref_b)))
             rows.append(torch.stack([a, b, args.beta * (a - ref_a), args.beta * (b - ref_b)]).detach())
         a, b, chosen, rejected = torch.stack(rows).T
@@ -182,8 +143,6 @@ def evaluation(read, tests):
 
     @torch.no_grad()
     def evaluate(policy, is_last=True):
-        if not tests:
-            return {}
         loss, stats = read(policy, tests)
         return {f"eval/{name}": x for name, x in stats.items()} | {"eval/loss": loss.item()}
 
@@ -249,6 +208,7 @@ def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypat
 def test_adapter_by_hand(choices, tmp_path):
     """merged/ is the model with its adapter; the reference, the model without, in training as in evaluation."""
     given = DPO | dict(model=choices.model, dataset=choices.dataset, lora_r=2, lora_alpha=8.0, learning_rate=5e-2)
+    given |= dict(loss_type="ipo", label_smoothing=0.0)
     lines = run(dpo, tmp_path / "run", **given)
     reference = saved(choices.model)
     merged = saved(tmp_path / "run/merged")
@@ -268,15 +228,11 @@ def test_adapter_by_hand(choices, tmp_path):
 # --- learning
 
 
-def margin_learned(output, seed, data):
-    """After 48 steps, of unseen pairs. Over three seeds it was 0.47 to 0.56."""
-    lines = run(dpo, output, seed=seed, dataset=data, batch_size=8, learning_rate=5e-4)
-    return lines[-1]["eval/rewards/margins"]
-
-
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_dpo_learns(seed, tmp_path, clear_pairs):
-    assert margin_learned(tmp_path / "run", seed, clear_pairs) > 0.2
+    """After 48 steps three seeds had a margin of 0.47 to 0.56 on unseen pairs."""
+    lines = run(dpo, tmp_path / "run", seed=seed, dataset=clear_pairs, batch_size=8, learning_rate=5e-4)
+    assert lines[-1]["eval/rewards/margins"] > 0.2
 
 
 # --- wrong input
