@@ -40,7 +40,7 @@ SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
 LONGEST = 400  # seconds that the tests of a fault may take
 TESTS = {  # a word in the title of a part of a script: the tests of that part
     "The same text": "models data settings run",
-    "Processes": "models device processes",
+    "Processes": "models device processes settings",
     "The run": "run settings processes",
     "Data and settings": "settings data",
     "Settings": "settings",
