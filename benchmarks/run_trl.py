@@ -2,10 +2,10 @@
 
     VENV/bin/python benchmarks/run_trl.py ppo SETTINGS.json OUTPUT
 
-That is one training on the toy world, for experiments/learning.py: with the settings that a run of ours wrote in
-args.json, in the environment of the version that has the trainer (TRAINERS). A line for each update goes to
-OUTPUT/metrics.jsonl, under the names of ours; of texts and pairs, which our own evaluation judges, there are
-checkpoints instead.
+That is one training, with the settings that a run of ours wrote in args.json, in the environment of the version that
+has the trainer (TRAINERS): for experiments/learning.py on the toy world; grpo takes any model, data and reward
+functions. A line for each update goes to OUTPUT/metrics.jsonl, under the names of ours; of texts and pairs, which our
+own evaluation judges, there are checkpoints instead.
 
 What stays unequal is what the libraries differ in. The random numbers, and with them the order of the data, are each
 side's own. Our CPU seconds hold our evaluations, TRL's hold none. TRL 0.16.1 never clips the gradient, and its RLOO
@@ -403,42 +403,53 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
 
 def train_grpo(settings: dict, output: Path) -> None:
     """GRPO of TRL 1.16; its policy stays in OUTPUT/model, for our evaluation."""
+    import resource
+
     from datasets import load_dataset
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    same = ("num_generations", "seed", "loss_type", "epsilon", "temperature", "learning_rate", "beta", "bf16")
     config = GRPOConfig(
         output_dir=str(output),
         max_steps=settings["total_episodes"] // settings["batch_size"],
-        num_generations=settings["num_generations"],
         per_device_train_batch_size=settings["batch_size"],
-        seed=settings["seed"],
-        loss_type=settings["loss_type"],
         max_completion_length=settings["response_length"],
-        learning_rate=settings["learning_rate"],
-        beta=0.0,
-        lr_scheduler_type="linear",
-        logging_steps=1,
+        lr_scheduler_type=settings["lr_scheduler_type"],
         weight_decay=settings["weight_decay"],
-        bf16=False,
+        reward_weights=settings["reward_weights"] or None,
+        logging_steps=1,
         use_cpu=True,
         gradient_checkpointing=False,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        reward_weights=[1.0, 0.0],
+        **{name: settings[name] for name in same},
     )
+    names = ("reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
+
+    class Writer(TrainerCallback):
+        """Takes down each update."""
+
+        def on_step_begin(self, *_, **others):
+            """From here to the line, its sampling and its optimiser step lie."""
+            self.began = time.perf_counter()
+
+        def on_log(self, args, state, control, logs=None, **others):
+            """One line."""
+            if "reward" in logs:
+                line = {"episode": state.global_step * settings["batch_size"]}
+                line |= {name: x for name, x in logs.items() if name in names or name.endswith("/mean")}
+                line["seconds"] = time.perf_counter() - self.began
+                line["perf/peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+                with open(output / "metrics.jsonl", "a") as file:
+                    file.write(json.dumps(line) + "\n")
+
     train = load_dataset("json", data_files=str(ROOT / settings["dataset"] / "train.jsonl"), split="train")
-    to_look_at = load_function("toy/shells/make.py:worked")
-    rewards = [load_function("rewards/verifiers.py:right_number"), to_look_at]
+    rewards = [load_function(spec) for spec in settings["reward_fn"]]
     trainer = GRPOTrainer(str(ROOT / settings["model"]), reward_funcs=rewards, args=config, train_dataset=train)
+    trainer.add_callback(Writer())
     trainer.train()
-    lines = [line for line in trainer.state.log_history if "reward" in line]
-    names = ("reward", "rewards/right_number/mean", "entropy", "frac_reward_zero_std", "completions/mean_length")
-    with open(output / "metrics.jsonl", "w") as file:
-        for number, line in enumerate(lines, 1):
-            kept = {"episode": number * settings["batch_size"]} | {name: line[name] for name in names}
-            kept["rewards/worked/mean"] = line["rewards/worked/mean"]
-            file.write(json.dumps(kept) + "\n")
     trainer.save_model(str(output / "model"))
 
 
@@ -501,7 +512,6 @@ def train_ddpo(settings: dict, output: Path) -> None:
         return samples, images
 
     trainer._generate_samples = generate_and_measure
-    output.mkdir(parents=True, exist_ok=True)
     step = 0
     with open(output / "metrics.jsonl", "w") as file:
         for epoch in range(1, settings["num_epochs"] + 1):
@@ -611,6 +621,7 @@ def means_of(logged: list[dict]) -> dict[str, float]:
 
 if __name__ == "__main__":
     algorithm, settings, output = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    output.mkdir(parents=True, exist_ok=True)
     if algorithm in ONLINE:
         train_online(algorithm, settings, output)
     elif algorithm == "grpo":
