@@ -1,7 +1,6 @@
 """The world of shapes, for the tests of ddpo.py: chains and images to begin with, and what a run went through."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,10 +37,6 @@ def rows(prompts: list[str]) -> list[dict]:
     return [{"prompt": prompt} for prompt in prompts]
 
 
-def prompts_of(rollout: ddpo.Rollout) -> list[str]:
-    return [row["prompt"] for row in rollout.examples]
-
-
 def toy_chain(model=TOY, moved: float = 0.0, **settings) -> tuple[ddpo.Chain, ddpo.Args]:
     """A chain, whose policy may have been moved from the first model, and its settings."""
     few = dict(sample_num_steps=4, train_gradient_accumulation_steps=1)
@@ -72,15 +67,14 @@ def updated(chain: ddpo.Chain, rollout: ddpo.Rollout, args: ddpo.Args) -> tuple[
     return stats, flat(chain.policy.parameters())
 
 
-def keep_gradients(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """From here on .norms and .gradients are those of all optimiser steps."""
-    kept = SimpleNamespace(norms=[], gradients=[])
+def keep_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """From here on the norms of the gradients of all optimiser steps."""
+    kept = []
     clip = ddpo.clip_gradient
 
     def clip_and_keep(parameters, max_norm):
-        kept.gradients.append(flat(p.grad for p in parameters))
-        kept.norms.append(clip(parameters, max_norm))
-        return kept.norms[-1]
+        kept.append(clip(parameters, max_norm))
+        return kept[-1]
 
     monkeypatch.setattr(ddpo, "clip_gradient", clip_and_keep)
     return kept

@@ -63,8 +63,7 @@ CASES = {
     "rloo_eos_steps": RLOO | STEPS | NO_PENALTY | {"normalize_reward": True, "normalize_advantage": True},
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Inside the venv: models, prompts and responses
+# --- Inside the venv: models, prompts and responses
 
 
 def make_models():
@@ -121,8 +120,7 @@ def make_responses(lengths: list[int], is_ppo: bool):
     return responses
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Inside the venv: run a trainer and watch it
+# --- Inside the venv: run a trainer and watch it
 
 
 def make_trainer(case: str, models: dict, folder: Path):
