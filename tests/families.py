@@ -1,8 +1,8 @@
 """Ten families of chat models, tiny and random: their architectures, special tokens and chat templates.
 
-The templates say in few words what those of the models write for conversations of texts. For the first six,
-test_chat_families.py compares them with the files that TRL has, where TRL is installed; those of Mistral, SmolLM 3,
-OLMo 2 and Granite are written after the models' documentation, with shorter system messages.
+The templates say in few words what those of the models write for conversations of texts. The first six were compared
+with the files that TRL has; those of Mistral, SmolLM 3, OLMo 2 and Granite are written after the models'
+documentation, with shorter system messages.
 """
 
 from collections import namedtuple

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ppo
 
 FOLDER = Path(__file__).parent / "golden"
+MASK = torch.arange(7) < torch.tensor([7, 1, 4, 6, 2])[:, None]  # (5, 7)
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}  # for functions that go through float32 logits, whatever they are given
 
 
@@ -47,6 +48,15 @@ def close(ours, theirs, mask: Tensor | None = None, rtol: float = 1e-6, atol: fl
         ours = ours[mask]
         theirs = theirs[mask]
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def spoil(x: Tensor) -> Tensor:
+    """NaN where MASK is false."""
+    return x.masked_fill(~MASK, float("nan"))
 
 
 def leaf(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def do(jobs: dict) -> dict:
         module.draw_curves = lambda *_: None
         with pretend_device.count() as counted:
             run(module, output, device=DEVICE, **settings)
-        reads[Path(output).name] = by_function(script, counted.reads)
+        reads[Path(output).name] = by_function(script, counted)
     for script, settings, output in jobs["lecture"]:
         lecture(script, settings, output, DEVICE)
     return {"reads": reads, "reads_of_sampling": reads_of_sampling(), "mistakes": try_mistakes()}
@@ -66,7 +66,7 @@ def reads_of_sampling() -> int:
     prompts = torch.ones(4, 8, dtype=torch.long).to(DEVICE)
     with count() as counted:
         ppo.sample(policy, prompts, prompts > 0, torch.rand(4, 64).to(DEVICE), 1.0)
-    return counted.reads.total()
+    return counted.total()
 
 
 def try_mistakes() -> dict[str, str]:

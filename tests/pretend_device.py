@@ -40,22 +40,15 @@ own_generator = torch.Generator()
 counting = []  # the counts that are open
 
 
-class Counts:
-    """Reads by line, such as `ppo.py:455`."""
-
-    def __init__(self):
-        self.reads = Counter()
-
-
 @contextmanager
-def count() -> Iterator[Counts]:
-    """Counts what is done on the device within this context."""
-    counts = Counts()
-    counting.append(counts)
+def count() -> Iterator[Counter]:
+    """Counts the reads within this context, by line, such as `ppo.py:455`."""
+    reads = Counter()
+    counting.append(reads)
     try:
-        yield counts
+        yield reads
     finally:
-        counting.remove(counts)
+        counting.pop()
 
 
 def line_of_script() -> str:
@@ -71,8 +64,8 @@ def line_of_script() -> str:
 
 def note_read() -> None:
     """The host waits here."""
-    for counts in counting:
-        counts.reads[line_of_script()] += 1
+    for reads in counting:
+        reads[line_of_script()] += 1
 
 
 class PretendTensor(torch.Tensor):
@@ -86,9 +79,6 @@ class PretendTensor(torch.Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(cls, raw.shape, **layout, device=HERE)
         tensor.raw = raw
         return tensor
-
-    def __repr__(self) -> str:
-        return f"{NAME}({self.raw!r})"
 
     def tolist(self) -> list:
         """Numbers, as of any tensor; PyTorch does not do it for subclasses."""

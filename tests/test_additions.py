@@ -53,27 +53,21 @@ def test_scaled_scores_against_trl07():
 
 # --- Beside the algorithm
 
-KEYS = [
-    ("openrlhf_gpt_lm_loss", "logits", "labels", "loss"),
-    ("openrlhf031_losses_rewards_gae", "lm_logits", "lm_labels", "gptlm_loss"),
-]
 
-
-@pytest.mark.parametrize("name, logits, labels, loss", KEYS)
-def test_ptx_loss_is_openrlhfs(name, logits, labels, loss, monkeypatch):
+def test_ptx_loss_is_openrlhfs(monkeypatch):
     """With each text drawn once, in their order; a token that has no label is not real, there a first one, too."""
-    i, o = golden(name)
-    x = i[logits].float().requires_grad_()
+    i, o = golden("openrlhf031_losses_rewards_gae")
+    x = i["lm_logits"].float().requires_grad_()
     rows = (x[n : n + 1] for n in range(len(x)))
     policy = lambda **_: SimpleNamespace(logits=next(rows))  # noqa: E731
     policy.tokenizer = None
     monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(high).expand(size))
     monkeypatch.setattr(ppo, "pad", lambda texts, *_: (torch.stack(texts).clamp(min=0), torch.stack(texts) != -100))
     args = ppo.Args(ptx_coef=3.0, micro_batch_size=1, batch_size=2 * len(x), num_mini_batches=2, device="cpu")
-    value = ppo.pretrain_gradient(policy, list(i[labels].long()), args)
-    close(value, o[loss], rtol=1e-5)
-    y = i[logits].float().requires_grad_()
-    nn.functional.cross_entropy(y[:, :-1].flatten(0, 1), i[labels][:, 1:].flatten().long()).backward()
+    value = ppo.pretrain_gradient(policy, list(i["lm_labels"].long()), args)
+    close(value, o["gptlm_loss"], rtol=1e-5)
+    y = i["lm_logits"].float().requires_grad_()
+    nn.functional.cross_entropy(y[:, :-1].flatten(0, 1), i["lm_labels"][:, 1:].flatten().long()).backward()
     close(x.grad, 3.0 * y.grad, rtol=1e-5, atol=1e-7)
 
 

@@ -5,24 +5,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbers_of_others import close, golden, make_rollout, names
+from numbers_of_others import MASK, close, golden, make_rollout, names, randn, spoil
 
 import grpo
 import ppo
 import rloo
-
-B, T = 5, 7
-MASK = torch.arange(T) < torch.tensor([7, 1, 4, 6, 2])[:, None]
-NAN = float("nan")
-
-
-def randn(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def spoil(x):
-    return x.masked_fill(~MASK, NAN)
-
 
 # --- masked_mean, masked_var, masked_whiten
 
@@ -34,7 +21,7 @@ def test_masked_moments_equal_those_of_the_real_tokens(rows, columns, seed):
     x = torch.randn(rows, columns, generator=generator)
     mask = torch.rand(rows, columns, generator=generator) < 0.6
     mask[0, 0] = True
-    spoilt = x.masked_fill(~mask, NAN)
+    spoilt = x.masked_fill(~mask, float("nan"))
     torch.testing.assert_close(ppo.masked_mean(spoilt, mask), x[mask].mean())
     if mask.sum() > 1:
         torch.testing.assert_close(ppo.masked_var(spoilt, mask), x[mask].var())
@@ -51,9 +38,8 @@ def test_whitening_against_trl016():
 
 
 def test_gae_ignores_padding_and_treats_rows_alone():
-    rewards = randn(B, T)
-    values = randn(B, T)
-    order = torch.randperm(B)
+    rewards, values = randn(2, *MASK.shape)
+    order = torch.randperm(5)
     clean = ppo.gae(rewards, values, MASK, 0.99, 0.95)
     spoilt = ppo.gae(spoil(rewards), spoil(values), MASK, 0.99, 0.95)
     mixed = ppo.gae(rewards[order], values[order], MASK[order], 0.99, 0.95)

@@ -92,14 +92,3 @@ def test_an_update_by_hand(credit, tmp_path):
     for ours, theirs in zip(names["policy"].parameters(), policy.parameters(), strict=True):
         assert (ours.grad - theirs.grad).abs().max() < 1e-9
     assert max(p.grad.abs().max() for p in policy.parameters()) > 1e-3
-
-
-@pytest.mark.slow
-def test_it_discovers_binary_search(tmp_path):
-    """Five seeds of the whole run ended at the numbers in experiments/results/agent.json; this is two thirds of one."""
-    names = run("agent", tmp_path, total_episodes=512 * 66)
-    assert names["history"][0]["turns"] > 4
-    assert names["history"][-1]["turns"] < 3.8
-    assert (names["turn"] * names["written"]).amax(1).add(1).double().mean() <= 3.5
-    said = {names["tokenizer"].decode(row[0]) for row in names["stream"]}
-    assert said <= {"7", "8", "9"}

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -70,20 +69,6 @@ def test_the_turns_that_are_trained(family, tokenizer):
     assert turns == [f" is good.{end}", f" sings.{end}"][family in REWRITE :]
     assert [str(x.message) for x in said if "rewrites" in str(x.message)] or family not in REWRITE
     assert tokenizer.decode(ids) + behind == tokenizer.apply_chat_template(TALK, tokenize=False)
-
-
-def test_the_templates_are_the_models(family, tokenizer):
-    """As far as TRL, where it is installed, has them."""
-    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
-    file = folder / (re.sub("[ -]", "", family).replace(".", "_") + ".jinja")
-    if not file.exists():
-        pytest.skip("TRL has no such template")
-    thought = {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}
-    for talk in (TALK[:1], TALK[:3], TALK, [{"role": "system", "content": "Rhyme."}, *TALK[:3], thought]):
-        for begins in (True, False):
-            options = dict(tokenize=False, add_generation_prompt=begins)
-            theirs = tokenizer.apply_chat_template(talk, chat_template=file.read_text(), **options)
-            assert tokenizer.apply_chat_template(talk, **options) == theirs
 
 
 QUICK = ["llama 3", "gemma 3", "phi 3.5"]

@@ -276,10 +276,10 @@ def test_without_beta_there_is_no_reference(tmp_path, tiny, monkeypatch):
     assert "objective/kl" not in run(grpo, tmp_path, **settings)[0]
 
 
-@pytest.mark.parametrize("more", [{}, dict(lora_r=4, learning_rate=5e-2)])
-def test_the_kl_in_the_loss(tmp_path, tiny, more):
-    """It is to the first policy, not to that of the rollout, nor to one with an adapter: it grows."""
-    first, *_, last = run(grpo, tmp_path, **tiny | dict(beta=0.1, num_ppo_epochs=4, learning_rate=1e-2) | more)
+def test_the_kl_in_the_loss_of_an_adapter(tmp_path, tiny):
+    """It is to the policy without it, not to that of the rollout: it grows."""
+    settings = tiny | dict(beta=0.1, num_ppo_epochs=4, lora_r=4, learning_rate=5e-2)
+    first, *_, last = run(grpo, tmp_path, **settings)
     assert first["objective/kl"] == pytest.approx(0, abs=1e-3)
     assert abs(last["objective/kl"]) > 1e-2
     assert last["kl"] > 0

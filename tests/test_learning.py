@@ -1,4 +1,4 @@
-"""Whole runs of the scripts: they learn, they unlearn with the sign turned, they repeat, and sizes change nothing."""
+"""Whole runs of the scripts: they learn, they unlearn with the sign turned, and evaluations change nothing."""
 
 import math
 
@@ -11,7 +11,6 @@ import rloo
 import sft
 
 SEEDS = [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-MODULES = [ppo, *(pytest.param(x, marks=pytest.mark.slow) for x in (rloo, sft, reward_model))]
 
 
 def turn_the_gradient(monkeypatch, module):
@@ -95,15 +94,7 @@ def test_reward_model_unlearns_with_the_gradient_turned(tmp_path, monkeypatch, c
     assert last["eval/loss"] > 1
 
 
-# --- They repeat, and what is not to change a number does not
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_same_seed_same_numbers(tmp_path, module, tiny):
-    numbers = []
-    for name, seed in (("first", 1), ("same", 1), ("other", 2)):
-        numbers.append(untimed(run(module, tmp_path / name, seed=seed, **tiny[module.__name__])))
-    assert numbers[0] == numbers[1] != numbers[2]
+# --- What is not to change a number does not
 
 
 @pytest.mark.parametrize("module", [ppo, rloo], ids=lambda module: module.__name__)

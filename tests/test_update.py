@@ -1,6 +1,5 @@
 """Step 6: mini-batches, gradients as sums over micro-batches, and steps that are not made."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}
 
 
 def steps_made(monkeypatch, script, mini_batches, **settings):
-    """Of six mini-batches with these approximate KL, mean ratio and gradient, the numbers of those that made a step."""
+    """Of six mini-batches with these approximate KL and mean ratio, the numbers of those that made a step."""
     policy = nn.Linear(1, 1, bias=False)
     critic = nn.Linear(1, 1, bias=False)
     models = [policy, critic] if script is ppo else [policy]
@@ -28,10 +27,10 @@ def steps_made(monkeypatch, script, mini_batches, **settings):
     made = []
 
     def gradient(*_):
-        kl, ratio, slope = next(coming)
-        seen.append(slope)
+        kl, ratio = next(coming)
+        seen.append(kl)
         for model in models:
-            model.weight.grad = torch.full((1, 1), slope)
+            model.weight.grad = torch.ones(1, 1)
         stats = {"policy/approxkl_avg": 2 * kl, "val/ratio": 2 * ratio, "ratio_squared": 2 * ratio**2}
         return stats | {"policy/entropy_avg": 0.0, "ratio_error": 0.0, "token_error": 0.0, "tokens": 2, "actions": 2}
 
@@ -43,21 +42,18 @@ def steps_made(monkeypatch, script, mini_batches, **settings):
     rollout = SimpleNamespace(mask=mask, by_length=lambda index: index)
     stats = script.optimize(*models, None, optimizer, rollout, [], args)
     assert stats["val/skipped_steps"] == 6 - len(made)
-    assert all(model.weight.isfinite().all() for model in models)
     return made
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
 def test_steps_that_are_left_out(monkeypatch, name):
-    """After 1.5 times the target nothing more; a ratio beyond the threshold costs its own step, as does a NaN."""
+    """After 1.5 times the target nothing more; a ratio beyond the threshold costs its own step."""
     script = SCRIPTS[name]
-    kls = [(kl, 1.0, 1.0) for kl in (0.1, 0.14, 0.2, 0.16, 0.1, 0.1)]
+    kls = [(kl, 1.0) for kl in (0.1, 0.14, 0.2, 0.16, 0.1, 0.1)]
     assert steps_made(monkeypatch, script, kls, target_kl=0.1) == [0, 1]
     assert steps_made(monkeypatch, script, kls, target_kl=0.14) == [0, 1, 2, 3, 4, 5]
-    ratios = [(0.0, ratio, 1.0) for ratio in (1.0, 3.0, 1.0, 9.0, 2.0, 1.0)]
+    ratios = [(0.0, ratio) for ratio in (1.0, 3.0, 1.0, 9.0, 2.0, 1.0)]
     assert steps_made(monkeypatch, script, ratios, ratio_threshold=2.5) == [0, 2, 4, 5]
-    slopes = [(0.0, 1.0, slope) for slope in (1.0, math.nan, 1.0, math.inf, 1.0, 1.0)]
-    assert steps_made(monkeypatch, script, slopes) == [0, 2, 4, 5]
 
 
 # --- the first ratio
