@@ -12,7 +12,7 @@ import tempfile
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -49,23 +49,17 @@ def nothing_is_left():
     def kept():
         return os.getcwd(), {number: signal.getsignal(number) for number in signal.valid_signals()}
 
-    def is_same(a, b):
-        return {**a, "PYTEST_CURRENT_TEST": ""} == {**b, "PYTEST_CURRENT_TEST": ""}
-
     before = kept()
-    variables = dict(os.environ)
     precision = torch.get_float32_matmul_precision()
     threads = torch.get_num_threads()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     torch.set_float32_matmul_precision(precision)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    if not is_same(variables, os.environ):
-        os.environ.clear()
-        os.environ.update(variables)
     assert kept() == before
 
 
@@ -95,8 +89,8 @@ def in_short():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load_dataset", load)
-        patch.setattr(pandas.DataFrame, "plot", MagicMock())
-        patch.setattr(Figure, "subplots", lambda self, rows, columns, **_: [MagicMock()] * columns)
+        patch.setattr(pandas.DataFrame, "plot", mock.MagicMock())
+        patch.setattr(Figure, "subplots", lambda self, rows, columns, **_: [mock.MagicMock()] * columns)
         patch.setattr(Figure, "savefig", lambda self, path, **_: None)
         yield drawing
 

