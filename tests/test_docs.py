@@ -12,6 +12,10 @@ import pytest
 from runs import run
 from sources import ROOT, SCRIPTS, load, nodes_of, text_of
 
+sys.path.insert(0, str(ROOT / "experiments"))
+import learning  # noqa: E402
+import tables  # noqa: E402
+
 PLACES = ("benchmarks", "experiments", "tools", "tests", "tests/golden")
 FOLDERS = (".", "docs", "docs/diffs", "lecture", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
@@ -170,6 +174,26 @@ def test_diffs_are_fresh():
     for before, after in make.STEPS:
         page = text_of(f"docs/diffs/{before}-{after}.md")
         assert page == make.page(before, after), f"docs/diffs/{before}-{after}.md is old: run docs/diffs/make.py"
+
+
+# --- Tables
+
+
+def test_the_tables_are_those_of_the_results(monkeypatch):
+    """Else run experiments/tables.py, or the program whose page it names."""
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    with pytest.raises(SystemExit) as done:
+        tables.main()
+    assert done.value.code == 0
+
+
+@pytest.mark.parametrize("script", learning.SCRIPTS)
+def test_our_runs_are_commands_that_are_understood(script, monkeypatch):
+    for ours in learning.RUNS:
+        if ours.script == script and ours.side == "ours":
+            command = [str(word) for word in learning.our_command(ours, 1, "runs/x")]
+            _, args = read(command[1:], monkeypatch)
+            assert args.seed == 1
 
 
 # --- Version

@@ -1,4 +1,4 @@
-"""docs/fork.md: its diffs fit lecture/ppo.py, and what it says of ppo.py works."""
+"""docs/fork.md and docs/questions.md: their diffs fit the short files, and do what the pages say."""
 
 import sys
 from dataclasses import dataclass
@@ -7,22 +7,31 @@ import pytest
 import torch
 from runs import run
 from sources import ROOT, text_of
+from transformers import AutoModelForCausalLM
 
 import ppo
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import forks  # noqa: E402
+import questions  # noqa: E402
+
+DIFFS = {page: forks.read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/questions.md")}
+USED = {("docs/fork.md", name, "lecture/ppo.py") for name in DIFFS["docs/fork.md"]}
+USED |= {("docs/questions.md", arm.fork, arm.script) for arm in questions.arms() if arm.fork != "default"}
 
 
-def test_every_diff_fits_the_short_file():
-    """What comes out is a program; and no diff was overlooked."""
-    source = text_of("lecture/ppo.py")
-    diffs = forks.read_diffs(text_of("docs/fork.md"))
-    assert len(diffs) == text_of("docs/fork.md").count("```diff")
-    for name, diff in diffs.items():
-        fork = forks.apply(diff, source)
-        compile(fork, name, "exec")
-        assert fork != source
+@pytest.mark.parametrize(("page", "name", "script"), sorted(USED))
+def test_every_diff_fits_its_file(page, name, script):
+    """What comes out is another program."""
+    fork = forks.apply(DIFFS[page][name], text_of(script))
+    compile(fork, name, "exec")
+    assert fork != text_of(script)
+
+
+@pytest.mark.parametrize("page", DIFFS)
+def test_no_diff_was_overlooked(page):
+    assert len(DIFFS[page]) == text_of(page).count("```diff")
+    assert set(DIFFS[page]) == {name for of, name, _ in USED if of == page}
 
 
 def test_a_diff_that_fits_nowhere_or_twice_is_refused():
@@ -50,3 +59,37 @@ def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, 
     monkeypatch.setattr(ppo, "rollout_stats", lambda rollout: stats(rollout) | surprise(rollout))
     lines = run(ppo, tmp_path / "run", eval_steps=1, num_eval_prompts=4, **tiny["ppo"])
     assert all(line["objective/surprise"] > 0 and "eval/scores" in line for line in lines)
+
+
+# --- docs/questions.md
+
+
+def run_fork(fork: str, flags: str) -> tuple[list[dict], dict]:
+    """Metrics of each update of a fork of lecture/grpo.py, by default two of them, and its names after the last."""
+    source = forks.apply(DIFFS["docs/questions.md"][fork], text_of("lecture/grpo.py"))
+    flags = f"--batch-size 32 --total-episodes 64 {flags}"
+    return forks.run("lecture/grpo.py", source, flags.split(), lambda names, stats: stats)
+
+
+def test_distillation_lowers_the_kl_of_the_student_from_the_teacher(tmp_path):
+    """KL(π || π_teacher) of answers of one token can be added up exactly: 512 samples come near to its gradient."""
+    teacher = AutoModelForCausalLM.from_pretrained(ROOT / "toy/shells/sft")
+    for p in teacher.parameters():
+        p.data += 0.2 * torch.randn_like(p)
+    teacher.save_pretrained(tmp_path)
+    flags = "--batch-size 512 --total-episodes 512 --response-length 1 --learning-rate 0"
+    _, names = run_fork("On-policy distillation", f"{flags} --teacher {tmp_path}")
+    policy, prompts = names["policy"], names["ids"][:, : names["P"]]
+    logprobs, wanted = [model(prompts).logits[:, -1].log_softmax(1) for model in (policy, names["teacher"])]
+    kl = (logprobs.exp() * (logprobs - wanted.detach())).sum(1).mean()
+    gradients = torch.autograd.grad(kl, list(policy.parameters())), [p.grad for p in policy.parameters()]
+    wanted, found = (torch.cat([g.flatten() for g in gradient]) for gradient in gradients)
+    assert torch.cosine_similarity(wanted, found, dim=0) > 0.9  # its length is clipped
+
+
+@pytest.mark.parametrize("flags", ["", "--weights int4", "--age 1"])
+def test_the_first_ratio_shows_another_sampler(flags):
+    """While the trainer, which compares itself with itself, sees none."""
+    updates, _ = run_fork("Another sampler", flags)
+    assert (updates[-1]["approxkl"] > 1e-6) == bool(flags)
+    assert updates[-1]["val/ratio"] == pytest.approx(1, abs=1e-5)
