@@ -1,4 +1,4 @@
-"""The loops of sft.py, reward_model.py and dpo.py, done once more by hand.
+"""The loops of sft.py and reward_model.py, done once more by hand.
 
 `replay` trains a copy of the model in the plainest way there is: one text at a time, without padding, formulas from the
 papers, torch's own AdamW. Every line of metrics.jsonl must agree with it.

@@ -2,15 +2,13 @@
 
 import gc
 import json
-import math
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from replay import SETTINGS, agree, evaluated, ids_of, note_sizes, read_text, replay
-from replay import toy_rows, write_data, write_model
-from runs import run
+from replay import SETTINGS, agree, evaluated, ids_of, read_text, toy_rows, write_data, write_model
+from runs import run, untimed
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -138,52 +136,40 @@ def reader(args, reference):
     return read
 
 
-def evaluation(read, tests):
+@torch.no_grad()
+def evaluate(read, tests, policy):
     """What dpo.py should log of the pairs of the test split."""
-
-    @torch.no_grad()
-    def evaluate(policy, is_last=True):
-        loss, stats = read(policy, tests)
-        return {f"eval/{name}": x for name, x in stats.items()} | {"eval/loss": loss.item()}
-
-    return evaluate
+    loss, stats = read(policy, tests)
+    return {f"eval/{name}": x for name, x in stats.items()} | {"eval/loss": loss.item()}
 
 
-def replay_dpo(lines, given, pairs, tests):
-    """Replays a run of dpo.py; returns what evaluates a policy on the test pairs."""
-    per_pass = math.ceil(len(pairs) / 6)
-    args = SimpleNamespace(**vars(dpo.Args()) | given, per_pass=per_pass)
-    lengths = [len(pair[0]) + max(map(len, pair[1:])) for pair in pairs]
-    read = reader(args, saved(args.model))
-
-    def batch(number):
-        return [pairs[i] for i in dpo.length_grouped_batch(lengths, number, 6, args.seed)]
-
-    def read_step(policy, batch):
-        loss, stats = read(policy, batch)
-        if abs(stats["rewards/chosen"]) + abs(stats["rewards/rejected"]) < 1e-4:  # a tie, which rounding decides
-            stats["rewards/accuracies"] = next(untied)
-        return loss, stats
-
-    untied = (line["rewards/accuracies"] for line in lines)
-    replay(args, lines, saved(args.model), batch, read_step, evaluation(read, tests))
-    return evaluation(read, tests)
+ADAPTER = dict(lora_r=2, lora_alpha=8.0, learning_rate=5e-2, loss_type="ipo", label_smoothing=0.0)
 
 
-def test_dpo_by_hand(choices, tmp_path, monkeypatch):
-    """Each step, without dropout; the evaluations; the model that is saved."""
-    given = DPO | dict(model=choices.model, dataset=choices.dataset)
-    sizes = note_sizes(monkeypatch)
+@pytest.mark.parametrize("more", [{}, ADAPTER], ids=["sigmoid", "an adapter, ipo"])
+def test_dpo_by_hand(more, choices, tmp_path):
+    """The evaluation of the model that is saved; in each step the log-probabilities of the reference, with or without
+    precomputing them. The steps themselves are held to the short form, in test_lecture.py."""
+    given = DPO | dict(model=choices.model, dataset=choices.dataset) | more
     lines = run(dpo, tmp_path / "run", **given)
-    assert set(sizes) == {6}  # both texts of three pairs
-    pairs, tests = (cut_pairs(rows) for rows in (choices.rows, choices.tests))
+    after = saved(tmp_path / ("run/merged" if more else "run"))
+    reference = saved(choices.model)
+    read = reader(SimpleNamespace(**vars(dpo.Args()) | given), reference)
+    agree(evaluated(lines[-1]), evaluate(read, cut_pairs(choices.tests), after))
+    pairs = cut_pairs(choices.rows)
     prompts = [len(pair[0]) for pair in pairs]
     assert len(pairs) == 27 and min(prompts) <= 4 < max(prompts)
-    evaluate = replay_dpo(lines, given, pairs, tests)
-    agree(evaluated(lines[-1]), evaluate(saved(tmp_path / "run")))
+    lengths = [len(pair[0]) + max(map(len, pair[1:])) for pair in pairs]
+    for number, line in enumerate(lines):
+        rows = dpo.length_grouped_batch(lengths, number, 6, 1)
+        _, stats = read(reference, [pairs[i] for i in rows])  # its log-probabilities are the reference's
+        for side in ("chosen", "rejected"):
+            ours = line[f"logps/{side}"] - line[f"rewards/{side}"] / given["beta"]
+            assert ours == pytest.approx(stats[f"logps/{side}"], rel=1e-3)
+    assert abs(lines[-1]["rewards/margins"]) > 0.01
     again = run(dpo, tmp_path / "precomputed", precompute_ref=True, **given)
-    for line, other in zip(again, lines, strict=True):
-        agree(line, {name: x for name, x in other.items() if not name.startswith(("time/", "perf/"))})
+    for line, other in zip(untimed(again), untimed(lines), strict=True):
+        agree(line, other)
 
 
 def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypatch):
@@ -203,26 +189,6 @@ def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypat
     monkeypatch.setattr(dpo, "make_reference", make_and_note)
     monkeypatch.setattr(dpo, "mini_batch_gradient", look)
     assert run(dpo, tmp_path, precompute_ref=True, **tiny["dpo"])
-
-
-def test_adapter_by_hand(choices, tmp_path):
-    """merged/ is the model with its adapter; the reference, the model without, in training as in evaluation."""
-    given = DPO | dict(model=choices.model, dataset=choices.dataset, lora_r=2, lora_alpha=8.0, learning_rate=5e-2)
-    given |= dict(loss_type="ipo", label_smoothing=0.0)
-    lines = run(dpo, tmp_path / "run", **given)
-    reference = saved(choices.model)
-    merged = saved(tmp_path / "run/merged")
-    read = reader(SimpleNamespace(**vars(dpo.Args()) | given), reference)
-    agree(evaluated(lines[-1]), evaluation(read, cut_pairs(choices.tests))(merged))
-    pairs = cut_pairs(choices.rows)
-    lengths = [len(pair[0]) + max(map(len, pair[1:])) for pair in pairs]
-    for number, line in enumerate(lines):
-        rows = dpo.length_grouped_batch(lengths, number, 6, 1)
-        _, stats = read(reference, [pairs[i] for i in rows])  # its log-probabilities are the reference's
-        for side in ("chosen", "rejected"):
-            ours = line[f"logps/{side}"] - line[f"rewards/{side}"] / given["beta"]
-            assert ours == pytest.approx(stats[f"logps/{side}"], rel=1e-3)
-    assert abs(lines[-1]["rewards/margins"]) > 0.01
 
 
 # --- learning
