@@ -1424,7 +1424,7 @@ def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
 def load_function(spec: str) -> Callable:
     """file.py:name -> the function."""
     file, _, name = spec.rpartition(":")
-    require(file, f"--reward-fn {spec!r} should be file.py:name")
+    require(file, f"{spec!r} should be file.py:name")
     module = import_file(str(Path(locate(file)).resolve()))
     require(hasattr(module, name), f"{file} has no {name!r}")
     return getattr(module, name)

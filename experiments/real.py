@@ -65,7 +65,7 @@ class Arm(NamedTuple):
 ENDS = ("rewards/verifiers.py:one_sentence", "rewards/higher_or_lower.py:Game", "turns")
 GOLD = "rewards/sentiment.py:polarity"
 JUDGED = f"{SUMS} --temperature 0"
-GAME = "--env rewards/higher_or_lower.py:Game --response-length 96"
+GAME = "--env rewards/higher_or_lower.py:Game --response-length 64"
 PLAYED = f"{GAME} --split train --temperature 1 --num-generations 16 --dtype bfloat16"
 FORM = "--reward-fn rewards/verifiers.py:one_sentence --missing-eos-penalty 1 --response-length 40"
 FORMED = "--response-length 40 --temperature 1 --num-generations 4 --dtype bfloat16"
@@ -104,7 +104,7 @@ ARMS = {
     "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 480", FRIENDLY),
     "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 640", FRIENDLY),
     "before, game": Arm("", "game", "", PLAYED),
-    "game": Arm("grpo.py", "game", f"{GAME} --bf16 --total-episodes 1920", PLAYED),
+    "game": Arm("grpo.py", "game", f"{GAME} --bf16 --batch-size 32 --total-episodes 960", PLAYED),
     "before, form": Arm("", "things", "", FORMED),
     "form": Arm("grpo.py", "things", f"{FORM} --bf16 --total-episodes 1280", FORMED),
 }

@@ -51,6 +51,12 @@ def says(monkeypatch):
     return use
 
 
+def test_a_policy_of_an_environment_is_refused(tmp_path):
+    (tmp_path / "args.json").write_text('{"env": "toy/guess/make.py:Game"}')
+    with pytest.raises(SystemExit, match="evaluate.py"):
+        run(tmp_path / "out", model=str(tmp_path), other="toy/sft", reward_fn=GOLD)
+
+
 # --- Counting ---------------------------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,10 @@ def compare(args: Args) -> dict:
     require(bool(args.reward_fn) != bool(args.judge_url), "give one judge: --reward-fn or --judge-url")
     require(bool(args.judge_url) == bool(args.judge_model), "--judge-url and --judge-model go together")
     require(bool(args.other) != bool(args.reference_column), "give one side B: a second policy or --reference-column")
+    for side in filter(None, (args.model, args.other)):
+        settings = Path(side, "args.json")
+        env = settings.exists() and json.loads(settings.read_text("utf-8")).get("env")
+        require(not env, f"{side} was trained with --env {env}: only tools/evaluate.py plays more than its first turn")
     template = Path(args.judge_template).read_text("utf-8") if args.judge_template else TEMPLATE
     for part in ("{prompt}", "{first}", "{second}"):
         require(part in template, f"{args.judge_template} lacks {part}")
