@@ -59,14 +59,6 @@ def toy_rollout(chain: ddpo.Chain, args: ddpo.Args, images: int = 8) -> ddpo.Rol
     return rollout
 
 
-def updated(chain: ddpo.Chain, rollout: ddpo.Rollout, args: ddpo.Args) -> tuple[dict, Tensor]:
-    """What optimize returns, and the weights after it: plain steps, which follow the gradient's size."""
-    optimizer = torch.optim.SGD(trained(chain), 1e-2)
-    torch.manual_seed(3)
-    stats = ddpo.optimize(chain, optimizer, rollout, args)
-    return stats, flat(chain.policy.parameters())
-
-
 def keep_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """From here on the norms of the gradients of all optimiser steps."""
     kept = []

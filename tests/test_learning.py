@@ -1,4 +1,4 @@
-"""Whole runs of the scripts: they learn, they unlearn with the sign turned, and evaluations change nothing."""
+"""Whole runs of the scripts: they learn, and evaluations change nothing."""
 
 import math
 
@@ -13,69 +13,29 @@ import sft
 SEEDS = [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 
 
-def turn_the_gradient(monkeypatch, module):
-    """From here on the script goes up the loss."""
-    right = module.clip_gradient
-
-    def clip_and_turn(parameters, max_norm):
-        for p in parameters:
-            p.grad.neg_()
-        return right(parameters, max_norm)
-
-    monkeypatch.setattr(module, "clip_gradient", clip_and_turn)
-
-
-def rewards_reached(output, seed):
-    """What a short PPO run comes to in the learned and the gold score, from about 0: means of the last two updates.
-
-    Over five seeds these were 0.5 to 1.7 and 1.0 to 1.8; with the advantages' sign turned, -0.4 and -0.2 at best.
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_learns(tmp_path, seed):
+    """From about 0, five seeds came to learned scores of 0.5 to 1.7 and gold scores of 1.0 to 1.8; with the advantages'
+    sign turned to -0.4 and -0.2 at best.
     """
     sizes = dict(batch_size=32, total_episodes=32 * 4, response_length=16, learning_rate=1e-3)
     rewards = dict(reward_fn=("reward_model", GOLD), reward_weights=(1.0, 0.0))
-    lines = run(ppo, output, seed=seed, dataset_test_split="none", missing_eos_penalty=0.0, **sizes, **rewards)
-    names = ("objective/scores", "rewards/gold_score/mean")
-    return [sum(line[name] for line in lines[-2:]) / 2 for name in names]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_ppo_learns(tmp_path, seed):
-    score, gold = rewards_reached(tmp_path, seed)
-    assert score > 0.5
-    assert gold > 0.6
-
-
-def test_ppo_unlearns_with_the_sign_turned(tmp_path, monkeypatch):
-    right = ppo.gae
-
-    def turned(*args):
-        advantages, returns = right(*args)
-        return -advantages, returns
-
-    monkeypatch.setattr(ppo, "gae", turned)
-    score, gold = rewards_reached(tmp_path, 1)
-    assert score < -0.2
-    assert gold < 0.1
-
-
-def sft_run(output, seed, part_of):
-    """Ten steps from random weights, whose loss is that of an even draw of words: log 3072 = 8.03."""
-    settings = dict(dataset_test_split="validation[:64]", batch_size=32, learning_rate=1e-2)
-    lines = run(sft, output, seed=seed, dataset=part_of("sft", 320), **settings)
-    assert lines[0]["loss"] == pytest.approx(8.03, abs=0.2)
-    return lines[-1]
+    lines = run(ppo, tmp_path, seed=seed, dataset_test_split="none", missing_eos_penalty=0.0, **sizes, **rewards)
+    assert sum(line["objective/scores"] for line in lines[-2:]) / 2 > 0.5
+    assert sum(line["rewards/gold_score/mean"] for line in lines[-2:]) / 2 > 0.6
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sft_learns(tmp_path, seed, part_of):
-    """Three seeds ended at 6.11 to 6.16, with the gradient turned at 10.8 to 11.1."""
-    last = sft_run(tmp_path, seed, part_of)
-    assert last["eval/loss"] < 6.6
-    assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]), rel=1e-5)
+    """Ten steps from random weights, whose loss is that of an even draw of words: log 3072 = 8.03.
 
-
-def test_sft_unlearns_with_the_gradient_turned(tmp_path, monkeypatch, part_of):
-    turn_the_gradient(monkeypatch, sft)
-    assert sft_run(tmp_path, 1, part_of)["eval/loss"] > 9
+    Three seeds ended at 6.11 to 6.16, with the gradient turned at 10.8 to 11.1.
+    """
+    settings = dict(dataset_test_split="validation[:64]", batch_size=32, learning_rate=1e-2)
+    lines = run(sft, tmp_path, seed=seed, dataset=part_of("sft", 320), **settings)
+    assert lines[0]["loss"] == pytest.approx(8.03, abs=0.2)
+    assert lines[-1]["eval/loss"] < 6.6
+    assert lines[-1]["eval/perplexity"] == pytest.approx(math.exp(lines[-1]["eval/loss"]), rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -85,13 +45,6 @@ def test_reward_model_learns(tmp_path, seed, clear_pairs):
     assert last["eval/accuracy"] > 0.58
     assert last["eval/loss"] < 0.75
     assert abs(last["eval/mean_reward"]) < 0.5
-
-
-def test_reward_model_unlearns_with_the_gradient_turned(tmp_path, monkeypatch, clear_pairs):
-    turn_the_gradient(monkeypatch, reward_model)
-    last = run(reward_model, tmp_path, dataset=clear_pairs, learning_rate=3e-3, batch_size=32)[-1]
-    assert last["eval/accuracy"] < 0.55
-    assert last["eval/loss"] > 1
 
 
 # --- What is not to change a number does not

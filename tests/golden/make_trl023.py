@@ -2,10 +2,10 @@
 
     python tests/golden/make_trl023.py     # needs a package index; makes a venv in /tmp/trl023, two minutes
 
-In float64 it records the denoising step with its log-probability, and the statistics per prompt. In float32 it records
-an epoch of the trainer for six settings: what was sampled, the order in which it was trained on, norms of the
-gradients, what was logged, and the weights at the end. So a test can put in what was sampled and draws nothing itself.
-All goes to tests/golden/trl023_ddpo.safetensors and .json. The same machine writes the same bytes again.
+It records the statistics per prompt, and in float32 an epoch of the trainer for six settings: what was sampled, the
+order in which it was trained on, norms of the gradients, what was logged, and the weights at the end. So a test can put
+in what was sampled and draws nothing itself. All goes to tests/golden/trl023_ddpo.safetensors and .json. The same
+machine writes the same bytes again.
 
 The model is Stable Diffusion in small: a UNet2DConditionModel, a CLIPTextModel, a CLIPTokenizer of letters,
 and a DDIMScheduler. It draws 8x8 images of one channel, and the autoencoder does nothing. What had to be put in place
@@ -16,9 +16,6 @@ of TRL's own, or of its defaults:
   negative prompts too, and fails. Here it returns those of the prompts alone.
 - `mixed_precision` is "no": the default, fp16, makes the weights NaN on a CPU.
 - `PartialState` is made first, because a trainer without an `image_samples_hook` logs before accelerate allows it.
-- TRL returns neither the mean of a step nor its standard deviation. They come from diffusers' DDIMScheduler, with
-  `set_alpha_to_one` off as in Stable Diffusion. TRL never reads that option: its last step is always as if it were off.
-- In the cases of the scheduler, the alphas are cast to float64 after they were made.
 
 Two things of TRL 0.23 fail and are not used: `async_reward_computation`, and an `image_samples_hook` without a tracker.
 """
@@ -29,24 +26,9 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from run_trl import run_inside
-
-# The denoising step: every combination of these, and two more.
-BETAS = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}
-OPTIONS = {
-    "beta_schedule": list(BETAS),
-    "prediction_type": ["epsilon", "sample", "v_prediction"],
-    "eta": [1.0, 0.5],
-    "steps_offset": [0, 1],
-    "clip_sample": [True, False],
-}
-STEP_CASES = [
-    {"num_inference_steps": 10} | dict(zip(OPTIONS, values)) for values in itertools.product(*OPTIONS.values())
-]
-STEP_CASES += [STEP_CASES[3] | {"num_inference_steps": 7}, STEP_CASES[3] | {"timestep_spacing": "trailing"}]
 
 # Statistics per prompt: (prompt, reward) of three epochs. "a" outgrows its buffer at once, "d" never has enough.
 EPOCHS = [
@@ -124,56 +106,7 @@ CASES = {
 }
 
 
-# --- Inside the venv: functions, in float64
-
-
-def make_scheduler(case: dict):
-    """A DDIMScheduler of this configuration, its alphas cast to float64."""
-    from diffusers import DDIMScheduler
-
-    start, end = BETAS[case["beta_schedule"]]
-    config = {key: value for key, value in case.items() if key not in ("eta", "num_inference_steps")}
-    scheduler = DDIMScheduler(beta_start=start, beta_end=end, set_alpha_to_one=False, **config)
-    scheduler.alphas_cumprod = scheduler.alphas_cumprod.double()
-    scheduler.final_alpha_cumprod = scheduler.alphas_cumprod[0]
-    scheduler.set_timesteps(case["num_inference_steps"])
-    return scheduler
-
-
-def run_steps(arrays: dict) -> None:
-    """scheduler_step at the first, the middle and the last time step, on the same three images in each case."""
-    import torch
-    from trl.models.modeling_sd_base import scheduler_step
-
-    torch.manual_seed(0)
-    x, prediction, given, noise = (torch.randn(3, 1, 4, 4) for _ in range(4))
-    results = {}
-    for case in STEP_CASES:
-        scheduler, n, eta = make_scheduler(case), case["num_inference_steps"], case["eta"]
-        timesteps = scheduler.timesteps[[0, n // 2, n - 1]]
-        output = prediction.clone().requires_grad_()
-        of_given = scheduler_step(scheduler, output, timesteps, x, eta, prev_sample=given).log_probs
-        with mock.patch("trl.models.modeling_sd_base.randn_tensor", lambda *_, **__: noise):
-            drawn = scheduler_step(scheduler, prediction, timesteps, x, eta)
-        means = [
-            scheduler.step(prediction[i], t, x[i], eta=eta, variance_noise=torch.zeros(1)).prev_sample
-            for i, t in enumerate(timesteps)
-        ]
-        variances = [scheduler._get_variance(t, t - scheduler.config.num_train_timesteps // n) for t in timesteps]
-        result = {
-            "timesteps": timesteps,
-            "mean": torch.stack(means),
-            "std": eta * torch.stack(variances).sqrt(),
-            "given_logprob": of_given.detach(),
-            "gradient": torch.autograd.grad(of_given.sum(), output)[0],
-            "drawn": drawn.latents,
-            "drawn_logprob": drawn.log_probs,
-        }
-        for name, tensor in result.items():
-            results.setdefault(name, []).append(tensor)
-        arrays[f"alphas_cumprod/{case['beta_schedule']}"] = scheduler.alphas_cumprod.float()
-    arrays |= {f"step/{name}": torch.stack(tensors) for name, tensors in results.items()}
-    arrays |= {"step/x": x, "step/prediction": prediction, "step/given": given, "step/noise": noise}
+# --- Inside the venv: statistics per prompt
 
 
 def run_tracker() -> list[list[float]]:
@@ -332,8 +265,6 @@ def record(output: Path) -> None:
         arrays |= {f"{name}/{key}": tensor for key, tensor in parts[name].state_dict().items()}
     names = [name for name, _ in parts["unet"].named_parameters()]
     models = {"unet": UNET, "scheduler": SCHEDULER, "text_encoder": TEXT_ENCODER, "tokens": TOKENS}
-    torch.set_default_dtype(torch.float64)
-    run_steps(arrays)
     tracker = {"buffer_size": 4, "min_count": 2, "epochs": EPOCHS, "advantages": run_tracker()}
     save_file({name: x.detach().contiguous() for name, x in arrays.items()}, output / "trl023_ddpo.safetensors")
     whole = {
@@ -342,8 +273,6 @@ def record(output: Path) -> None:
         "parameters": names,
         "prompts": PROMPTS,
         "cases": results,
-        "betas": BETAS,
-        "steps": STEP_CASES,
         "tracker": tracker,
     }
     (output / "trl023_ddpo.json").write_text(json.dumps(whole, indent=1) + "\n")
