@@ -73,7 +73,7 @@ FORMED += f" --reward-fn rewards/verifiers.py:one_sentence {GOLD}"
 REWARD_MODEL = "runs/real/reward-model-1"
 WORDS = "--response-length 32 --temperature 0.7"
 EACH = {"train": 16, "validation": 8}  # answers to a prompt, of which pairs are made
-FRIENDLY = f"{WORDS} --dtype bfloat16 --num-generations 4 --reward-fn {GOLD} {REWARD_MODEL}"
+FRIENDLY = f"{WORDS} --dtype bfloat16 --num-generations 4 --reward-fn {GOLD}"
 ONLINE = f"{WORDS} --bf16 --learning-rate 2e-5 --batch-size 32 --num-ppo-epochs 1 --missing-eos-penalty 0"
 ONLINE += f" --reward-fn {GOLD} --kl-coef 0.01"
 PAIRS = "--bf16 --batch-size 16"  # 60 steps
@@ -98,7 +98,7 @@ ARMS = {
     "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 2e-4", JUDGED),
     "reward model": Arm("reward_model.py", "pairs", REWARDED, "", is_kept=True),
     "reward model, 240 pairs": Arm("reward_model.py", "pairs", f"{REWARDED} --dataset-train-split train[:240]", ""),
-    "before, things": Arm("", "things", "", FRIENDLY),
+    "before, things": Arm("", "things", "", f"{FRIENDLY} {REWARD_MODEL}"),
     "sft on the best of 4": Arm("sft.py", "best", PAIRS, FRIENDLY),
     "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5 --dataset-train-split train[:480]", FRIENDLY),
     "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 480", FRIENDLY),
