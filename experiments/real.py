@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -269,9 +270,10 @@ def sums_table(record: list[dict]) -> str:
     right = "rewards/verifiers.py:last_number"
     heads = ["", "right", "ended by itself", "tokens", "KL", "GB"]
     lines = [heads, ["---", *["---:"] * 5]]
-    for name in ("before", "30 updates", "grpo"):
+    for name in ("before", "30 updates", "grpo", "1e-5", "5e-5"):
         runs = runs_of(record, name)
-        line = [f"50 updates, {len(runs)} seeds" if name == "grpo" else name]
+        titles = {"grpo": f"50 updates, {len(runs)} seeds"} | {x: f"50 at {x}, {len(runs)}" for x in ("1e-5", "5e-5")}
+        line = [titles.get(name, name)]
         for metric, digits in {right: 2, "eos_share": 2, "response_length": 1, "kl": 1}.items():
             line.append(of_end(runs, metric, digits) if name != "before" or metric != "kl" else "0")
         trained = [run for run in runs if "curves" in run]
@@ -319,10 +321,10 @@ def curve_table(record: list[dict]) -> str:
     return markdown(lines)
 
 
-def answers_table(record: list[dict]) -> str:
-    """What the policy of seed 1 says to five unseen sums, before and after."""
+def answers_table(record: list[dict], names: tuple[str, str]) -> str:
+    """What the policy of seed 1 says to five unseen prompts, before and after."""
     lines = [["", "before", "after"], ["---"] * 3]
-    before, after = (runs_of(record, name)[0]["answers"] for name in ("before", "grpo"))
+    before, after = (runs_of(record, name)[0]["answers"] for name in names)
     for (prompt, old), (_, new) in zip(before, after):
         lines.append([prompt, *(text.replace("\n", " ⏎ ").replace("|", "\\|") for text in (old, new))])
     return markdown(lines)
@@ -377,13 +379,41 @@ def pipeline_table(record: list[dict]) -> str:
     return markdown(lines)
 
 
+def game_table(record: list[dict]) -> str:
+    """Higher or lower, before and after: of 16 games about each number."""
+    lines = [["", "reward", "found", "guesses, if found", "KL"], ["---", *["---:"] * 4]]
+    for name in ("before, game", "game"):
+        run = runs_of(record, name)[0]
+        rewards, turns = run["rewards"]["rewards/higher_or_lower.py:Game"], run["rewards"]["turns"]
+        needed = [guesses for reward, guesses in zip(rewards, turns) if reward > 0]
+        line = [name.partition(",")[0] if "," in name else "after", of_end([run], "rewards/higher_or_lower.py:Game", 2)]
+        line += [number([len(needed) / len(turns)], 2), number([statistics.fmean(needed)], 1)]
+        lines.append([*line, of_end([run], "kl", 1) if name == "game" else "0"])
+    return markdown(lines)
+
+
+def form_table(record: list[dict]) -> str:
+    """A reward for form alone, before and after, on unseen things."""
+    heads = ["", "one sentence", "ended by itself", "tokens", "gold score", "KL"]
+    lines = [heads, ["---", *["---:"] * 5]]
+    metrics = {"rewards/verifiers.py:one_sentence": 2, "eos_share": 2, "response_length": 1, GOLD: 2}
+    for title, name in {"before": "before, form", "after": "form"}.items():
+        run = runs_of(record, name)[0]
+        cells = [of_end([run], metric, digits) for metric, digits in metrics.items()]
+        lines.append([title, *cells, of_end([run], "kl", 1) if name == "form" else "0"])
+    return markdown(lines)
+
+
 TABLES = {
     "real-sums": sums_table,
     "real-curve": curve_table,
     "real-unseen": unseen_table,
-    "real-answers": answers_table,
+    "real-answers": partial(answers_table, names=("before", "grpo")),
     "real-rates": rates_table,
     "real-pipeline": pipeline_table,
+    "real-game": game_table,
+    "real-form": form_table,
+    "real-form-answers": partial(answers_table, names=("before, form", "form")),
 }
 
 
