@@ -6,11 +6,11 @@ papers, torch's own AdamW. Every line of metrics.jsonl must agree with it.
 
 import json
 import math
-from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
+from runs import watch
 from sources import ROOT, lines_of
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
@@ -75,15 +75,12 @@ def read_text(model: nn.Module, ids: list[int], start: int) -> tuple[Tensor, Ten
 def note_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From here on: how many texts each forward pass with a gradient reads."""
     sizes = []
-    forward = GPT2Model.forward
 
-    @wraps(forward)
-    def noted(model, input_ids=None, **options):
+    def note(output, model, input_ids=None, **_):
         if torch.is_grad_enabled():
             sizes.append(len(input_ids))
-        return forward(model, input_ids, **options)
 
-    monkeypatch.setattr(GPT2Model, "forward", noted)
+    watch(monkeypatch, GPT2Model, "forward", note)
     return sizes
 
 

@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,19 @@ def write_rows(file: Path, rows: list[dict]) -> str:
     """A jsonl file of these rows; its name."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, note: Callable) -> None:
+    """From here on note(result, *arguments) is told of each call of a function."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def watched(*args, **kwargs):
+        result = function(*args, **kwargs)
+        note(result, *args, **kwargs)
+        return result
+
+    monkeypatch.setattr(owner, name, watched)
 
 
 @contextmanager

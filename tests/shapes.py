@@ -1,8 +1,5 @@
-"""The world of shapes, for the tests of ddpo.py: chains and images to begin with, and what a run went through."""
+"""The world of shapes, for the tests of ddpo.py: chains and images to begin with."""
 
-from dataclasses import replace
-
-import pytest
 import torch
 from sources import ROOT, load
 from torch import Tensor
@@ -57,38 +54,3 @@ def toy_rollout(chain: ddpo.Chain, args: ddpo.Args, images: int = 8) -> ddpo.Rol
     rollout.scores = torch.linspace(-1, 1, images)
     rollout.advantages = torch.linspace(-1.5, 1, images).sin()
     return rollout
-
-
-def keep_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """From here on the norms of the gradients of all optimiser steps."""
-    kept = []
-    clip = ddpo.clip_gradient
-
-    def clip_and_keep(parameters, max_norm):
-        kept.append(clip(parameters, max_norm))
-        return kept[-1]
-
-    monkeypatch.setattr(ddpo, "clip_gradient", clip_and_keep)
-    return kept
-
-
-def keep_rollouts(monkeypatch: pytest.MonkeyPatch) -> list[ddpo.Rollout]:
-    """From here on the rollouts of all epochs, as they come to the update, with the images that they had before."""
-    kept = []
-    images = []
-    sample = ddpo.sample_batch
-    update = ddpo.optimize
-
-    def sample_and_keep(*given):
-        parts = sample(*given)
-        images[:] = [part.images for part in parts]
-        return parts
-
-    def update_and_keep(chain, optimizer, rollout, args):
-        assert rollout.images is None  # once they are judged nothing needs them, and they are large
-        kept.append(replace(rollout, images=torch.cat(images)))
-        return update(chain, optimizer, rollout, args)
-
-    monkeypatch.setattr(ddpo, "sample_batch", sample_and_keep)
-    monkeypatch.setattr(ddpo, "optimize", update_and_keep)
-    return kept

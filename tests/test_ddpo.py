@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
-from runs import run, untimed
+from runs import run, untimed, watch
 from safetensors.torch import load_file
 from shapes import PROMPTS, TOY, UNET, close, flat, random, rows, toy_chain, toy_rollout, trained
 from sources import ROOT
@@ -129,13 +129,8 @@ def other_schedule(folder, **config):
 def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monkeypatch):
     """It has no probability; all others are trained on, and no number is NaN."""
     steps = []
-    gradient = ddpo.mini_batch_gradient
-
-    def note(chain, rollout, rows, columns, args):
-        steps.extend(columns.flatten().tolist())
-        return gradient(chain, rollout, rows, columns, args)
-
-    monkeypatch.setattr(ddpo, "mini_batch_gradient", note)
+    note = lambda _, chain, rollout, rows, columns, args: steps.extend(columns.flatten().tolist())  # noqa: E731
+    watch(monkeypatch, ddpo, "mini_batch_gradient", note)
     model = other_schedule(tmp_path / "sd", set_alpha_to_one=True, timestep_spacing=spacing)
     lines = run(ddpo, tmp_path / "run", model=str(model), kl_coef=kl_coef, **TINY)
     assert sorted(steps) == [0] * 32 + [1] * 32

@@ -7,9 +7,9 @@ from statistics import fmean
 import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from runs import run
+from runs import run, watch
 from safetensors.torch import load_file
-from shapes import UNET, close, flat, keep_norms, keep_rollouts, make
+from shapes import UNET, close, flat, make
 from sources import ROOT
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -132,8 +132,10 @@ def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
     def draw(*shape, generator=None):
         return randn(*shape, generator=generator) if generator else next(noise)  # a generator draws for the pictures
 
-    norms = keep_norms(monkeypatch)
-    rollouts = keep_rollouts(monkeypatch)
+    norms, images, rollouts = [], [], []
+    watch(monkeypatch, ddpo, "clip_gradient", lambda norm, *_: norms.append(norm))
+    watch(monkeypatch, ddpo, "sample_batch", lambda parts, *_: images.extend(part.images for part in parts))
+    watch(monkeypatch, ddpo, "optimize", lambda _, chain, optimizer, rollout, args: rollouts.append(rollout))
     monkeypatch.setattr(ddpo, "shuffled", lambda n, *_: list(range(n)))
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
     monkeypatch.setattr(torch, "randn", draw)
@@ -142,12 +144,13 @@ def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
     assert not list(orders)
 
     (rollout,) = rollouts
+    assert rollout.images is None  # once they are judged nothing needs them, and they are large
     assert [row["prompt"] for row in rollout.examples] == TRL["prompts"]
     assert [row["index"] for row in rollout.examples] == list(range(8))
     close(rollout.context, figures["prompt_embeds"], atol=1e-5)
     close(rollout.latents, figures["latents"], atol=1e-4)
     close(rollout.old_logprobs, figures["old_logprobs"], atol=1e-4)
-    close(rollout.images, figures["images"].expand(-1, 3, -1, -1), atol=1e-4)
+    close(torch.cat(images), figures["images"].expand(-1, 3, -1, -1), atol=1e-4)
     close(rollout.scores, figures["rewards"], atol=1e-4)
     advantages = figures["advantages"].clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
     close(rollout.advantages, advantages, atol=1e-3)

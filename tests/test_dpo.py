@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from replay import SETTINGS, agree, evaluated, ids_of, read_text, toy_rows, write_data, write_model
-from runs import run, untimed
+from runs import run, untimed, watch
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -174,20 +174,14 @@ def test_dpo_by_hand(more, choices, tmp_path):
 
 def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypatch):
     """Its memory is what the flag is for."""
-    make, gradient, seen = dpo.make_reference, dpo.mini_batch_gradient, []
+    seen = []
 
-    def make_and_note(*args):
-        reference = make(*args)
-        seen.append(weakref.ref(reference))
-        return reference
-
-    def look(*args):
+    def look(*_):
         gc.collect()
         assert seen[0]() is None
-        return gradient(*args)
 
-    monkeypatch.setattr(dpo, "make_reference", make_and_note)
-    monkeypatch.setattr(dpo, "mini_batch_gradient", look)
+    watch(monkeypatch, dpo, "make_reference", lambda reference, *_: seen.append(weakref.ref(reference)))
+    watch(monkeypatch, dpo, "mini_batch_gradient", look)
     assert run(dpo, tmp_path, precompute_ref=True, **tiny["dpo"])
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from runs import run
+from runs import run, watch
 from safetensors.torch import load_file
 from sources import ROOT
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -102,15 +102,9 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0)
     gradients = []
     steps = []
-    mini_batch_gradient = grpo.mini_batch_gradient
-
-    def noted(*arguments):
-        steps.append(mini_batch_gradient(*arguments))
-        return steps[-1]
-
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient_of(policy)))
     monkeypatch.setattr(torch, "randperm", torch.arange)
-    monkeypatch.setattr(grpo, "mini_batch_gradient", noted)
+    watch(monkeypatch, grpo, "mini_batch_gradient", lambda stats, *_: steps.append(stats))
     stats = grpo.optimize(policy, optimizer, rollout, args)
 
     parts = len(theirs["losses"]) // len(theirs["metrics"])  # micro-batches of a step

@@ -18,7 +18,7 @@ import pytest
 import torch
 from float64 import float64, load_in_float64
 from replay import share_of_rate
-from runs import lines_of
+from runs import lines_of, watch
 from safetensors.torch import load_file
 from sources import ROOT, lines_of as lines_of_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -425,36 +425,19 @@ class Noted:
         self.orders = []
         self.drawn = []
         module = load_in_float64(script, monkeypatch)
-        sample_batch = module.sample_batch
-        finish = module.Run.finish
-        randperm = torch.randperm
-        randint = torch.randint
 
-        def noted_batch(*args):
-            r = sample_batch(*args)
+        def note_batch(r, *_):
             rows = zip(r.prompts, r.prompt_mask, r.responses, r.mask, r.old_logprobs)
             self.rollouts.append([(p[a].tolist(), y[b].tolist(), x[b]) for p, a, y, b, x in rows])
-            return r
 
-        def noted_order(n, **options):
-            order = randperm(n, **options)
+        def note_order(order, n, **options):
             if not options:
                 self.orders.append(order)
-            return order
 
-        def noted_finish(run):
-            self.memory = run.memory
-            finish(run)
-
-        def noted_texts(*args):
-            drawn = randint(*args)
-            self.drawn.append(drawn.tolist())
-            return drawn
-
-        monkeypatch.setattr(module, "sample_batch", noted_batch)
-        monkeypatch.setattr(torch, "randperm", noted_order)
-        monkeypatch.setattr(torch, "randint", noted_texts)
-        monkeypatch.setattr(module.Run, "finish", noted_finish)
+        watch(monkeypatch, module, "sample_batch", note_batch)
+        watch(monkeypatch, torch, "randperm", note_order)
+        watch(monkeypatch, torch, "randint", lambda drawn, *_: self.drawn.append(drawn.tolist()))
+        watch(monkeypatch, module.Run, "finish", lambda _, run: setattr(self, "memory", run.memory))
         self.args = module.Args(output_dir=str(folder), device="cpu", num_sample_generations=0, **settings)
         module.train(self.args)
         self.lines = lines_of(folder)

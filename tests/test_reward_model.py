@@ -9,7 +9,7 @@ import pytest
 import torch
 from replay import EOS, SETTINGS, TOKENIZER, agree, evaluated, ids_of, replay
 from replay import note_sizes, toy_rows, write_data, write_model
-from runs import run
+from runs import run, watch
 from transformers import AutoModelForSequenceClassification
 
 import reward_model
@@ -104,25 +104,9 @@ def classifier(folder):
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
 
 
-def noted_run(monkeypatch, folder, **settings):
-    """The lines of a run, the head that it began with, and of each step who lost an EOS."""
-    heads = []
-    drawn = []
-    init_reward_head = reward_model.init_reward_head
-    drop_eos = reward_model.drop_eos
-
-    def noted_head(head):
-        init_reward_head(head)
-        heads.append(head.weight.detach().clone())
-
-    def noted_eos(pairs, *rest):
-        shown = drop_eos(pairs, *rest)
-        drawn.append([len(a.chosen) > len(b.chosen) or len(a.rejected) > len(b.rejected) for a, b in zip(pairs, shown)])
-        return shown
-
-    monkeypatch.setattr(reward_model, "init_reward_head", noted_head)
-    monkeypatch.setattr(reward_model, "drop_eos", noted_eos)
-    return run(reward_model, folder, **settings), heads[0], drawn
+def cut_off(shown, pairs, *_):
+    """Which pairs have lost an EOS."""
+    return [len(a.chosen) > len(b.chosen) or len(a.rejected) > len(b.rejected) for a, b in zip(pairs, shown)]
 
 
 def without_eos(pair):
@@ -137,7 +121,10 @@ def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
     settings = SETTINGS | dict(eos_dropout=0.5, center_rewards_coefficient=0.05, max_grad_norm=4.0, model=model)
     settings["dataset"] = preferences.folder
     sizes = note_sizes(monkeypatch)
-    lines, head, drawn = noted_run(monkeypatch, tmp_path / "run", **settings)
+    heads, drawn = [], []  # the head that the run began with; of each step who lost an EOS
+    watch(monkeypatch, reward_model, "init_reward_head", lambda _, head: heads.append(head.weight.detach().clone()))
+    watch(monkeypatch, reward_model, "drop_eos", lambda *given: drawn.append(cut_off(*given)))
+    lines = run(reward_model, tmp_path / "run", **settings)
     assert set(sizes) == {6}  # both texts of three pairs
     pairs = preferences.rows
     lengths = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
@@ -157,7 +144,7 @@ def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
         return losses.mean(), {"accuracy": (gap > 0).float().mean().item(), "margin": gap.mean().item()}
 
     by_hand = classifier(model)
-    by_hand.score.weight.data.copy_(head)
+    by_hand.score.weight.data.copy_(heads[0])
     replay(args, lines, by_hand, batch, read_step, evaluation(preferences.tests, pairs))
     after = classifier(tmp_path / "run")
     agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))

@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from filelock import FileLock, Timeout
-from runs import checkpoints, cut, in_background, lines_of, main, run, untimed, words_of
+from runs import checkpoints, cut, in_background, lines_of, main, run, untimed, watch, words_of
 from safetensors.torch import load_file
 from sources import SCRIPTS
 from transformers import pipeline
@@ -194,14 +194,8 @@ def test_a_damaged_checkpoint(script, damage, whole, tmp_path):
 def test_a_weight_that_no_pass_reads(script, settings_of, tmp_path, monkeypatch):
     """As those of a vision tower: it has no moments, and the run goes on without them."""
     module = MODULES[script]
-    load = module.load_model
-
-    def load_with_tower(*args, **options):
-        model = load(*args, **options)
-        model.tower = torch.nn.Linear(2, 3)
-        return model
-
-    monkeypatch.setattr(module, "load_model", load_with_tower)
+    add_tower = lambda model, *_, **__: model.add_module("tower", torch.nn.Linear(2, 3))  # noqa: E731
+    watch(monkeypatch, module, "load_model", add_tower)
     run(module, tmp_path / "run", **settings_of(script))
     copy = kill(tmp_path / "run", tmp_path / "cut", 1)
     resume(script, copy)
@@ -278,14 +272,8 @@ def heeded():
 
 def signal_at_step_1(patch, module, number):
     """The run is sent a signal while it logs its first step."""
-    log = module.Run.log
-
-    def log_and_signal(self, *rest):
-        log(self, *rest)
-        if self.step == 1:
-            os.kill(os.getpid(), number)
-
-    patch.setattr(module.Run, "log", log_and_signal)
+    send = lambda _, run, *rest: run.step == 1 and os.kill(os.getpid(), number)  # noqa: E731
+    watch(patch, module.Run, "log", send)
 
 
 @pytest.mark.parametrize("script", PPO_FIRST)
@@ -390,15 +378,9 @@ def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch, tiny):
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()  # it remembers the mode of whichever test came before
     init = MagicMock(wraps=wandb.init)
-    log = wandb.Run.log
     logged = []
-
-    def log_and_note(session, stats, **options):
-        logged.append(dict(stats))
-        log(session, stats, **options)
-
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb.Run, "log", log_and_note)
+    watch(monkeypatch, wandb.Run, "log", lambda _, session, stats, **options: logged.append(dict(stats)))
     lines = run(ppo, tmp_path, track=True, wandb_project_name="p", wandb_entity="e", **tiny["ppo"])
     assert logged == lines
     assert (init.call_args.kwargs["project"], init.call_args.kwargs["entity"]) == ("p", "e")
