@@ -82,7 +82,7 @@ import math
 import sys
 
 
-def one(**_):
+def one(*_, **__):
     return [1.0]
 
 
@@ -167,6 +167,7 @@ WRONG = [
     (grpo, dict(mask_truncated_completions=True, stop_token=("none",)), "--stop-token none"),
     (grpo, GUESS | dict(stop_token=("none",)), "--env"),
     (grpo, GUESS | dict(response_length_min=4), "--env"),
+    (ddpo, dict(reward_fn=("r.py:one",)), "a list of"),
     (ddpo, dict(train_batch_size=3), "no multiple"),
     (ddpo, dict(train_gradient_accumulation_steps=5), "no multiple"),
     (ddpo, dict(reward_weights=(1, 2)), "--reward-weights"),
