@@ -47,7 +47,6 @@ def copy_of_this_tree(folder: Path) -> None:
 
 
 def run(tree: Path, script: str, seed: str, flags: str) -> Path:
-    """Makes one run; returns its folder."""
     output = tree / f"{script}-{seed}"
     command = [sys.executable, f"{script}.py", "--seed", seed, "--output-dir", str(output), *shlex.split(flags)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}

@@ -145,7 +145,6 @@ def functions(text: str) -> dict[str, tuple[ast.stmt, str]]:
 
 
 def lines_of(text: str, node: ast.AST) -> str:
-    """The lines of a function."""
     return "".join(text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno])
 
 

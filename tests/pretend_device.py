@@ -104,7 +104,6 @@ class PretendTensor(torch.Tensor):
 
 
 def is_ours(x: object) -> bool:
-    """Whether something is a tensor of the device."""
     return isinstance(x, PretendTensor)
 
 
@@ -173,7 +172,6 @@ def host_group(x: object) -> object:
 
 @cache
 def host_group_of(name: str) -> dist.ProcessGroup:
-    """That group."""
     group = dist.distributed_c10d._resolve_process_group(name)
     group._get_backend(HERE)  # raises if the group was not made for this device
     place = dist.PrefixStore(NAME, group.get_group_store()), group.rank(), group.size()
@@ -219,7 +217,6 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
 
 
 def make(operator, *args, **kwargs):
-    """A new tensor of this device."""
     return execute(operator, args, kwargs | {"device": HERE})
 
 

@@ -53,17 +53,10 @@ RUNS = {  # name: settings of a script, which is the first word
     "reward_model others": TEXTS | dict(lora_r=2, center_rewards_coefficient=0.1, eos_dropout=0.5),
     "ddpo others": IMAGES | dict(lora_r=2, kl_coef=0.1, sample_guidance_scale=2.0, train_num_inner_epochs=2),
 }
-SHORT_ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8)
-SHORT = {  # of lecture/
-    "ppo": SHORT_ROLLOUTS,
-    "rloo": SHORT_ROLLOUTS,
-    "grpo": SHORT_ROLLOUTS,
-    "dpo": dict(batch_size=8),
-    "sft": dict(batch_size=8),
-    "reward_model": dict(batch_size=8),
-    "ddpo": IMAGES,
-}
+SHORT_ROLLOUTS = dict(batch_size=8, total_episodes=16, response_length=8)  # of lecture/
 DATA = {"sft": "sft", "dpo": "preferences", "reward_model": "preferences"}  # of which short forms read all
+SHORT = dict.fromkeys(["ppo", "rloo", "grpo"], SHORT_ROLLOUTS) | dict.fromkeys(DATA, dict(batch_size=8))
+SHORT["ddpo"] = IMAGES
 MANY = {  # on two processes, beside one on the CPU: with the settings of the run of that script
     "ppo-0": PROMPTS,
     "ppo-2": PROMPTS | dict(zero_stage=2),

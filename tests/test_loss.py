@@ -99,13 +99,6 @@ def test_losses_and_gradients_against_trl016():
 # --- dpo_loss
 
 SIDES = ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps")
-
-
-def dpo_losses(*logps, beta=0.1, loss_type="sigmoid", label_smoothing=0.0):
-    """Losses, and rewards of the chosen and the rejected texts."""
-    return dpo.dpo_loss(*logps, SimpleNamespace(beta=beta, loss_type=loss_type, label_smoothing=label_smoothing))
-
-
 VARIANTS = json.loads((ROOT / "tests/golden/trl0711_dpo.json").read_text())["outputs"]["variants"]
 
 
@@ -120,8 +113,8 @@ def test_dpo_gradients_against_trl07(variant):
     reference = [i[side] for side in SIDES[2:]]
     if free == "True" and kind != "kto_pair":  # theirs has no effect on that one; ours refuses it
         reference = [torch.zeros_like(x) for x in reference]
-    settings = dict(beta=float(beta), loss_type=kind, label_smoothing=float(smoothing))
-    losses, chosen_rewards, rejected_rewards = dpo_losses(chosen, rejected, *reference, **settings)
+    args = SimpleNamespace(beta=float(beta), loss_type=kind, label_smoothing=float(smoothing))
+    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(chosen, rejected, *reference, args)
     losses.mean().backward()
     close(losses.mean().detach(), theirs["loss_mean"])
     close(chosen.grad, theirs["grad_chosen"])

@@ -39,7 +39,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import run
+from runs import run, watch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -166,18 +166,14 @@ class Watch:
         self.rollout = None
         self.orders = list(trl.orders)
         self.uniforms = [uniforms_for(policy, trl)]
-        self.backward = torch.Tensor.backward
         self.sample = script.sample
-        self.rollout_stats = script.rollout_stats
         monkeypatch.setattr(script, "shuffled", lambda n, *_: list(range(n)))  # the order of the prompts
         monkeypatch.setattr(torch, "randperm", lambda *_, **__: self.orders.pop(0))
         monkeypatch.setattr(torch, "rand", lambda *_, **__: self.uniforms.pop(0))
-        monkeypatch.setattr(torch.Tensor, "backward", lambda loss, **kwargs: self.note_loss(loss, **kwargs))
         monkeypatch.setattr(script, "sample", self.begin_as_trl)
-        monkeypatch.setattr(script, "rollout_stats", self.note_rollout)
-        for name in ("shape_rewards", "rloo_advantages"):
-            if hasattr(script, name):
-                monkeypatch.setattr(script, name, self.note_rewards(getattr(script, name)))
+        watch(monkeypatch, torch.Tensor, "backward", self.note_loss)
+        watch(monkeypatch, script, "rollout_stats", lambda stats, rollout: setattr(self, "rollout", rollout))
+        watch(monkeypatch, script, "shape_rewards" if script is ppo else "rloo_advantages", self.note_rewards)
 
     def begin_as_trl(self, policy, *rest, **kwargs):
         """Called first when all models are made: the reference is TRL's, now the policy becomes so too."""
@@ -192,26 +188,14 @@ class Watch:
         for prefix, model in list(parts.items())[: 3 if self.script is ppo else 1]:
             yield from ((f"{prefix}.{name}", p) for name, p in model.named_parameters())
 
-    def note_rollout(self, rollout):
-        """Called with all that was found out about the batch."""
-        self.rollout = rollout
-        return self.rollout_stats(rollout)
+    def note_rewards(self, result, scores, penalties, *_, **__):
+        """PPO's by token, and RLOO's by response."""
+        self.used_scores = scores
+        self.rewards = scores + penalties.sum(1) if self.script is rloo else result
 
-    def note_rewards(self, function):
-        """PPO's rewards by token, and RLOO's by response."""
-
-        def watched(*args, **kwargs):
-            result = function(*args, **kwargs)
-            self.used_scores = args[0]
-            self.rewards = args[0] + args[1].sum(1) if self.script is rloo else result
-            return result
-
-        return watched
-
-    def note_loss(self, loss, **kwargs):
+    def note_loss(self, _, loss, **__):
         """Adds up the losses of a step, one for each of its micro-batches."""
         self.losses[-1] += loss.item()
-        self.backward(loss, **kwargs)
 
     def note_step(self, *_):
         """Called by the optimiser before it takes the step."""

@@ -276,19 +276,15 @@ def test_one_process_goes_on_as_two(runs):
 # --- As torchrun starts them
 
 
-def wait_for_lines(file, number):
-    deadline = time.monotonic() + 120
-    while not file.exists() or len(file.read_text().splitlines()) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_a_signal_to_torchrun(world):
     """It is passed on to all processes, some of them twice; what torchrun makes of the end is not ours."""
     out = world / "signalled"
     process = torchrun(world, "rloo.py", *words_for("rloo", world, out, total_episodes=400))
-    wait_for_lines(out / "metrics.jsonl", 2)
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or (out / "metrics.jsonl").read_text().count("\n") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=120)[0]
     assert 2 <= len(lines_of(out)) < 50, said[-3000:]

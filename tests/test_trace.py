@@ -72,9 +72,7 @@ def test_each_line_and_what_it_made(record):
     assert made(seen, "x[:, t]") == [{"x": [[1, 32, 3], [4, 65, 6]]}, {"x": [[321, 32, 3], [654, 65, 6]]}]
     assert made(seen, "return") == [{"returned": [[321, 32, 3], [654, 65, 0]]}]
     assert made(seen, "part") == [{"part": [[163.5, 16.25, 0], [80.25, 8, 0.75]]}]
-    assert [step.place for step in seen.steps if step.parent is None] == ["loop"] * sum(
-        step.place == "loop" for step in seen.steps
-    )
+    assert all((step.parent is None) == (step.place == "loop") for step in seen.steps)
     [caller] = {step.parent for step in seen.steps if step.place == "add"}
     assert list(seen.steps[caller].made) == ["total"] and set(seen.steps[caller].read) == {"responses", "mask"}
 

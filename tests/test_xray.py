@@ -69,8 +69,11 @@ def data_of(text):
 
 
 def test_what_a_model_writes_is_data(run):
+    """And the page loads nothing."""
     page = xray.make_page(run)
     elements = Elements(page)
+    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)
+    assert not {"src", "href", "onerror"} & elements.attributes and "default-src 'none'" in page
     assert elements.tags.count("script") == page.count("</script>") == 3 and "img" not in elements.tags
     first, second, third = data_of(page)["samples"]
     assert first["tokens"] == HOSTILE and second["tokens"] == third["tokens"] == HOSTILE[:1]
@@ -96,13 +99,6 @@ def test_what_the_policy_was_told_has_no_numbers(run, tokenizer):
     *others, last = data_of(xray.make_page(run))["samples"]
     assert last["told"] == [1] and last["columns"] == {"advantages": [1, None, 1]}
     assert not any(sample["told"] for sample in others)
-
-
-def test_the_page_loads_nothing(run):
-    page = xray.make_page(run)
-    assert not re.search(r"https?:|//\w+\.|@import|url\(|fetch\(|import\(|XMLHttp|innerHTML|insertAdjacent", page)
-    assert not {"src", "href", "onerror"} & Elements(page).attributes
-    assert "default-src 'none'" in page
 
 
 def test_a_run_that_goes_on_without_rewards(tmp_path, tokenizer):

@@ -98,7 +98,6 @@ def make_tokenizer():
 
 
 def make_prompts(count: int):
-    """A dataset of so many prompts."""
     import torch
     from datasets import Dataset
 
@@ -247,7 +246,6 @@ def run_case(case: str, folder: Path) -> tuple[dict, dict]:
 
 
 def record(output: Path) -> None:
-    """Runs all cases and writes the two files."""
     import torch
     from safetensors.torch import save_file
 

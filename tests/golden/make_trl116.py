@@ -93,12 +93,11 @@ def completions() -> list[list[int]]:
 
 
 def first(completion_ids: list[list[int]], **_) -> list[float]:
-    """A reward."""
     return [0.3 * len(ids) + ids[0] % 3 for ids in completion_ids]
 
 
 def second(completion_ids: list[list[int]], **_) -> list[float | None]:
-    """Another, which has nothing to say of some."""
+    """It has nothing to say of some."""
     return [None if len(ids) % 2 else float(ids[0] % 4) for ids in completion_ids]
 
 
