@@ -16,7 +16,8 @@ and length are those of what the policy wrote. Environment, limits and data are 
 command line has others:
 
   python tools/evaluate.py runs/my-player --num-generations 8
-  python tools/evaluate.py toy/guess/sft --env toy/guess/make.py:Game --dataset toy/guess/data/prompts --split train
+  python tools/evaluate.py toy/guess/sft --env toy/guess/make.py:Game --dataset toy/guess/data/prompts --split train \\
+      --response-length 32
 
 It leaves evaluation.json (the figures and the settings) and answers.jsonl (of each answer row, text and figures).
 """
