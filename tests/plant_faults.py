@@ -2,6 +2,7 @@
 
     python tests/plant_faults.py --script ppo --function gae                # whatever can be turned in this function
     python tests/plant_faults.py --script ppo --sample 100 --seed 1         # a hundred drawn from the whole script
+    python tests/plant_faults.py --script sft --own --sample 50             # from what no other script has
     python tests/plant_faults.py --listed                                   # those of tests/faults.toml
 
 Faults are drawn from the syntax tree: two arguments of a call exchanged, a keyword argument dropped, an operator, a
@@ -220,15 +221,15 @@ def tests_of(fault: dict) -> list[str]:
 
 
 class Watch:
-    """Leaves out tests that name another script in their parameters; writes down the first test that fails."""
+    """Leaves out tests that name only other scripts in their parameters; writes down the first test that fails."""
 
-    def __init__(self, script: str):
-        self.script = Path(script).name
+    def __init__(self, scripts: list[str]):
+        self.names = {Path(script).name for script in scripts}
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         """Called by pytest with what it has found."""
         names = {item: re.findall("reward_model|" + "|".join(reversed(SCRIPTS)), item.name) for item in items}
-        items[:] = [item for item in items if not names[item] or self.script in names[item]]
+        items[:] = [item for item in items if not names[item] or self.names & set(names[item])]
 
     def pytest_runtest_logreport(self, report) -> None:
         """Called by pytest after each test."""
@@ -236,7 +237,7 @@ class Watch:
             Path("seen_by").write_text(report.nodeid)
 
 
-def work(folder: str, script: str, tests: list[str], marks: str) -> None:
+def work(folder: str, scripts: list[str], tests: list[str], marks: str) -> None:
     """In a process of its own: pytest in the copy; its exit code is the process's."""
     os.setpgrp()
     os.chdir(folder)
@@ -246,7 +247,13 @@ def work(folder: str, script: str, tests: list[str], marks: str) -> None:
     for number in (1, 2):
         os.dup2(said, number)
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-m", marks]
-    os._exit(pytest.main([*options, "--basetemp", f"{folder}/of_tests", *tests], plugins=[Watch(script)]))
+    os._exit(pytest.main([*options, "--basetemp", f"{folder}/of_tests", *tests], plugins=[Watch(scripts)]))
+
+
+def having(fault: dict) -> list[str]:
+    """The scripts with the text of a fault's function."""
+    others = [] if fault["script"] not in SCRIPTS else SCRIPTS
+    return [x for x in {fault["script"], *others} if fault["old"] in (ROOT / f"{x}.py").read_text("utf-8")]
 
 
 def copy_repository(folder: Path, fault: dict) -> None:
@@ -258,8 +265,7 @@ def copy_repository(folder: Path, fault: dict) -> None:
             shutil.copy2(path, folder)
         elif path.name not in (".git", "runs") and not path.name.startswith("."):
             (folder / path.name).symlink_to(path)
-    others = SCRIPTS if fault["script"] in SCRIPTS else []
-    for script in {fault["script"], *others} if fault["old"] else ():
+    for script in having(fault):
         file = folder / f"{script}.py"
         file.write_text(file.read_text("utf-8").replace(fault["old"], fault["new"], 1), "utf-8")
 
@@ -269,7 +275,7 @@ def try_fault(fault: dict, marks: str) -> dict:
     since = time.time()
     folder = Path(tempfile.mkdtemp(prefix="fault_"))
     copy_repository(folder, fault)
-    process = get_context("fork").Process(target=work, args=(str(folder), fault["script"], tests_of(fault), marks))
+    process = get_context("fork").Process(target=work, args=(str(folder), having(fault), tests_of(fault), marks))
     process.start()
     process.join(LONGEST)
     is_late = process.is_alive()
@@ -290,6 +296,7 @@ def main() -> int:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--script", help="ppo, lecture/ppo, tools/evaluate, ...")
     parser.add_argument("--function", help="of this function alone; a method is Class.method")
+    parser.add_argument("--own", action="store_true", help="of functions that no other script has")
     parser.add_argument("--sample", type=int, help="so many of them, drawn")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--listed", action="store_true", help="those of tests/faults.toml")
@@ -299,6 +306,8 @@ def main() -> int:
         faults = [fault for fault in listed_faults() if asked.script in (None, fault["script"])]
     else:
         faults = draw_faults(asked.script, asked.function)
+    if asked.own:
+        faults = [fault for fault in faults if having(fault) == [asked.script]]
     if asked.sample and asked.sample < len(faults):
         faults = random.Random(asked.seed).sample(faults, asked.sample)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
