@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import run_trl
 from common import LEARNED, ROOT, describe_machine, describe_ours, figure_of
 from forks import put_tables
 from tables import markdown, number
@@ -57,12 +58,13 @@ class Arm(NamedTuple):
 
     script: str
     data: str  # the folder under DATA
-    flags: str
+    flags: str  # of TRL: environment variables
     judged: str
     seeds: tuple[int, ...] = (1,)
     is_kept: bool = False  # for a later one, which starts from it
 
 
+TRL = "benchmarks/run_trl.py"  # its GRPO, with the settings in the args.json of our run of 20 updates
 ENDS = ("rewards/verifiers.py:one_sentence", "rewards/higher_or_lower.py:Game", "turns")
 GOLD = "rewards/sentiment.py:polarity"
 JUDGED = f"{SUMS} --temperature 0"
@@ -83,6 +85,9 @@ ARMS = {
     "before": Arm("", "sums", "", JUDGED),
     "grpo": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED}", JUDGED, seeds=(1, 2, 3)),
     "before, watched": Arm("grpo.py", "sums", f"{GRPO} 64 {WATCHED} --learning-rate 1e-9", ""),
+    "20 updates": Arm("grpo.py", "sums", f"{GRPO} 1280", JUDGED, seeds=(1, 2, 3), is_kept=True),
+    "20 updates, TRL": Arm(TRL, "sums", "", JUDGED, seeds=(1, 2, 3)),
+    "20 updates, TRL, memory kept": Arm(TRL, "sums", shlex.join(run_trl.KEEP_MEMORY), JUDGED),
     "30 updates": Arm("grpo.py", "sums", f"{GRPO} 1920", JUDGED),
     "1e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 1e-5", JUDGED),
     "5e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 5e-5", JUDGED),
@@ -182,12 +187,13 @@ def read_record() -> list[dict]:
 
 
 def call(command: list[str], log: Path) -> dict[str, float]:
-    """Runs it; what it took. Its output goes to a file."""
+    """Runs it, a script of ours by this Python; what it took. Its output goes to a file."""
+    command = [sys.executable, *command] if command[0].endswith(".py") else command
     print("$", shlex.join(command), flush=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     with log.open("a") as file:
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file)
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file)
     if done.returncode:
         sys.exit(f"it failed: see {log}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -214,14 +220,21 @@ def measure(name: str, seed: int, model: str) -> dict:
     judged = model
     if arm.data in ("pairs", "best"):
         make_pairs(model)
-    if arm.script:
+    if arm.script == TRL:
+        python = run_trl.make_venv(run_trl.TRAINERS["grpo"], Path("/tmp"))
+        settings = f"runs/real/20-updates-{seed}/args.json"
+        command = ["env", *arm.flags.split(), python, TRL, "grpo", settings, output]
+        judged = f"{output}/model"
+    elif arm.script:
         split = "validation" if WATCHED in arm.flags or arm.data in ("pairs", "best") else "none"
         flags = f"{arm.flags} --dataset-test-split {split} --save-steps 100000 --seed {seed} --output-dir {output}"
         command = [arm.script, "--model", model, "--dataset", data, *flags.split()]
-        result |= {"command": shlex.join(["python", *command])} | call(command, log)
+        judged = f"{output}/merged" if "--lora-r" in arm.flags else output
+    if arm.script:
+        words = command if arm.script == TRL else ["python", *command]
+        result |= {"command": shlex.join(words)} | call(command, log)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         result["curves"] = {metric: [short(line.get(metric)) for line in lines] for metric in lines[-1]}
-        judged = f"{output}/merged" if "--lora-r" in arm.flags else output
     if not arm.judged:
         return result
     where = f"{output}/judged"
