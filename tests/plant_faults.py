@@ -47,7 +47,7 @@ TESTS = {  # a word in the title of a part of a script: the tests of that part
     "Settings": "settings",
     "Models": "models settings score chat_families",
     "Additions": "additions",
-    "algorithm ends": "score",
+    "algorithm ends": "score run",
     "Encode": "data",
     "Sample": "sample",
     "Score": "score settings",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from replay import SETTINGS, agree, evaluated, ids_of, read_text, toy_rows, write_data, write_model
 from runs import run, untimed, watch
+from safetensors.torch import load_file
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -150,7 +151,7 @@ ADAPTER = dict(lora_r=2, lora_alpha=8.0, learning_rate=5e-2, loss_type="ipo", la
 def test_dpo_by_hand(more, choices, tmp_path):
     """The evaluation of the model that is saved; in each step the log-probabilities of the reference, with or without
     precomputing them. The steps themselves are held to the short form, in test_lecture.py."""
-    given = DPO | dict(model=choices.model, dataset=choices.dataset) | more
+    given = DPO | dict(model=choices.model, dataset=choices.dataset, num_sample_generations=1) | more
     lines = run(dpo, tmp_path / "run", **given)
     after = saved(tmp_path / ("run/merged" if more else "run"))
     reference = saved(choices.model)
@@ -167,6 +168,14 @@ def test_dpo_by_hand(more, choices, tmp_path):
             ours = line[f"logps/{side}"] - line[f"rewards/{side}"] / given["beta"]
             assert ours == pytest.approx(stats[f"logps/{side}"], rel=1e-3)
     assert abs(lines[-1]["rewards/margins"]) > 0.01
+    (table,) = (tmp_path / "run/samples").iterdir()
+    shown = load_file(table)
+    for i, (prompt, *_) in enumerate(cut_pairs(choices.tests)[:3]):
+        assert shown["prompts"][i, shown["prompt_mask"][i]].tolist() == prompt
+        answer = shown["responses"][i, shown["mask"][i]].tolist()
+        for name, model in {"logprobs": after, "ref_logprobs": reference}.items():
+            logprobs, _ = read_text(model, prompt + answer, len(prompt))
+            assert shown[name][i, : len(answer)].tolist() == pytest.approx(logprobs.tolist(), abs=1e-4)
     again = run(dpo, tmp_path / "precomputed", precompute_ref=True, **given)
     for line, other in zip(untimed(again), untimed(lines), strict=True):
         agree(line, other)

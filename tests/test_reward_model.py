@@ -10,6 +10,7 @@ import torch
 from replay import EOS, SETTINGS, TOKENIZER, agree, evaluated, ids_of, replay
 from replay import note_sizes, toy_rows, write_data, write_model
 from runs import run, watch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import reward_model
@@ -119,7 +120,7 @@ def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
     """Half of the pairs without EOS, the loss with margins and centring; and the model that is saved."""
     model = write_model(tmp_path / "plain", "plain")
     settings = SETTINGS | dict(eos_dropout=0.5, center_rewards_coefficient=0.05, max_grad_norm=4.0, model=model)
-    settings["dataset"] = preferences.folder
+    settings |= dict(dataset=preferences.folder, num_sample_generations=1)
     sizes = note_sizes(monkeypatch)
     heads, drawn = [], []  # the head that the run began with; of each step who lost an EOS
     watch(monkeypatch, reward_model, "init_reward_head", lambda _, head: heads.append(head.weight.detach().clone()))
@@ -149,7 +150,12 @@ def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
     after = classifier(tmp_path / "run")
     agree(evaluated(lines[-1]), evaluation(preferences.tests)(after))
     assert torch.cat(rewards(after, pairs)).mean().item() == pytest.approx(0, abs=1e-4)
+    assert after.config.reward_bias == 0  # a weight has taken the shift
     assert after.config.pad_token_id == TOKENIZER.pad_token_id
+    (table,) = (tmp_path / "run/samples").iterdir()
+    chosen, rejected = rewards(after, preferences.tests[:4])
+    shown = load_file(table)["rewards"]  # before the shift
+    assert (shown[:, 0] - shown[:, 1]).tolist() == pytest.approx((chosen - rejected).tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind, more", [("llama", {"eos_dropout": 1.0}), ("plain", {"lora_r": 2, "lora_alpha": 8.0})])
