@@ -359,6 +359,24 @@ def rates_table(record: list[dict]) -> str:
     return markdown(lines)
 
 
+def beside_table(record: list[dict]) -> str:
+    """GRPO of TRL beside ours: the last three of 20 updates, unseen sums, and what they cost."""
+    heads = ["20 updates", "seeds", "right answers", "groups that score alike", "entropy", "unseen sums right"]
+    heads += ["CPU seconds an update", "GB"]
+    lines = [heads, ["---", *["---:"] * 7]]
+    titles = {"20 updates": "`grpo.py`", "20 updates, TRL": "TRL 1.16"}
+    titles |= {"20 updates, TRL, memory kept": "TRL 1.16, keeping freed memory"}
+    for name, title in titles.items():
+        runs = runs_of(record, name)
+        metrics = ("reward", "frac_reward_zero_std", "entropy")
+        line = [title, str(len(runs)), *(of_curves(runs, metric, 2, slice(17, 20)) for metric in metrics)]
+        line.append(of_end(runs, "rewards/verifiers.py:last_number", 2))
+        line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
+        line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
+        lines.append(line)
+    return markdown(lines)
+
+
 def by_prompt(run: dict) -> list[float]:
     """The gold score of each test prompt: the mean of its answers."""
     k = len(run["rewards"][GOLD]) // 48
@@ -423,6 +441,7 @@ TABLES = {
     "real-unseen": unseen_table,
     "real-answers": partial(answers_table, names=("before", "grpo")),
     "real-rates": rates_table,
+    "real-beside": beside_table,
     "real-pipeline": pipeline_table,
     "real-game": game_table,
     "real-form": form_table,
