@@ -116,6 +116,11 @@ def without_eos(pair):
     return replace(pair, chosen=sides[0], rejected=sides[1])
 
 
+def test_an_eos_that_is_all_stays():
+    pair = reward_model.Pair([EOS], [5, EOS], 0.0)
+    assert reward_model.drop_eos([pair], TOKENIZER, 1.0) == [replace(pair, rejected=[5])]
+
+
 def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
     """Half of the pairs without EOS, the loss with margins and centring; and the model that is saved."""
     model = write_model(tmp_path / "plain", "plain")
