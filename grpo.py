@@ -1053,7 +1053,7 @@ def transcript(ids: Tensor, mask: Tensor, written: Tensor, tokenizer: AutoTokeni
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The policy in float32, with its stop token, and with the class of --env, which answers it.
+    """The policy in float32, with its stop tokens, and with the class of --env, which answers it.
 
     It stays in evaluation mode: rollout, scoring and loss see one distribution, which dropout would change.
     """

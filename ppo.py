@@ -730,21 +730,22 @@ def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
             yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
 
 
-def policy_forward(
-    policy: nn.Module, r: Rollout, args: Args, **options
-) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
-    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), the loss of its router
-    and the states (b, P+T, D) of its last layer, each if asked for.
+def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
+    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), its router's loss, if asked
+    for, and the states (b, P+T, D) of its last layer, if the critic reads them.
 
     The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
     """
+    options = {}
     if args.aux_loss_coef:
         options["output_router_logits"] = True
+    if args.critic == "shared":
+        options["output_hidden_states"] = True
     with autocast(args):
         logits, output = response_forward(policy, r, args.temperature, **options)
     logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)
     aux_loss = output.aux_loss if args.aux_loss_coef else 0.0
-    states = output.hidden_states[-1] if options.get("output_hidden_states") else None
+    states = output.hidden_states[-1] if args.critic == "shared" else None
     return logprobs, entropy, aux_loss, states
 
 
@@ -759,10 +760,10 @@ def gradient_and_sums(
     """
     sums = defaultdict(float)
     num_tokens = all_reduce(rollout.mask[torch.cat(mini_batch)].sum()) / WORLD_SIZE
+    is_shared = args.critic == "shared"
     for index in mini_batch:
         r = rollout.select(index)
-        is_shared = args.critic == "shared"
-        logprobs, entropy, aux_loss, states = policy_forward(policy, r, args, output_hidden_states=is_shared)  # (b, T)
+        logprobs, entropy, aux_loss, states = policy_forward(policy, r, args)  # (b, T)
         pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
         # aux_loss is one number: added to every token, it counts by the micro-batch's share of the tokens
         policy_part = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, r.mask) / num_tokens
@@ -999,7 +1000,7 @@ def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The policy in float32, with its stop token.
+    """The policy in float32, with its stop tokens.
 
     It stays in evaluation mode: rollout, scoring and loss see one distribution, which dropout would change.
     """
@@ -1048,22 +1049,21 @@ def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
 def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> Critic:
     """A copy of the reward model if it reads the policy's tokens (N+ details), else of the initial policy, or with
     --critic shared a head on the policy's own trunk; in the last two cases V starts at 0."""
-    if args.critic == "separate" and same_tokens(policy, reward_model):
+    head = nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)  # OPT-350m: half its hidden_size
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    if args.critic == "shared":
+        print("critic: a value head on the policy's trunk")
+        body = None
+    elif same_tokens(policy, reward_model):
         print("critic: starts from the reward model")
         body = deepcopy(reward_model.base_model)
         head = deepcopy(reward_model.score)
         if head.bias is None:  # as in transformers' classifiers
             head.bias = nn.Parameter(torch.tensor([getattr(reward_model.config, "reward_bias", 0.0)]))
     else:
-        head = nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)  # OPT-350m: half its hidden_size
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        body = None
-        if args.critic == "shared":
-            print("critic: a value head on the policy's trunk")
-        else:
-            print("critic: starts from the policy, as no reward model that reads its tokens gives the score")
-            body = load_model(AutoModelForCausalLM, args.model, args).base_model
+        print("critic: starts from the policy, as no reward model that reads its tokens gives the score")
+        body = load_model(AutoModelForCausalLM, args.model, args).base_model
     if body is not None and args.gradient_checkpointing:
         checkpoint_layers(body)
     return Critic(body, head).eval().requires_grad_(True)

@@ -942,7 +942,7 @@ def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The policy in float32, with its stop token.
+    """The policy in float32, with its stop tokens.
 
     It stays in evaluation mode: rollout, scoring and loss see one distribution, which dropout would change.
     """
