@@ -285,13 +285,13 @@ def encode_preference(
     """
     is_conversation = any(isinstance(x, list) for x in (prompt, chosen, rejected))
     if prompt and not is_conversation:
-        ids = tokenizer(prompt)["input_ids"]
+        ids = with_bos(prompt, tokenizer)
         a, b = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (chosen, rejected))
         return Preference(ids, with_eos(a, tokenizer), with_eos(b, tokenizer))
     if is_conversation:
         a, b = (encode_conversation(prompt, text, tokenizer) for text in (chosen, rejected))
     else:
-        a, b = (with_eos(tokenizer(text)["input_ids"], tokenizer) for text in (chosen, rejected))
+        a, b = (with_eos(with_bos(text, tokenizer), tokenizer) for text in (chosen, rejected))
     shared = len(os.path.commonprefix([a, b]))
     start = a[:shared]
     if not start:  # something to continue
@@ -507,7 +507,10 @@ def load_policy(args: Args) -> nn.Module:
     policy = load_model(AutoModelForCausalLM, args.model, args)
     has_eos = policy.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {args.model} has no EOS token to end completions with")
-    policy.generation_config.eos_token_id = eos_tokens(policy)  # for whoever samples from it later
+    stored = policy.generation_config  # for whoever samples from it later
+    stored.eos_token_id = eos_tokens(policy)
+    if {stored.temperature, stored.top_p} - {None, 1.0}:
+        stored.do_sample = True  # without which the library does not save these
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -587,6 +590,12 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
     return [{"role": role, "content": text}]
 
 
+def with_bos(text: str, tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text, with what the tokenizer writes before it; but no second BOS, if the text has one."""
+    ids = tokenizer(text)["input_ids"]
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+
+
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
     """The tokens, and EOS behind them unless they end with it, or there is none."""
     eos = tokenizer.eos_token_id
@@ -600,7 +609,8 @@ def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokeni
     up to the token that ends the last turn, or EOS."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    if answer[: len(turns)] != turns:  # some hold the prompt, too
+    holds_prompt = answer[0]["role"] != "assistant" and "user" in [turn["role"] for turn in turns]
+    if not holds_prompt:
         answer = turns + answer
     end, behind = turn_end(tokenizer)
     rendered = tokenizer.apply_chat_template(answer, tokenize=False).removesuffix(behind)
@@ -743,6 +753,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
+    is_adapter = Path(path, "adapter_config.json").exists()
+    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

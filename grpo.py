@@ -273,8 +273,7 @@ def train(args: Args) -> None:
                 with adapter_off(policy, reference):
                     rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
             if args.importance_sampling_level == "sequence" and ratio_rounding(args) > 1e-3:
-                # The rounding of tokens adds up over a response: no cache, and both sides of the ratio round alike
-                rollout.old_logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
+                rollout.old_logprobs = read_again(policy, rollout, args)
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
         if args.baseline == "none":
             rollout.advantages = rollout.scores[:, None]
@@ -438,7 +437,7 @@ def sample(
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
-    attention_mask = F.pad(prompt_mask.long(), (0, T))  # (rows, P+T), 0 on what is not yet written
+    attention_mask = prompt_mask.long()  # (rows, P), a column more in each pass: layers take its end for the tokens'
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     stops = prompts.new_tensor(policy.stop_token_ids)
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
@@ -458,7 +457,7 @@ def sample(
         going &= ~torch.isin(token, stops)
         tokens = token[:, None]
         positions = positions[:, -1:] + 1
-        attention_mask[:, P + t] = 1
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if (t + 1) % look_every:
             continue
         left = going.nonzero().squeeze(1)
@@ -584,6 +583,15 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     """(b, T) log-probabilities of some episodes' responses under a model."""
     logits, _ = response_forward(model, r, args.temperature)
     return token_logprobs(logits, r.responses)
+
+
+def read_again(policy: nn.Module, rollout: Rollout, args: Args) -> Tensor:
+    """(B, T) log-probabilities as the update will read them, without a cache: the rounding of tokens adds up over a
+    response, and both sides of its ratio should round alike. Ends the program if the sampler's differ by more."""
+    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
+    ratio = (logprobs - rollout.old_logprobs)[rollout.written].exp()
+    check_first_ratio((ratio - 1).abs().mean().item(), ratio_rounding(args))
+    return logprobs
 
 
 def score_responses(rollout: Rollout, reward_fns: RewardFns, args: Args) -> tuple[dict[str, Tensor], Tensor]:
@@ -987,7 +995,7 @@ def play(
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     tokens = prompts  # (B, P), after the first pass (B, 1), as are their positions
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-    attention_mask = F.pad(prompt_mask.long(), (0, T))  # (B, P+T), 0 on what is not yet written
+    attention_mask = prompt_mask.long()  # (B, P), a column more in each pass
     for t in range(T):
         output = policy(input_ids=tokens, attention_mask=attention_mask, position_ids=positions, **options)
         drawn, logprobs[:, t] = sample_categorical(output.logits[:, -1].float() / args.temperature, uniforms[:, t])
@@ -1010,7 +1018,7 @@ def play(
             break
         tokens = responses[:, [t]].to(prompts.device)
         positions = positions[:, -1:] + 1
-        attention_mask[:, prompts.shape[1] + t] = 1
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
     responses = responses.masked_fill(~mask, policy.tokenizer.pad_token_id)
     found = responses, mask, ended, logprobs.cpu().masked_fill(~written, 0.0), written, rewards, num_turns
     return [x.to(prompts.device) for x in found]
@@ -1059,7 +1067,10 @@ def load_policy(args: Args) -> nn.Module:
     """
     policy = load_model(AutoModelForCausalLM, args.model, args)
     policy.stop_token_ids = find_stop_tokens(args, policy)
-    policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for whoever samples from it later
+    stored = policy.generation_config  # for whoever samples from it later
+    stored.eos_token_id = policy.stop_token_ids or None
+    if {stored.temperature, stored.top_p} - {None, 1.0}:
+        stored.do_sample = True  # without which the library does not save these
     policy.environment = load_function(args.env) if args.env else None
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
@@ -1079,7 +1090,7 @@ def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
             found += eos_tokens(policy)
             continue
         ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_special_tokens=False)
-        is_unknown = ids == [tokenizer.unk_token_id] and ids != [tokenizer.eos_token_id]  # in GPT-2 they are one token
+        is_unknown = ids == [tokenizer.unk_token_id] and text not in (tokenizer.unk_token, str(ids[0]))
         is_token = len(ids) == 1 and ids[0] < len(tokenizer) and not is_unknown
         require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
         found += ids
@@ -1303,7 +1314,8 @@ def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args)
 def encode_texts(prompts: list[str] | list[list[dict]], tokenizer: AutoTokenizer) -> list[list[int]]:
     """Token ids of texts, or of conversations up to where the assistant is to speak."""
     if isinstance(prompts[0], str):
-        return tokenizer(prompts)["input_ids"]
+        twice = [tokenizer.bos_token_id] * 2  # in texts with a BOS, to which the tokenizer adds one
+        return [ids[1:] if ids[:2] == twice else ids for ids in tokenizer(prompts)["input_ids"]]
     return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
 
 
@@ -1420,6 +1432,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
+    is_adapter = Path(path, "adapter_config.json").exists()
+    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

@@ -455,7 +455,7 @@ def sample(
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
-    attention_mask = F.pad(prompt_mask.long(), (0, T))  # (rows, P+T), 0 on what is not yet written
+    attention_mask = prompt_mask.long()  # (rows, P), a column more in each pass: layers take its end for the tokens'
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     stops = prompts.new_tensor(policy.stop_token_ids)
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
@@ -475,7 +475,7 @@ def sample(
         going &= ~torch.isin(token, stops)
         tokens = token[:, None]
         positions = positions[:, -1:] + 1
-        attention_mask[:, P + t] = 1
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if (t + 1) % look_every:
             continue
         left = going.nonzero().squeeze(1)
@@ -1006,7 +1006,10 @@ def load_policy(args: Args) -> nn.Module:
     """
     policy = load_model(AutoModelForCausalLM, args.model, args)
     policy.stop_token_ids = find_stop_tokens(args, policy)
-    policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for whoever samples from it later
+    stored = policy.generation_config  # for whoever samples from it later
+    stored.eos_token_id = policy.stop_token_ids or None
+    if {stored.temperature, stored.top_p} - {None, 1.0}:
+        stored.do_sample = True  # without which the library does not save these
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -1025,7 +1028,7 @@ def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
             found += eos_tokens(policy)
             continue
         ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_special_tokens=False)
-        is_unknown = ids == [tokenizer.unk_token_id] and ids != [tokenizer.eos_token_id]  # in GPT-2 they are one token
+        is_unknown = ids == [tokenizer.unk_token_id] and text not in (tokenizer.unk_token, str(ids[0]))
         is_token = len(ids) == 1 and ids[0] < len(tokenizer) and not is_unknown
         require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
         found += ids
@@ -1279,7 +1282,8 @@ def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args)
 def encode_texts(prompts: list[str] | list[list[dict]], tokenizer: AutoTokenizer) -> list[list[int]]:
     """Token ids of texts, or of conversations up to where the assistant is to speak."""
     if isinstance(prompts[0], str):
-        return tokenizer(prompts)["input_ids"]
+        twice = [tokenizer.bos_token_id] * 2  # in texts with a BOS, to which the tokenizer adds one
+        return [ids[1:] if ids[:2] == twice else ids for ids in tokenizer(prompts)["input_ids"]]
     return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
 
 
@@ -1394,6 +1398,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
+    is_adapter = Path(path, "adapter_config.json").exists()
+    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

@@ -256,8 +256,8 @@ class Pair:
 def encode_text(prompt: str, text: str, tokenizer: AutoTokenizer) -> list[int]:
     """Token ids of prompt + text + EOS; prompt and text are encoded apart, as in a rollout."""
     if not prompt:
-        return with_eos(tokenizer(text)["input_ids"], tokenizer)
-    ids = tokenizer(prompt)["input_ids"] + tokenizer(text, add_special_tokens=False)["input_ids"]
+        return with_eos(with_bos(text, tokenizer), tokenizer)
+    ids = with_bos(prompt, tokenizer) + tokenizer(text, add_special_tokens=False)["input_ids"]
     return with_eos(ids, tokenizer)
 
 
@@ -502,6 +502,12 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
     return [{"role": role, "content": text}]
 
 
+def with_bos(text: str, tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text, with what the tokenizer writes before it; but no second BOS, if the text has one."""
+    ids = tokenizer(text)["input_ids"]
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+
+
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
     """The tokens, and EOS behind them unless they end with it, or there is none."""
     eos = tokenizer.eos_token_id
@@ -515,7 +521,8 @@ def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokeni
     up to the token that ends the last turn, or EOS."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    if answer[: len(turns)] != turns:  # some hold the prompt, too
+    holds_prompt = answer[0]["role"] != "assistant" and "user" in [turn["role"] for turn in turns]
+    if not holds_prompt:
         answer = turns + answer
     end, behind = turn_end(tokenizer)
     rendered = tokenizer.apply_chat_template(answer, tokenize=False).removesuffix(behind)
@@ -664,6 +671,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
+    is_adapter = Path(path, "adapter_config.json").exists()
+    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

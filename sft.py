@@ -250,9 +250,9 @@ def encode_pair(
         turns = as_turns(prompt, "user") if prompt else []
         return encode_messages(turns + as_turns(completion, "assistant"), tokenizer, completion_only, len(turns))
     if not prompt:
-        ids = with_eos(tokenizer(completion)["input_ids"], tokenizer)
+        ids = with_eos(with_bos(completion, tokenizer), tokenizer)
         return ids, ids
-    head = tokenizer(prompt)["input_ids"]
+    head = with_bos(prompt, tokenizer)
     tail = with_eos(tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer)
     if completion_only:
         return head + tail, [IGNORE] * len(head) + tail
@@ -269,16 +269,16 @@ def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_o
     end, behind = turn_end(tokenizer)
     text = render(messages).removesuffix(behind)
     is_label = bytearray(len(text))
-    for i in range(num_given, len(messages)):
+    for i in range(max(1, num_given), len(messages)):
         if messages[i]["role"] != "assistant":
             continue
         head = render(messages[:i], add_generation_prompt=True)  # which a rollout is given
         turn = render(messages[: i + 1]).removesuffix(behind)
-        if text.startswith(turn):
+        if text.startswith(turn) and turn.startswith(render(messages[:i]).removesuffix(behind)):
             start = len(os.path.commonprefix([head, turn]))
             is_label[start : len(turn)] = b"\1" * (len(turn) - start)
         else:
-            warnings.warn("this chat template rewrites earlier turns: of a conversation only the last turn is trained")
+            warnings.warn("this chat template rewrites turns as a conversation goes on: such answers are not trained")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = encoded["input_ids"]
     labels = ids
@@ -461,7 +461,10 @@ def load_policy(args: Args) -> nn.Module:
         policy.tokenizer = tokenizer
     has_eos = policy.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token to end completions with")
-    policy.generation_config.eos_token_id = eos_tokens(policy)  # for whoever samples from it later
+    stored = policy.generation_config  # for whoever samples from it later
+    stored.eos_token_id = eos_tokens(policy)
+    if {stored.temperature, stored.top_p} - {None, 1.0}:
+        stored.do_sample = True  # without which the library does not save these
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -496,11 +499,11 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> 
     dropped and counted."""
     completion_only = args.completion_only_loss
     if args.messages_column in data.column_names:
-        conversations = data[args.messages_column]
-        rows = [encode_messages(messages, tokenizer, completion_only) for messages in conversations]
+        conversations = read_column(data, args.messages_column)
+        rows = [encode_messages(x, tokenizer, completion_only) if x else ([], []) for x in conversations]
     elif args.completion_column in data.column_names:
         prompts = read_column(data, args.prompt_column)
-        completions = data[args.completion_column]
+        completions = read_column(data, args.completion_column)
         rows = [encode_pair(*pair, tokenizer, completion_only) for pair in zip(prompts, completions)]
     else:
         texts = read_column(data, args.text_column)
@@ -562,6 +565,12 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
     if isinstance(text, list):
         return text
     return [{"role": role, "content": text}]
+
+
+def with_bos(text: str, tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text, with what the tokenizer writes before it; but no second BOS, if the text has one."""
+    ids = tokenizer(text)["input_ids"]
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
@@ -657,6 +666,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
+    is_adapter = Path(path, "adapter_config.json").exists()
+    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

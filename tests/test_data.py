@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from families import make_tokenizer
 from runs import run, write_rows
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,6 +130,34 @@ def test_the_assistants_words_carry_the_loss(tokenizer):
     assert sft.encode_messages(messages, tokenizer, False)[1] == ids
 
 
+def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
+    """A greeting; and where a template moves the system message to the last question, no answer is where it was."""
+    greeted = [{"role": "assistant", "content": "Hi."}, *turns("The film", "is good.")]
+    assert labelled(*sft.encode_messages(greeted, tokenizer, True), tokenizer) == " is good.<|end|>"
+    told = [{"role": "system", "content": "Be brief."}, *turns("The film", "is good.")]
+    tokenizer.chat_template = (  # Mistral's
+        "{% for m in messages if m.role != 'system' %}{{ m.role }}:"
+        "{% if loop.last and m.role == 'user' %} {{ messages[0].content }}{% endif %} {{ m.content }}{% endfor %}"
+    )
+    with pytest.warns(UserWarning):
+        ids, labels = sft.encode_messages(told, tokenizer, True)
+    assert "film" not in labelled(ids, labels, tokenizer) and tokenizer.decode(ids).startswith("user: The film")
+
+
+def test_no_second_bos():
+    """Of a text that was rendered before, with a tokenizer that adds one."""
+    tokenizer = make_tokenizer("llama 3")
+    bos, word = tokenizer.bos_token_id, tokenizer(" good", add_special_tokens=False)["input_ids"]
+    for text in (" good", tokenizer.bos_token + " good"):
+        assert ppo.encode_texts([text], tokenizer) == [[bos, *word]]
+        assert sft.encode_pair("", text, tokenizer, False)[0][:-1] == [bos, *word]
+        assert sft.encode_pair(text, text, tokenizer, True)[0][: 1 + len(word)] == [bos, *word]
+        assert reward_model.encode_text("", text, tokenizer)[:-1] == [bos, *word]
+        assert reward_model.encode_text(text, "", tokenizer)[:-1] == [bos, *word]
+        assert dpo.encode_preference(text, "", "", tokenizer).prompt == [bos, *word]
+        assert dpo.encode_preference("", text, text, tokenizer).prompt[:-1] == [bos, *word]
+
+
 def test_all_tokens_of_a_pair_may_carry_the_loss(tokenizer):
     ids, labels = sft.encode_pair("The film", " is good.", tokenizer, False)
     assert labels == ids == sft.encode_pair("The film", " is good.", tokenizer, True)[0]
@@ -164,3 +193,8 @@ def test_a_prompt_beside_messages_is_read_once(tokenizer):
         assert tokenizer.decode(pair.prompt) == f"user: The film{eos}assistant:"
         assert tokenizer.decode(pair.chosen) == f" good.{eos}"
         assert tokenizer.decode(pair.rejected) == f" bad.{eos}"
+    system = [{"role": "system", "content": "Be brief."}]
+    good = turns("The film", "good.")
+    text = reward_model.encode_conversation("The film", system + good, tokenizer)  # as in orca_dpo_pairs
+    assert text == reward_model.encode_conversation(system, good, tokenizer)
+    assert tokenizer.decode(text) == f"system: Be brief.{eos}user: The film{eos}assistant: good.{eos}"

@@ -1,6 +1,7 @@
 """Models: the architectures that people train, tiny and random; weights that do not fit; adapters, types and memory."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_rollouts_are_plain_forward_passes(kind, bf16):
 )
 def test_every_architecture_trains(saved, train, kind, bf16):
     """Rollout, reward, critic and update, as a run makes them; the run itself sees to it that the first ratio is 1."""
-    judge = "llama" if kind == "granite" else kind  # there are no classifiers of Granite
+    judge = "llama" if kind in ("granite", "lfm2") else kind  # of which there are no classifiers
     reward = saved(judge, AutoModelForSequenceClassification, num_labels=1)
     (line,) = train(ppo, model=saved(kind), reward_model=reward, bf16=bf16)
     assert line["policy/grad_norm"] > 0
@@ -133,7 +134,24 @@ def test_ratios_of_responses_under_bfloat16(saved, train, script, monkeypatch):
     monkeypatch.setattr(script, "check_first_ratio", lambda error, bound: errors.append(error))
     settings = dict(importance_sampling_level="sequence", loss_type="grpo") if script is grpo else {}
     train(script, model=saved("llama"), bf16=True, **settings)
-    assert max(errors) < 5e-3
+    of_sampler, *of_update = errors
+    assert of_sampler == pytest.approx(1 - math.exp(-0.04), abs=5e-3) and max(of_update) < 5e-3
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo, sft], ids=lambda module: module.__name__)
+def test_settings_of_sampling_that_the_library_would_not_save(saved, train, script, tmp_path):
+    """As old models have them: they are saved, and a policy of which they are is sampled from."""
+    model = saved("llama")
+    Path(model, "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.9, "top_p": 0.6}')
+    train(script, model=model)
+    after = GenerationConfig.from_pretrained(tmp_path / "run0")
+    assert (after.do_sample, after.temperature, after.top_p) == (True, 0.9, 0.6)
+
+
+def test_an_adapter_is_no_model(saved, train, tmp_path):
+    train(sft, model=saved("llama"), lora_r=2)
+    with pytest.raises(SystemExit, match="run0/merged"):
+        train(dpo, model=str(tmp_path / "run0"))
 
 
 def test_dropout_is_off_where_the_loss_must_see_what_was_sampled(saved, train):
@@ -406,3 +424,5 @@ def test_stop_token_is_the_unknown_token_too():
     policy.tokenizer.unk_token = policy.tokenizer.eos_token
     for text in ("eos", str(eos), policy.tokenizer.eos_token):
         assert ppo.find_stop_tokens(ppo.Args(stop_token=(text,)), policy) == [eos]
+    policy.tokenizer.unk_token = "."  # another one, which may be named all the same (SmolLM2)
+    assert len(ppo.find_stop_tokens(ppo.Args(stop_token=("eos", ".")), policy)) == 2

@@ -15,14 +15,18 @@ SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, head_di
 SIZES |= dict(intermediate_size=16, max_position_embeddings=64, pad_token_id=PAD, bos_token_id=1, eos_token_id=1)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 WINDOW = dict(sliding_window=6)
-PLAIN = "bloom falcon gemma gpt2 gpt_neox granite llama olmo phi phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()
+PLAIN = "falcon gemma gpt2 gpt_neox granite llama olmo phi phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()
+LINEAR = {f"linear_{name}": 2 for name in ("num_value_heads", "num_key_heads")}
+LINEAR |= dict(linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, moe_intermediate_size=16)
 ARCHITECTURES = dict.fromkeys(PLAIN, {}) | {  # those that the guide names
     "gemma2": WINDOW,
     "gemma3_text": WINDOW,
     "gpt_oss": EXPERTS | WINDOW,
     "gptj": dict(rotary_dim=4),
+    "lfm2": dict(layer_types=["conv", "full_attention"]),
     "mistral": WINDOW,
     "mixtral": EXPERTS,
+    "qwen3_next": LINEAR | dict(layer_types=["linear_attention", "full_attention"], num_experts_per_tok=2),
     "opt": dict(ffn_dim=16, word_embed_proj_dim=8, do_layer_norm_before=False),
 }
 
