@@ -144,6 +144,15 @@ def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
     assert "film" not in labelled(ids, labels, tokenizer) and tokenizer.decode(ids).startswith("user: The film")
 
 
+def test_conversations_of_a_split(tokenizer, capsys):
+    """One without messages is dropped and counted; so is one without an answer."""
+    talks = [turns("The film", "is good."), [], turns("The film")]
+    data = sft.datasets.Dataset.from_dict({"messages": talks})
+    rows = sft.read_texts(data, tokenizer, sft.Args())
+    assert rows == [sft.encode_messages(talks[0], tokenizer, True)]
+    assert "dropped 2 of 3" in capsys.readouterr().out
+
+
 def test_no_second_bos():
     """Of a text that was rendered before, with a tokenizer that adds one."""
     tokenizer = make_tokenizer("llama 3")
@@ -151,7 +160,7 @@ def test_no_second_bos():
     for text in (" good", tokenizer.bos_token + " good"):
         assert ppo.encode_texts([text], tokenizer) == [[bos, *word]]
         assert sft.encode_pair("", text, tokenizer, False)[0][:-1] == [bos, *word]
-        assert sft.encode_pair(text, text, tokenizer, True)[0][: 1 + len(word)] == [bos, *word]
+        assert sft.encode_pair(text, " good", tokenizer, True)[0][:-1] == [bos, *word, *word]
         assert reward_model.encode_text("", text, tokenizer)[:-1] == [bos, *word]
         assert reward_model.encode_text(text, "", tokenizer)[:-1] == [bos, *word]
         assert dpo.encode_preference(text, "", "", tokenizer).prompt == [bos, *word]

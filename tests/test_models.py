@@ -305,7 +305,9 @@ def test_adapter_and_merged_model_are_saved(script, tmp_path, tiny):
 # --- Types, memory, kernels
 
 
-@pytest.mark.parametrize("script, lora_r", [(ppo, 0), (ppo, 4), (dpo, 0), (sft, 4)], ids=str)
+@pytest.mark.parametrize(
+    "script, lora_r", [(ppo, 0), (ppo, 4), (dpo, 0), (sft, 4)], ids=lambda x: getattr(x, "__name__", str(x))
+)
 @pytest.mark.filterwarnings("ignore")
 def test_gradient_checkpointing_changes_memory_and_no_number(script, lora_r, tmp_path, tiny, monkeypatch):
     """The same metrics, with far fewer activations kept for the backward pass."""
