@@ -273,7 +273,7 @@ def train(args: Args) -> None:
                 with adapter_off(policy, reference):
                     rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
             if args.importance_sampling_level == "sequence" and ratio_rounding(args) > 1e-3:
-                rollout.old_logprobs = read_again(policy, rollout, args)
+                rollout.old_logprobs = read_again(policy, rollout, rollout.written, args)
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
         if args.baseline == "none":
             rollout.advantages = rollout.scores[:, None]
@@ -585,11 +585,11 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     return token_logprobs(logits, r.responses)
 
 
-def read_again(policy: nn.Module, rollout: Rollout, args: Args) -> Tensor:
+def read_again(policy: nn.Module, rollout: Rollout, mask: Tensor, args: Args) -> Tensor:
     """(B, T) log-probabilities as the update will read them, without a cache: the rounding of tokens adds up over a
     response, and both sides of its ratio should round alike. Ends the program if the sampler's differ by more."""
     logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
-    ratio = (logprobs - rollout.old_logprobs)[rollout.written].exp()
+    ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     check_first_ratio((ratio - 1).abs().mean().item(), ratio_rounding(args))
     return logprobs
 

@@ -275,7 +275,7 @@ def train(args: Args) -> None:
             rollout = sample_batch(policy, examples, args)  # 1
         with run.clock("score"):
             if not args.token_level_kl and ratio_rounding(args) > 1e-3:
-                rollout.old_logprobs = read_again(policy, rollout, args)
+                rollout.old_logprobs = read_again(policy, rollout, rollout.mask, args)
             with adapter_off(policy, reference):  # 2
                 rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
             rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
@@ -533,11 +533,11 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     return token_logprobs(logits, r.responses)
 
 
-def read_again(policy: nn.Module, rollout: Rollout, args: Args) -> Tensor:
+def read_again(policy: nn.Module, rollout: Rollout, mask: Tensor, args: Args) -> Tensor:
     """(B, T) log-probabilities as the update will read them, without a cache: the rounding of tokens adds up over a
     response, and both sides of its ratio should round alike. Ends the program if the sampler's differ by more."""
     logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
-    ratio = (logprobs - rollout.old_logprobs)[rollout.mask].exp()
+    ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     check_first_ratio((ratio - 1).abs().mean().item(), ratio_rounding(args))
     return logprobs
 

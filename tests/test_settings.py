@@ -63,7 +63,7 @@ def test_values_out_of_range(module):
         (ddpo, ["--sample-num-steps", "0"], "greater"),
         (rloo, ["--no-such-flag", "1"], "no-such-flag"),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_wrong_words_end_with_code_2(module, words, expected, monkeypatch, capsys):
     """Before anything is loaded."""
