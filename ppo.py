@@ -284,7 +284,7 @@ def train(args: Args) -> None:
     for update in run.steps():
         set_seed(make_seed(args.seed, update))
         if update <= args.critic_warmup_updates:
-            policy_group["lr"] = 0.0  # the policy's weights stay; its moments already fill
+            policy_group["lr"] = 0.0  # until schedule.step(): the policy's weights stay, its moments already fill
         examples = batch(prompts, update - 1, args.batch_size, args.seed)
         with run.clock("rollout"):
             rollout = sample_batch(policy, examples, args)  # 1

@@ -268,6 +268,8 @@ def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_o
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     end, behind = turn_end(tokenizer)
     text = render(messages).removesuffix(behind)
+    if str(messages[-1]["content"]).strip() not in text:
+        warnings.warn("this chat template leaves out some of the last turn, such as its thoughts: they are not trained")
     is_label = bytearray(len(text))
     for i in range(max(1, num_given), len(messages)):
         if messages[i]["role"] != "assistant":

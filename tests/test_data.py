@@ -144,6 +144,12 @@ def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
     assert "film" not in labelled(ids, labels, tokenizer) and tokenizer.decode(ids).startswith("user: The film")
 
 
+def test_thoughts_that_a_template_leaves_out(tokenizer):
+    tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.warns(UserWarning, match="thoughts"):
+        sft.encode_messages(turns("The film", "<think>It sings.</think> is good."), tokenizer, True)
+
+
 def test_conversations_of_a_split(tokenizer, capsys):
     """One without messages is dropped and counted; so is one without an answer."""
     talks = [turns("The film", "is good."), [], turns("The film")]
