@@ -112,7 +112,7 @@ from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput, find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
@@ -455,7 +455,7 @@ def sample(
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
-    attention_mask = prompt_mask.long()  # (rows, P), a column more in each pass: layers take its end for the tokens'
+    attention_mask = prompt_mask.long()  # (rows, P), as wide as what was read: some layers take the last columns
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     stops = prompts.new_tensor(policy.stop_token_ids)
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
@@ -987,7 +987,8 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
     rows = read_column(load_split(args.pretrain_data, None, "train"), "text")
     limit = min(args.max_prompt_length + args.response_length, context_length(policy))
     end = [policy.tokenizer.eos_token_id]
-    return [(policy.tokenizer(text)["input_ids"] + end)[:limit] for text in rows if text]
+    encoded = encode_texts([text for text in rows if text], policy.tokenizer)
+    return [(ids + end)[:limit] for ids in encoded]
 
 
 def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
@@ -1008,8 +1009,9 @@ def load_policy(args: Args) -> nn.Module:
     policy.stop_token_ids = find_stop_tokens(args, policy)
     stored = policy.generation_config  # for whoever samples from it later
     stored.eos_token_id = policy.stop_token_ids or None
-    if {stored.temperature, stored.top_p} - {None, 1.0}:
-        stored.do_sample = True  # without which the library does not save these
+    if {stored.temperature or 1.0, stored.top_p or 1.0} != {1.0}:
+        stored.do_sample = True  # without which the library does not save these two
+    stored.validate(strict=True)  # now, and not when all is done
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -1398,8 +1400,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
-    is_adapter = Path(path, "adapter_config.json").exists()
-    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
+    is_whole = find_adapter_config_file(path) is None
+    require(is_whole, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

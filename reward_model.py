@@ -90,7 +90,7 @@ from transformers import get_scheduler, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging
+from transformers.utils import find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
@@ -521,8 +521,10 @@ def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokeni
     up to the token that ends the last turn, or EOS."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    holds_prompt = answer[0]["role"] != "assistant" and "user" in [turn["role"] for turn in turns]
-    if not holds_prompt:
+    is_whole = answer[: len(turns)] == turns  # some hold the prompt, too
+    if turns and answer and turns[-1]["role"] == "user":
+        is_whole |= answer[0]["role"] != "assistant"  # with a system message before it, say
+    if not is_whole:
         answer = turns + answer
     end, behind = turn_end(tokenizer)
     rendered = tokenizer.apply_chat_template(answer, tokenize=False).removesuffix(behind)
@@ -671,8 +673,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
-    is_adapter = Path(path, "adapter_config.json").exists()
-    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
+    is_whole = find_adapter_config_file(path) is None
+    require(is_whole, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

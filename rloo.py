@@ -108,7 +108,7 @@ from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput, find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
@@ -441,7 +441,7 @@ def sample(
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
-    attention_mask = prompt_mask.long()  # (rows, P), a column more in each pass: layers take its end for the tokens'
+    attention_mask = prompt_mask.long()  # (rows, P), as wide as what was read: some layers take the last columns
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     stops = prompts.new_tensor(policy.stop_token_ids)
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
@@ -535,7 +535,10 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
 
 def read_again(policy: nn.Module, rollout: Rollout, mask: Tensor, args: Args) -> Tensor:
     """(B, T) log-probabilities as the update will read them, without a cache: the rounding of tokens adds up over a
-    response, and both sides of its ratio should round alike. Ends the program if the sampler's differ by more."""
+    response, and both sides of its ratio should round alike.
+
+    Ends the program if the sampler's differ from them by more than rounding explains.
+    """
     logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     check_first_ratio((ratio - 1).abs().mean().item(), ratio_rounding(args))
@@ -937,7 +940,8 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
     rows = read_column(load_split(args.pretrain_data, None, "train"), "text")
     limit = min(args.max_prompt_length + args.response_length, context_length(policy))
     end = [policy.tokenizer.eos_token_id]
-    return [(policy.tokenizer(text)["input_ids"] + end)[:limit] for text in rows if text]
+    encoded = encode_texts([text for text in rows if text], policy.tokenizer)
+    return [(ids + end)[:limit] for ids in encoded]
 
 
 def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
@@ -958,8 +962,9 @@ def load_policy(args: Args) -> nn.Module:
     policy.stop_token_ids = find_stop_tokens(args, policy)
     stored = policy.generation_config  # for whoever samples from it later
     stored.eos_token_id = policy.stop_token_ids or None
-    if {stored.temperature, stored.top_p} - {None, 1.0}:
-        stored.do_sample = True  # without which the library does not save these
+    if {stored.temperature or 1.0, stored.top_p or 1.0} != {1.0}:
+        stored.do_sample = True  # without which the library does not save these two
+    stored.validate(strict=True)  # now, and not when all is done
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -1320,8 +1325,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
-    is_adapter = Path(path, "adapter_config.json").exists()
-    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
+    is_whole = find_adapter_config_file(path) is None
+    require(is_whole, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

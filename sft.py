@@ -86,7 +86,7 @@ from transformers import get_scheduler, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging
+from transformers.utils import find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
@@ -268,8 +268,9 @@ def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_o
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     end, behind = turn_end(tokenizer)
     text = render(messages).removesuffix(behind)
-    if str(messages[-1]["content"]).strip() not in text:
-        warnings.warn("this chat template leaves out some of the last turn, such as its thoughts: they are not trained")
+    said = messages[-1].get("content")
+    if isinstance(said, str) and said.strip() not in text:
+        warnings.warn("the chat template leaves out a part of the last turn, such as thoughts: it is not trained")
     is_label = bytearray(len(text))
     for i in range(max(1, num_given), len(messages)):
         if messages[i]["role"] != "assistant":
@@ -280,7 +281,7 @@ def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_o
             start = len(os.path.commonprefix([head, turn]))
             is_label[start : len(turn)] = b"\1" * (len(turn) - start)
         else:
-            warnings.warn("this chat template rewrites turns as a conversation goes on: such answers are not trained")
+            warnings.warn("the chat template rewrites turns as a conversation goes on: such answers are not trained")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = encoded["input_ids"]
     labels = ids
@@ -465,8 +466,9 @@ def load_policy(args: Args) -> nn.Module:
     require(has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS token to end completions with")
     stored = policy.generation_config  # for whoever samples from it later
     stored.eos_token_id = eos_tokens(policy)
-    if {stored.temperature, stored.top_p} - {None, 1.0}:
-        stored.do_sample = True  # without which the library does not save these
+    if {stored.temperature or 1.0, stored.top_p or 1.0} != {1.0}:
+        stored.do_sample = True  # without which the library does not save these two
+    stored.validate(strict=True)  # now, and not when all is done
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
     if args.gradient_checkpointing:
@@ -668,8 +670,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     be missing.
     """
     path = locate(name)
-    is_adapter = Path(path, "adapter_config.json").exists()
-    require(not is_adapter, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
+    is_whole = find_adapter_config_file(path) is None
+    require(is_whole, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
         with torch.device("meta"):

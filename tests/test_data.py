@@ -211,5 +211,9 @@ def test_a_prompt_beside_messages_is_read_once(tokenizer):
     system = [{"role": "system", "content": "Be brief."}]
     good = turns("The film", "good.")
     text = reward_model.encode_conversation("The film", system + good, tokenizer)  # as in orca_dpo_pairs
-    assert text == reward_model.encode_conversation(system, good, tokenizer)
+    for prompt, answer in ((system, good), (system + good[:1], system + good), ("", system + good)):
+        assert reward_model.encode_conversation(prompt, answer, tokenizer) == text
+    more = turns("The film", "is", "what", "good.")  # an answer that goes on behind another
+    text_of_all = reward_model.encode_conversation("", more, tokenizer)
+    assert reward_model.encode_conversation(more[:2], more[2:], tokenizer) == text_of_all
     assert tokenizer.decode(text) == f"system: Be brief.{eos}user: The film{eos}assistant: good.{eos}"
