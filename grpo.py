@@ -1344,9 +1344,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
     prints them in words."""
     size = policy.num_parameters()
-    # 2e-5 up to 135M parameters, which docs/real.md measured, then falling to 3e-6 at 1B (as the N+ details); for the
-    # smallest models higher
-    rate = max(3e-6, min(2e-5, 2700 / size), 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     learning_rate = args.learning_rate or float(f"{rate:.2g}")
 
     parts = args.num_mini_batches * WORLD_SIZE

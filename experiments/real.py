@@ -58,13 +58,13 @@ class Arm(NamedTuple):
 
     script: str
     data: str  # the folder under DATA
-    flags: str  # of TRL: environment variables
+    flags: str
     judged: str
     seeds: tuple[int, ...] = (1,)
     is_kept: bool = False  # for a later one, which starts from it
 
 
-TRL = "benchmarks/run_trl.py"  # its GRPO, with the settings in the args.json of our run of 20 updates
+TRL = "benchmarks/run_trl.py"  # its GRPO, with the settings in the args.json of our run
 ENDS = ("rewards/verifiers.py:one_sentence", "rewards/higher_or_lower.py:Game", "turns")
 GOLD = "rewards/sentiment.py:polarity"
 JUDGED = f"{SUMS} --temperature 0"
@@ -83,13 +83,12 @@ PAIRS = "--bf16 --batch-size 16"  # 60 steps
 REWARDED = f"{PAIRS} --learning-rate 2e-5 --eos-dropout 0.5"
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
-    "grpo": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED}", JUDGED, seeds=(1, 2, 3)),
+    "grpo": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED}", JUDGED, seeds=(1, 2, 3), is_kept=True),
+    "TRL": Arm(TRL, "sums", "", JUDGED),
     "before, watched": Arm("grpo.py", "sums", f"{GRPO} 64 {WATCHED} --learning-rate 1e-9", ""),
-    "20 updates": Arm("grpo.py", "sums", f"{GRPO} 1280", JUDGED, seeds=(1, 2, 3), is_kept=True),
-    "20 updates, TRL": Arm(TRL, "sums", "", JUDGED, seeds=(1, 2, 3)),
-    "20 updates, TRL, memory kept": Arm(TRL, "sums", shlex.join(run_trl.KEEP_MEMORY), JUDGED),
-    "30 updates": Arm("grpo.py", "sums", f"{GRPO} 1920", JUDGED),
-    "1e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 1e-5", JUDGED),
+    "30 updates at 2e-5": Arm("grpo.py", "sums", f"{GRPO} 1920 --learning-rate 2e-5", JUDGED),
+    "1e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 1e-5", JUDGED, seeds=(1, 2, 3)),
+    "2e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 2e-5", JUDGED, seeds=(1, 2, 3)),
     "5e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 5e-5", JUDGED),
     "6 updates, 5e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
     "6 updates, 2e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
@@ -222,8 +221,8 @@ def measure(name: str, seed: int, model: str) -> dict:
         make_pairs(model)
     if arm.script == TRL:
         python = run_trl.make_venv(run_trl.TRAINERS["grpo"], Path("/tmp"))
-        settings = f"runs/real/20-updates-{seed}/args.json"
-        command = ["env", *arm.flags.split(), python, TRL, "grpo", settings, output]
+        settings = f"runs/real/grpo-{seed}/args.json"
+        command = ["env", *run_trl.KEEP_MEMORY, python, TRL, "grpo", settings, output]
         judged = f"{output}/model"
     elif arm.script:
         split = "validation" if WATCHED in arm.flags or arm.data in ("pairs", "best") else "none"
@@ -360,17 +359,17 @@ def rates_table(record: list[dict]) -> str:
 
 
 def beside_table(record: list[dict]) -> str:
-    """GRPO of TRL beside ours: the last three of 20 updates, unseen sums, and what they cost."""
-    heads = ["20 updates", "seeds", "right answers", "groups that score alike", "entropy", "unseen sums right"]
-    heads += ["CPU seconds an update", "GB"]
-    lines = [heads, ["---", *["---:"] * 7]]
-    titles = {"20 updates": "`grpo.py`", "20 updates, TRL": "TRL 1.16"}
-    titles |= {"20 updates, TRL, memory kept": "TRL 1.16, keeping freed memory"}
+    """GRPO of TRL beside ours, along the run and in the end."""
+    parts = {"1": slice(1), "9 to 10": slice(8, 10), "19 to 20": slice(18, 20), "48 to 50": slice(47, 50)}
+    heads = ["", "seeds", *(f"updates {part}" for part in parts), "unseen sums", "CPU seconds an update", "GB"]
+    lines = [heads, ["---", *["---:"] * 8]]
+    titles = {"grpo": "`grpo.py`", "TRL": "TRL 1.16, keeping freed memory, too"}
     for name, title in titles.items():
         runs = runs_of(record, name)
-        metrics = ("reward", "frac_reward_zero_std", "entropy")
-        line = [title, str(len(runs)), *(of_curves(runs, metric, 2, slice(17, 20)) for metric in metrics)]
-        line.append(of_end(runs, "rewards/verifiers.py:last_number", 2))
+        if not runs:
+            continue
+        line = [title, str(len(runs)), *(of_curves(runs, "reward", 2, part) for part in parts.values())]
+        line.append(of_end(runs, "rewards/verifiers.py:last_number", 2) if "end" in runs[0] else "")
         line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
         line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
         lines.append(line)

@@ -292,7 +292,7 @@ def test_micro_batches_are_as_large_as_memory_allows():
 RATES = {  # of a model of GPT-2's size, of a tenth of it, and of one of 7B
     ppo: (1e-5, 4e-5, 3e-6),  # 10 ** 0.6 is 3.98
     rloo: (1e-5, 4e-5, 3e-6),
-    grpo: (2e-5, 4e-5, 3e-6),
+    grpo: (1e-5, 4e-5, 3e-6),
     dpo: (1e-5, 4e-5, 8.9e-7),
     reward_model: (1e-5, 5.6e-5, 3e-6),
     sft: (2e-5, 2e-5, 2e-5),
