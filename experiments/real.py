@@ -109,9 +109,9 @@ ARMS = {
     "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 480", FRIENDLY),
     "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 640", FRIENDLY),
     "before, game": Arm("", "game", "", PLAYED),
-    "game": Arm("grpo.py", "game", f"{GAME} --bf16 --batch-size 32 --total-episodes 960", PLAYED),
+    "game": Arm("grpo.py", "game", f"{GAME} --bf16 --batch-size 32 --total-episodes 960 --learning-rate 2e-5", PLAYED),
     "before, form": Arm("", "things", "", FORMED),
-    "form": Arm("grpo.py", "things", f"{FORM} --bf16 --total-episodes 1280", FORMED),
+    "form": Arm("grpo.py", "things", f"{FORM} --bf16 --total-episodes 1280 --learning-rate 2e-5", FORMED),
 }
 
 
