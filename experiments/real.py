@@ -282,9 +282,10 @@ def sums_table(record: list[dict]) -> str:
     right = "rewards/verifiers.py:last_number"
     heads = ["", "right", "ended by itself", "tokens", "KL", "GB"]
     lines = [heads, ["---", *["---:"] * 5]]
-    for name in ("before", "30 updates", "grpo", "1e-5", "5e-5"):
+    rates = ("1e-5", "2e-5", "5e-5")
+    for name in ("before", "grpo", *rates, "30 updates at 2e-5"):
         runs = runs_of(record, name)
-        titles = {"grpo": f"50 updates, {len(runs)} seeds"} | {x: f"50 at {x}, {len(runs)}" for x in ("1e-5", "5e-5")}
+        titles = {"grpo": f"50 updates, {len(runs)} seeds"} | {x: f"50 at {x}, {len(runs)}" for x in rates}
         line = [titles.get(name, name)]
         for metric, digits in {right: 2, "eos_share": 2, "response_length": 1, "kl": 1}.items():
             line.append(of_end(runs, metric, digits) if name != "before" or metric != "kl" else "0")
@@ -347,10 +348,11 @@ def rates_table(record: list[dict]) -> str:
     last = slice(4, 6)
     heads = ["", "seeds", "right answers", "entropy", "CPU seconds an update", "GB"]
     lines = [heads, ["---", *["---:"] * 5]]
-    for name in ("grpo", *(name for name in ARMS if name.startswith("6 updates"))):
+    titles = {"grpo": "9.5e-6, falling (the runs above)", "2e-5": "2e-5, falling"}
+    for name in (*titles, *(name for name in ARMS if name.startswith("6 updates"))):
         runs = runs_of(record, name)
         if runs:
-            label = "2e-5, falling (the runs above)" if name == "grpo" else name.removeprefix("6 updates, ")
+            label = titles.get(name, name.removeprefix("6 updates, "))
             line = [label, str(len(runs)), of_curves(runs, "reward", 2, last), of_curves(runs, "entropy", 2, last)]
             line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
             line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
