@@ -797,7 +797,7 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     path = Path(locate(name))
     if path.is_file():
         require(path.stat().st_size, f"{name} is empty")
-        return datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split=split)
+        return datasets.load_dataset(str(path.parent.resolve()), data_files=path.name, split=split)
     return datasets.load_dataset(str(path), config, split=split)
 
 
@@ -1049,7 +1049,9 @@ class Run:
             try:
                 state = self.load(folder)
             except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(f"{folder} cannot be read: remove it to go on from the one before it") from error
+                raise RuntimeError(
+                    f"{folder} cannot be read; if it is damaged, remove it to go on from the last"
+                ) from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):

@@ -638,6 +638,8 @@ def read_pairs(data: datasets.Dataset, args: Args) -> Iterator[tuple]:
     prompts = [""] * len(chosen)
     if args.prompt_column in data.column_names:
         prompts = list(data[args.prompt_column])
+    else:
+        print(f"no column {args.prompt_column!r}: the pairs are read as whole texts, or conversations")
     asked = lambda text: [x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"]  # noqa: E731
     for i, (a, b) in enumerate(zip(map(asked, chosen), map(asked, rejected))):
         require(a == b or not a or not b, f"row {i}: what is chosen and what is rejected answer different questions")
@@ -866,7 +868,7 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     path = Path(locate(name))
     if path.is_file():
         require(path.stat().st_size, f"{name} is empty")
-        return datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split=split)
+        return datasets.load_dataset(str(path.parent.resolve()), data_files=path.name, split=split)
     return datasets.load_dataset(str(path), config, split=split)
 
 
@@ -1223,7 +1225,9 @@ class Run:
             try:
                 state = self.load(folder)
             except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(f"{folder} cannot be read: remove it to go on from the one before it") from error
+                raise RuntimeError(
+                    f"{folder} cannot be read; if it is damaged, remove it to go on from the last"
+                ) from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):

@@ -1320,6 +1320,8 @@ def encode_texts(prompts: list[str] | list[list[dict]], tokenizer: AutoTokenizer
     if isinstance(prompts[0], str):
         twice = [tokenizer.bos_token_id] * 2  # in texts with a BOS, to which the tokenizer adds one
         return [ids[1:] if ids[:2] == twice else ids for ids in tokenizer(prompts)["input_ids"]]
+    is_open = all(not prompt or prompt[-1]["role"] != "assistant" for prompt in prompts)
+    require(is_open, "a prompt ends with a turn of the assistant, which leaves nothing to answer")
     return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
 
 
@@ -1575,7 +1577,7 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     path = Path(locate(name))
     if path.is_file():
         require(path.stat().st_size, f"{name} is empty")
-        return datasets.load_dataset(str(path.resolve().parent), data_files=path.name, split=split)
+        return datasets.load_dataset(str(path.parent.resolve()), data_files=path.name, split=split)
     return datasets.load_dataset(str(path), config, split=split)
 
 
@@ -1953,7 +1955,9 @@ class Run:
             try:
                 state = self.load(folder)
             except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(f"{folder} cannot be read: remove it to go on from the one before it") from error
+                raise RuntimeError(
+                    f"{folder} cannot be read; if it is damaged, remove it to go on from the last"
+                ) from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):

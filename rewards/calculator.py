@@ -18,18 +18,18 @@ from verifiers import right_number, work_out
 def calculate(expression: str) -> str:
     """What an expression comes to, as a text; nothing but numbers, + - * / and brackets is worked out.
 
-    >>> calculate("2 * 9"), calculate("(1,200 - 0.5) / 7 ="), calculate("9 ** 9")
-    ('18', '171.357', 'not arithmetic')
+    >>> calculate("2 * 9"), calculate("(1,200 - 0.5) / -7 ="), calculate("9 ** 9")
+    ('18', '-171.3571429', 'not arithmetic')
     """
 
     def as_fraction(number: re.Match) -> str:
         return "({} / {})".format(*Fraction(number[0]).as_integer_ratio())
 
     expression = re.sub(r"(?<=\d),(?=\d{3})", "", expression.partition("=")[0])  # 1,200 is 1200
-    result, _ = work_out(re.sub(r"\d*\.\d+", as_fraction, expression).strip())
+    result, _ = work_out(re.sub(r"\d*\.\d+", as_fraction, expression).strip(), signs=True)
     if result is None:
         return "not arithmetic"
-    return str(result) if result.denominator == 1 else f"{float(result):.6g}"
+    return str(result) if result.denominator == 1 else f"{float(result):.10g}"
 
 
 class Calculator:

@@ -20,7 +20,7 @@ BATCH_SIZE = 32  # texts that go through it at once
 def load() -> tuple:
     """Tokenizer, model and the number of the label, at the first call."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, truncation_side="left")  # the answer stands at the end
     model = AutoModelForSequenceClassification.from_pretrained(MODEL).to(device)
     labels = model.config.label2id
     assert LABEL in labels, f"{MODEL} has no label {LABEL}; it has {', '.join(labels)}"
@@ -31,7 +31,7 @@ def text_of(prompt: str | list[dict], completion: str | list[dict]) -> str:
     """Both as one text; of messages what they say."""
     if isinstance(prompt, str):
         return prompt + completion
-    return "\n".join(message["content"] for message in prompt + completion)
+    return "\n".join(message["content"] or "" for message in prompt + completion)
 
 
 @torch.no_grad()

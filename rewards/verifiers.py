@@ -26,7 +26,8 @@ def text_of(completion: str | list[dict]) -> str:
 
 def exact_match(completions: list, answer: list, **_) -> list[float | None]:
     """1 if the completion is the text in the column `answer`, but for spaces around it, else 0. None without a text."""
-    pairs = zip(completions, answer, strict=True)
+    whole = [int(x) if isinstance(x, float) and x.is_integer() else x for x in answer]  # as 72 beside 3.5 is read
+    pairs = zip(completions, whole, strict=True)
     return [None if x is None else float(text_of(completion).strip() == str(x).strip()) for completion, x in pairs]
 
 
@@ -62,15 +63,19 @@ NUMBER = re.compile(
 )
 
 
+def in_plain_signs(text: str) -> str:
+    """The text with plain minus signs, and a/b for LaTeX's fractions."""
+    return re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2", text.replace("−", "-"))  # 1\frac{1}{2} is not 11/2
+
+
 def read_number(text: str) -> Fraction | None:
     r"""1,234.50 or $7 or 50% (as 50) or -3/4 or \frac{3}{4} or 1e-05 as an exact number.
 
     None for all else, such as `1 2`, 1\frac{1}{2}, 1.234,5, 1e9999, and what has more than LONGEST characters.
     """
-    text = text.strip().rstrip(".").replace("−", "-")
+    text = in_plain_signs(text).strip().rstrip(".")
     if len(text) > LONGEST:
         return None
-    text = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2", text).strip()  # 1\frac{1}{2} does not become 11/2
     return Fraction(re.sub(r"[^\d./eE+-]", "", text)) if NUMBER.fullmatch(text) else None
 
 
@@ -87,7 +92,7 @@ def right_number(completions: list, answer: list, **_) -> list[float | None]:
     return rewards
 
 
-LAST = re.compile(r"(?<!\d)[+-]?(?:\d[\d,]*)?\.?\d+(?:/\d+)?", re.ASCII)
+LAST = re.compile(r"(?<!\d)[+-]?(?:\d(?:\{,\}|[\d,])*)?\.?\d+(?:[eE][+-]?\d+)?(?: ?/ ?\d+)?", re.ASCII)
 
 
 def last_number(completions: list, answer: list, **_) -> list[float | None]:
@@ -98,7 +103,7 @@ def last_number(completions: list, answer: list, **_) -> list[float | None]:
     rewards = []
     for completion, wanted in zip(completions, answer, strict=True):
         wanted = read_number(final_answer(str(wanted)) or str(wanted))
-        given = read_number(([""] + LAST.findall(text_of(completion)))[-1])
+        given = read_number(([""] + LAST.findall(in_plain_signs(text_of(completion))))[-1])
         rewards.append(None if wanted is None else float(given == wanted))
     return rewards
 
@@ -107,13 +112,15 @@ def last_number(completions: list, answer: list, **_) -> list[float | None]:
 # Countdown: reach a target with given numbers, each used once
 
 
-def work_out(expression: str) -> tuple[Fraction | None, list[int]]:
+def work_out(expression: str, signs: bool = False) -> tuple[Fraction | None, list[int]]:
     """The value of an expression of whole numbers, + - * / and brackets, and the numbers in it; (None, []) if it is not
-    one, is longer than LONGEST characters, or divides by zero."""
+    one, is longer than LONGEST characters, or divides by zero. With `signs`, -5 is a number, too."""
 
     def value(node: ast.expr) -> Fraction:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if signs and isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
         if isinstance(node, ast.Constant) and type(node.value) is int:  # not True, which is an int, too
             numbers.append(node.value)
             return Fraction(node.value)

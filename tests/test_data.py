@@ -33,6 +33,9 @@ def test_files(tmp_path, kind):
 def test_a_file_is_one_split(tmp_path):
     """All of it is trained on, unless a part is asked for, in the syntax of `datasets`."""
     file = write_rows(tmp_path / "d.jsonl", [{"prompt": f"The film {i}"} for i in range(8)])
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/link.jsonl").symlink_to(file)
+    assert len(ppo.load_split(str(tmp_path / "links/link.jsonl"), None, "train")) == 8
     train, test = ppo.load_data(ppo.Args(dataset=file))
     assert len(train) == 8
     assert test is None
@@ -181,6 +184,8 @@ def test_all_tokens_of_a_pair_may_carry_the_loss(tokenizer):
 def test_prompts_as_messages(tokenizer, chat_model, tmp_path):
     """The assistant is to speak next; before a completion or a pair they are its beginning."""
     prompt = turns("The film", "is", "what")
+    with pytest.raises(SystemExit, match="assistant"):
+        ppo.encode_texts([prompt[:2]], tokenizer)
     head = "user: The film<|end|>assistant: is<|end|>user: what<|end|>assistant:"
     assert tokenizer.decode(ppo.encode_texts([prompt], tokenizer)[0]) == head
     for completion in ("good.", [{"role": "assistant", "content": "good."}]):

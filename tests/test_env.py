@@ -182,7 +182,8 @@ def test_templates_that_do_not_fit(tokenizer, calculator, template):
 def test_the_calculator(calculator):
     calculate = grpo.load_function("rewards/calculator.py:calculate")
     assert calculate(".05 * 1,200 + 1") == calculate("61.0") == "61"
-    assert calculate("1 / 3") == "0.333333"
+    assert calculate("1 / 3") == "0.3333333333" and calculate("-5 + 3 * -2") == "-11"
+    assert calculate("1234567.25 + 0") == "1234567.25"
     for expression in ("", "1 / 0", "x", "2 ** 9", "1.2.3", "(" * 100, "9" * 300, "__import__('os')"):
         assert calculate(expression) == "not arithmetic"
     problem = calculator({"answer": "#### 1,200"})

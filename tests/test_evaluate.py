@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import evaluate  # noqa: E402
 
 import grpo  # noqa: E402
+import ppo  # noqa: E402
 
 GOLD = "toy/make.py:gold_score"
 
@@ -172,23 +173,25 @@ def test_episodes_by_hand(tmp_path):
         run("toy/guess/sft", **settings | dict(response_length=45))
 
 
-def test_a_policy_plays_what_it_was_trained_on(tmp_path, monkeypatch):
+def test_a_policy_answers_what_it_was_trained_on(tmp_path, monkeypatch):
     """The settings of its run are the default; those of the command line win."""
-    shutil.copytree(ROOT / "toy/guess/sft", tmp_path / "run")
-    trained = grpo.Args(env="toy/guess/make.py:Game", dataset="toy/guess/data/prompts", response_length=24)
-    trained = asdict(trained) | {"dataset_test_split": "train", "max_turns": 5}
-    (tmp_path / "run/args.json").write_text(json.dumps(trained))
+    data = write_rows(tmp_path / "mine.jsonl", [{"text": "I saw"}] * 3)
+    game = grpo.Args(env="toy/guess/make.py:Game", dataset="toy/guess/data/prompts", response_length=24, max_turns=5)
+    review = ppo.Args(dataset=data, prompt_column="text", response_length=8)
+    for name, model, trained in (("game", "toy/guess/sft", game), ("review", "toy/sft", review)):
+        shutil.copytree(ROOT / model, tmp_path / name)
+        (tmp_path / name / "args.json").write_text(json.dumps(asdict(trained) | {"dataset_test_split": "train"}))
 
-    def turns(*words):
-        output = tmp_path / f"out{len(words)}"
-        monkeypatch.setattr(
-            sys, "argv", ["evaluate.py", f"{tmp_path}/run", "--device", "cpu", "--output-dir", f"{output}", *words]
-        )
+    def answers(name, *words):
+        output = tmp_path / f"{name}{len(words)}"
+        command = ["evaluate.py", f"{tmp_path}/{name}", "--device", "cpu", "--output-dir", f"{output}", *words]
+        monkeypatch.setattr(sys, "argv", command)
         evaluate.main()
-        return [json.loads(line)["turns"] for line in (output / "answers.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]
 
-    assert len(turns()) == 15 and max(turns("--temperature", "0")) == 5
-    assert set(turns("--temperature", "0", "--max-turns", "1")) == {1}
+    assert len(answers("game")) == 15 and max(x["turns"] for x in answers("game", "--temperature", "0")) == 5
+    assert {x["turns"] for x in answers("game", "--temperature", "0", "--max-turns", "1")} == {1}
+    assert [x["text"] for x in answers("review", "--reward-fn", GOLD)] == ["I saw"] * 3
 
 
 def test_the_command_leaves_its_results(tmp_path, monkeypatch, capsys):

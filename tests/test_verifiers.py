@@ -61,6 +61,11 @@ LAST = """
 The answer is $1,035.00, I think. | 1035 | 1
 20-5 | 5 | 1
 it falls to -5° | -5 | 1
+x − 3 = −5. | -5 | 1
+it is $1{,}234.50. | 1234.5 | 1
+\\boxed{\\frac{1}{2}} | 2 | 0
+so 1 / 2 | 1/2 | 1
+6.02e23 | 23 | 0
 35, or else 36 | 35 | 0
 the answer is 3 | 35 | 0
 35.5 | 35 | 0
@@ -104,6 +109,7 @@ def test_a_row_without_a_number_to_compare_with():
     assert one(verifiers.right_number, "#### 3", answer=None) is None
     assert one(verifiers.right_number, "#### 3", answer="a parabola") is None
     assert one(verifiers.exact_match, "None", answer=None) is None and one(verifiers.exact_match, "3 ", answer=3) == 1
+    assert one(verifiers.exact_match, "72", answer=72.0) == 1  # as a column with gaps is read
     assert one(verifiers.countdown, "", target=None, nums=None) is None
 
 

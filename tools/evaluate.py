@@ -310,15 +310,15 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def read_command_line() -> Args:
-    """The settings; of a policy that was trained with --env, its environment, limits and data are the default."""
+    """The settings; of a policy of ppo.py, rloo.py or grpo.py, its data, limits and environment are the default."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     args = read()
     file = Path(args.model, "args.json")
     trained = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    if not trained.get("env"):
+    if "response_length" not in trained:
         return args
     names = ("env", "max_turns", "response_length", "dataset", "dataset_config", "prompt_column")
-    settings = {name: trained[name] for name in names}
+    settings = {name: trained[name] for name in names if name in trained}
     if trained["dataset_test_split"] not in (None, "none"):
         settings["split"] = trained["dataset_test_split"]
     return read(default=Args(args.model, **settings))
