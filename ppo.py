@@ -2053,6 +2053,10 @@ def read_command_line() -> Args:
         del settings[name]
     args = read(default=Args(**settings))
     require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
+    is_counted_alike = getattr(args, "batch_size", None) == settings.get("batch_size")
+    require(
+        is_counted_alike, "a resumed run keeps its --batch-size; --micro-batch-size saves memory, and changes no number"
+    )
     return args
 
 

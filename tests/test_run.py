@@ -245,9 +245,12 @@ def test_one_run_to_a_folder(whole, settings_of, tmp_path):
 
 
 def test_flags_win_over_the_settings_of_a_resumed_run(whole, tmp_path):
-    """Here the run becomes a longer one, at the learning rates of that."""
+    """Here the run becomes a longer one, at the learning rates of that. What its steps are counted by stays."""
     copy = tmp_path / "more"
     shutil.copytree(whole("ppo"), copy)
+    for words in (("--batch-size", 4), ("--output-dir", tmp_path / "elsewhere")):
+        with pytest.raises(SystemExit, match=words[0]):
+            resume("ppo", copy, *words)
     resume("ppo", copy, "--total_episodes=40", "--learning-rate", 1e-3)
     lines = lines_of(copy)
     assert untimed(lines[:3]) == untimed(lines_of(whole("ppo")))
