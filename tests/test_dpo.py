@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from replay import SETTINGS, agree, evaluated, ids_of, read_text, toy_rows, write_data, write_model
+from replay import SETTINGS, agree, evaluated, ids_of, read_text, share_of_rate, toy_rows, write_data, write_model
 from runs import run, untimed, watch
 from safetensors.torch import load_file
 from sources import ROOT
@@ -155,13 +155,17 @@ def test_dpo_by_hand(more, choices, tmp_path):
     lines = run(dpo, tmp_path / "run", **given)
     after = saved(tmp_path / ("run/merged" if more else "run"))
     reference = saved(choices.model)
-    read = reader(SimpleNamespace(**vars(dpo.Args()) | given), reference)
+    args = SimpleNamespace(**vars(dpo.Args()) | given)
+    read = reader(args, reference)
     agree(evaluated(lines[-1]), evaluate(read, cut_pairs(choices.tests), after))
     pairs = cut_pairs(choices.rows)
     prompts = [len(pair[0]) for pair in pairs]
     assert len(pairs) == 27 and min(prompts) <= 4 < max(prompts)
     lengths = [len(pair[0]) + max(map(len, pair[1:])) for pair in pairs]
+    warmup = int(args.warmup_ratio * len(lines))
     for number, line in enumerate(lines):
+        share = share_of_rate(args.lr_scheduler_type, number, len(lines), warmup)
+        assert line["lr"] == pytest.approx(args.learning_rate * share)
         rows = dpo.length_grouped_batch(lengths, number, 6, 1)
         _, stats = read(reference, [pairs[i] for i in rows])  # its log-probabilities are the reference's
         for side in ("chosen", "rejected"):
