@@ -897,14 +897,19 @@ def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args
     likeliest = scored_answers(policy, reward_fns, prompts, 1, args.eval_temperature, args)
     torch.manual_seed(seed + 1 + G)
     sampled = scored_answers(policy, reward_fns, prompts, G, args.temperature, args)
-    first = next(iter(reward_fns))  # a right answer is one to which the first of --reward-fn gives 1 or more
-    are_right = (sampled.rewards_by_name[first] >= 1).float().view(-1, G)  # (N, G)
+    are_right = right_answers(sampled).view(-1, G)  # (N, G)
     return {
         "eval/scores": likeliest.scores.mean().item(),
-        "eval/accuracy": (likeliest.rewards_by_name[first] >= 1).float().mean().item(),
-        "eval/pass@1": are_right.mean().item(),
-        f"eval/pass@{G}": are_right.amax(1).mean().item(),
+        "eval/accuracy": right_answers(likeliest).nanmean().item(),
+        "eval/pass@1": are_right.nanmean().item(),
+        f"eval/pass@{G}": are_right.amax(1).nanmean().item(),
     } | {f"eval/{name}": x for name, x in turn_stats(likeliest).items()}
+
+
+def right_answers(rollout: Rollout) -> Tensor:
+    """(B,) 1 where the first of --reward-fn gave 1 or more, 0 where it gave less, NaN where it gave nothing."""
+    rewards = next(iter(rollout.rewards_by_name.values()))
+    return torch.where(rewards.isnan(), rewards, (rewards >= 1).float())
 
 
 def scored_answers(

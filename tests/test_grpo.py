@@ -238,7 +238,8 @@ def test_dynamic_sampling(monkeypatch):
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_evaluation(monkeypatch, processes):
-    """Four prompts: low temperature is right on 0 and 1; of two answers each, of 0 and 1 both, of 2 one is."""
+    """Four prompts: low temperature is right on 0 and 1; of two answers each, of 0 and 1 both, of 2 one is; nothing is
+    said of 3."""
     args = grpo.Args(num_generations=2)
 
     def answer(policy, examples, answers):
@@ -253,10 +254,11 @@ def test_evaluation(monkeypatch, processes):
 
     monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
     monkeypatch.setattr(grpo, "sample_batch", answer)
-    rewards = {"right": lambda r: r.old_logprobs[:, 0], "other": lambda r: r.prompts[:, 0].float()}
+    said = lambda r: r.old_logprobs[:, 0].masked_fill(r.prompts[:, 0] == 3, math.nan)
+    rewards = {"right": said, "other": lambda r: r.prompts[:, 0].float()}
     prompts = [{"prompt": "", "n": n} for n in range(4)]
     stats = grpo.evaluate(None, rewards, prompts, args)
-    expected = {"eval/accuracy": 0.5, "eval/scores": 0.5 + 1.5, "eval/pass@1": 0.625, "eval/pass@2": 0.75}
+    expected = {"eval/accuracy": 2 / 3, "eval/scores": 0.5 + 1.5, "eval/pass@1": 2.5 / 3, "eval/pass@2": 1.0}
     assert stats == pytest.approx(expected)
 
 
