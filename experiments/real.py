@@ -362,8 +362,8 @@ def rates_table(record: list[dict]) -> str:
 
 def beside_table(record: list[dict]) -> str:
     """GRPO of TRL beside ours, along the run and in the end."""
-    parts = {"1": slice(1), "9 to 10": slice(8, 10), "19 to 20": slice(18, 20), "48 to 50": slice(47, 50)}
-    heads = ["", "seeds", *(f"updates {part}" for part in parts), "unseen sums", "CPU seconds an update", "GB"]
+    parts = {f"updates {n - 2} to {n}": slice(n - 3, n) for n in (10, 20, 30, 50)}
+    heads = ["", "seeds", *parts, "unseen sums", "CPU seconds an update", "GB"]
     lines = [heads, ["---", *["---:"] * 8]]
     titles = {"grpo": "`grpo.py`", "TRL": "TRL 1.16, keeping freed memory, too"}
     for name, title in titles.items():
