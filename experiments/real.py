@@ -344,16 +344,17 @@ def answers_table(record: list[dict], names: tuple[str, str]) -> str:
 
 
 def rates_table(record: list[dict]) -> str:
-    """Updates 5 and 6 of each learning rate, and of the long run."""
+    """Updates 5 and 6 of each learning rate, and of the long run; and unseen sums after the sixth."""
     last = slice(4, 6)
-    heads = ["", "seeds", "right answers", "entropy", "CPU seconds an update", "GB"]
-    lines = [heads, ["---", *["---:"] * 5]]
+    heads = ["", "seeds", "right answers", "entropy", "unseen sums", "CPU seconds an update", "GB"]
+    lines = [heads, ["---", *["---:"] * 6]]
     titles = {"grpo": "9.5e-6, falling (the runs above)", "2e-5": "2e-5, falling"}
     for name in (*titles, *(name for name in ARMS if name.startswith("6 updates"))):
         runs = runs_of(record, name)
         if runs:
             label = titles.get(name, name.removeprefix("6 updates, "))
             line = [label, str(len(runs)), of_curves(runs, "reward", 2, last), of_curves(runs, "entropy", 2, last)]
+            line.append("" if name in titles else of_end(runs, "rewards/verifiers.py:last_number", 2))
             line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
             line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
             lines.append(line)
