@@ -1030,7 +1030,8 @@ def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
             found += eos_tokens(policy)
             continue
         ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_special_tokens=False)
-        is_unknown = ids == [tokenizer.unk_token_id] and text not in (tokenizer.unk_token, str(ids[0]))
+        is_named = text.isdecimal() or text == tokenizer.unk_token  # which ends texts in GPT-2 and SmolLM2
+        is_unknown = ids == [tokenizer.unk_token_id] and not is_named
         is_token = len(ids) == 1 and ids[0] < len(tokenizer) and not is_unknown
         require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
         found += ids
@@ -1286,8 +1287,8 @@ def encode_texts(prompts: list[str] | list[list[dict]], tokenizer: AutoTokenizer
     if isinstance(prompts[0], str):
         twice = [tokenizer.bos_token_id] * 2  # in texts with a BOS, to which the tokenizer adds one
         return [ids[1:] if ids[:2] == twice else ids for ids in tokenizer(prompts)["input_ids"]]
-    is_open = all(not prompt or prompt[-1]["role"] != "assistant" for prompt in prompts)
-    require(is_open, "a prompt ends with a turn of the assistant, which leaves nothing to answer")
+    answered = [prompt for prompt in prompts if prompt and prompt[-1]["role"] == "assistant"]
+    require(not answered, "a prompt ends with a turn of the assistant, which leaves nothing to answer")
     return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
 
 
@@ -1920,9 +1921,7 @@ class Run:
             try:
                 state = self.load(folder)
             except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(
-                    f"{folder} cannot be read; if it is damaged, remove it to go on from the last"
-                ) from error
+                raise RuntimeError(f"{folder} cannot be read; if it is damaged, remove it") from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -2054,9 +2053,7 @@ def read_command_line() -> Args:
     args = read(default=Args(**settings))
     require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
     is_counted_alike = getattr(args, "batch_size", None) == settings.get("batch_size")
-    require(
-        is_counted_alike, "a resumed run keeps its --batch-size; --micro-batch-size saves memory, and changes no number"
-    )
+    require(is_counted_alike, "a resumed run keeps its --batch-size; what saves memory is --micro-batch-size")
     return args
 
 

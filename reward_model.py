@@ -1130,9 +1130,7 @@ class Run:
             try:
                 state = self.load(folder)
             except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(
-                    f"{folder} cannot be read; if it is damaged, remove it to go on from the last"
-                ) from error
+                raise RuntimeError(f"{folder} cannot be read; if it is damaged, remove it") from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -1264,9 +1262,7 @@ def read_command_line() -> Args:
     args = read(default=Args(**settings))
     require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
     is_counted_alike = getattr(args, "batch_size", None) == settings.get("batch_size")
-    require(
-        is_counted_alike, "a resumed run keeps its --batch-size; --micro-batch-size saves memory, and changes no number"
-    )
+    require(is_counted_alike, "a resumed run keeps its --batch-size; what saves memory is --micro-batch-size")
     return args
 
 

@@ -265,6 +265,8 @@ def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_o
 
     Where a turn stands is seen in the text, which is encoded once: a label is a token whose last letter is of a turn.
     """
+    if not messages:
+        return [], []
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     end, behind = turn_end(tokenizer)
     text = render(messages).removesuffix(behind)
@@ -277,7 +279,8 @@ def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_o
             continue
         head = render(messages[:i], add_generation_prompt=True)  # which a rollout is given
         turn = render(messages[: i + 1]).removesuffix(behind)
-        if text.startswith(turn) and turn.startswith(render(messages[:i]).removesuffix(behind)):
+        asked = render(messages[:i]).removesuffix(behind)
+        if turn.startswith(asked) and text.startswith(turn):
             start = len(os.path.commonprefix([head, turn]))
             is_label[start : len(turn)] = b"\1" * (len(turn) - start)
         else:
@@ -504,7 +507,7 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> 
     completion_only = args.completion_only_loss
     if args.messages_column in data.column_names:
         conversations = read_column(data, args.messages_column)
-        rows = [encode_messages(x, tokenizer, completion_only) if x else ([], []) for x in conversations]
+        rows = [encode_messages(messages, tokenizer, completion_only) for messages in conversations]
     elif args.completion_column in data.column_names:
         prompts = read_column(data, args.prompt_column)
         completions = read_column(data, args.completion_column)
@@ -1129,9 +1132,7 @@ class Run:
             try:
                 state = self.load(folder)
             except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(
-                    f"{folder} cannot be read; if it is damaged, remove it to go on from the last"
-                ) from error
+                raise RuntimeError(f"{folder} cannot be read; if it is damaged, remove it") from error
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -1263,9 +1264,7 @@ def read_command_line() -> Args:
     args = read(default=Args(**settings))
     require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
     is_counted_alike = getattr(args, "batch_size", None) == settings.get("batch_size")
-    require(
-        is_counted_alike, "a resumed run keeps its --batch-size; --micro-batch-size saves memory, and changes no number"
-    )
+    require(is_counted_alike, "a resumed run keeps its --batch-size; what saves memory is --micro-batch-size")
     return args
 
 
