@@ -63,6 +63,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cache, lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -86,7 +87,6 @@ from matplotlib.figure import Figure
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributions import Normal
@@ -672,10 +672,7 @@ def function_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
     def reward(part: Rollout) -> Tensor:
         """(b,) rewards of the images (b, 3, height, width) of this process; NaN for None."""
         rows = deepcopy(part.examples)
-        try:
-            said = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
-        except SystemExit as error:  # whose code may say that all went well
-            raise RuntimeError(f"{spec} ended the program") from error
+        said = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
         if isinstance(said, tuple):
             said = said[0]
         require(len(said) == len(rows), f"{spec} should give a list of {len(rows)} rewards, not {said!r:.80}")
@@ -1027,11 +1024,8 @@ class Run:
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
         tensors = self.tensors()
-        files = {}  # of some 256 MB, since the writer holds each of them in memory as a whole
-        num_bytes = 0
-        for name, x in tensors.items():
-            num_bytes += (x.to_local() if isinstance(x, DTensor) else x).nbytes
-            files[name] = 1 + num_bytes // 2**28
+        ends = accumulate(x.nbytes for x in tensors.values())
+        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds each one in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return
@@ -1046,10 +1040,8 @@ class Run:
         """Brings everything back to the newest checkpoint; without any, the run starts over."""
         state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
         for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
-            try:
-                state = self.load(folder)
-            except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(f"{folder} cannot be read; if it is damaged, remove it") from error
+            print(f"reading {folder}: if it is damaged, remove it")
+            state = self.load(folder)
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -1087,9 +1079,9 @@ class Run:
         if RANK:
             return
         self.file.close()
-        lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
-        write_card(self.output, self.args, lines)
-        draw_curves(self.output, lines)
+        card = f"Made by {Path(__file__).name}: settings in args.json, metrics in metrics.jsonl\n"
+        (self.output / "README.md").write_text(card)
+        draw_curves(self.output)
         if self.wandb:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1125,34 +1117,10 @@ def code_version() -> dict[str, str]:
     return {"version": VERSION, "revision": git.stdout.strip()}
 
 
-def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
-    """README.md, the model card: the last metrics and all settings."""
-    metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(code_version() | asdict(args), indent=2)
-    script = Path(__file__).name
-    text = f"""---
-library_name: diffusers
-tags: [{Path(__file__).stem}]
----
-
-Made by `{script}`. The last metrics:
-
-```
-{metrics}
-```
-
-The settings:
-
-```json
-{settings}
-```
-"""
-    (folder / "README.md").write_text(text)
-
-
-def draw_curves(folder: Path, lines: pandas.DataFrame) -> None:
+def draw_curves(folder: Path) -> None:
     """curves.png: for each title of CURVES a panel with the metrics that match its pattern; evaluations are points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     lines.index += 1
     for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
         shown = lines.filter(regex=pattern)

@@ -73,6 +73,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache, lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -99,13 +100,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
@@ -438,6 +437,19 @@ class OneTypeCache(StaticCache):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
+def read_prompts(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, T: int) -> OneTypeCache:
+    """A key-value cache of prompts (B, P) but for their last tokens, with room for T more; equal ones are read once."""
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
+    read, row_of = torch.stack([prompts, prompt_mask])[..., :-1].cpu().unique(dim=1, return_inverse=True)
+    ids, mask = read.to(prompts.device)  # (b, P-1) each, b of them differ
+    if ids.numel():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        policy(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
+        cache.reorder_cache(row_of)
+    return cache
+
+
 @torch.no_grad()
 def sample(
     policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float
@@ -448,14 +460,13 @@ def sample(
     Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens drawn, 0 on padding.
     """
     B, T = uniforms.shape
-    P = prompts.shape[1]
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
-    cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once: it never grows
+    cache = read_prompts(policy, prompts, prompt_mask, T)
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
-    tokens = prompts  # (rows, P), after the first pass (rows, 1); like the next three, one row for each of `rows`
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # of the same shapes
-    attention_mask = prompt_mask.long()  # (rows, P), as wide as what was read: some layers take the last columns
+    tokens = prompts[:, -1:]  # (rows, 1); like the next three, one row for each of `rows`
+    positions = prompt_mask.sum(1, keepdim=True) - 1  # (rows, 1)
+    attention_mask = prompt_mask.long()  # (rows, P + t), as wide as what was read: some layers take the last columns
     going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
     stops = prompts.new_tensor(policy.stop_token_ids)
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
@@ -474,7 +485,7 @@ def sample(
         logprobs[rows, t] = logprob
         going &= ~torch.isin(token, stops)
         tokens = token[:, None]
-        positions = positions[:, -1:] + 1
+        positions = positions + 1
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         if (t + 1) % look_every:
             continue
@@ -991,10 +1002,11 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
     return [(ids + end)[:limit] for ids in encoded]
 
 
+@torch.no_grad()
 def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
     """Makes of `ema`, in place, decay * itself + (1 - decay) * the policy."""
-    move = get_ema_multi_avg_fn(decay)
-    move(list(ema.parameters()), list(policy.parameters()), None)
+    for kept, p in zip(ema.parameters(), policy.parameters()):
+        kept.lerp_(p, 1 - decay)
 
 
 # --- Models and rewards -----------------------------------------------------------------------------------------------
@@ -1205,10 +1217,7 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
         with torch.random.fork_rng(devices=[]):  # whatever it draws, all processes go on with the same numbers
-            try:
-                values = function(**given)
-            except SystemExit as error:  # whose code may say that all went well
-                raise RuntimeError(f"{spec} ended the program") from error
+            values = function(**given)
         require(len(values) == len(rows), f"{spec} should give a list of {len(rows)} rewards, not {values!r:.80}")
         return all_gather(torch.tensor([math.nan if x is None else float(x) for x in values], device=args.device))
 
@@ -1324,9 +1333,10 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
     longest = longest_prompt(prompts) + args.response_length
-    fitting = min(batch_size // parts, rows_that_fit(policy, longest, args))
-    micro_batch_size = args.micro_batch_size or per_device or fitting
-    rollout_batch_size = args.local_rollout_forward_batch_size or responses_that_fit(policy, longest, args)
+    rows = rows_that_fit(policy, longest, args)
+    micro_batch_size = args.micro_batch_size or per_device or min(rows, batch_size // parts)
+    cached = rows if args.gradient_checkpointing else 8 * rows  # keys and values take less room than all activations
+    rollout_batch_size = args.local_rollout_forward_batch_size or cached
 
     episodes = args.total_episodes
     if args.num_train_epochs:
@@ -1432,35 +1442,18 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
     """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits."""
+    numbers per layer and hidden unit, and three times its logits. They may fill an eighth of the GPU. Without CUDA,
+    where larger parts gain little, it is 256 MB, or four times the weights, up to 2 GB: each part goes once more
+    through the gradient of all."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
     num_logits = 0 if head is None else len(head.weight)
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    return max(1, free_numbers(model, args) // numbers)
-
-
-def responses_that_fit(policy: nn.Module, num_tokens: int, args: Args) -> int:
-    """How many responses may be sampled at once: each keeps its keys and values of all tokens and layers (prompt and
-    response are `num_tokens` long), and the logits of one token in three copies."""
-    config = policy.config.get_text_config()
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers = 2 * num_tokens * config.num_hidden_layers * num_heads * head_size + 3 * config.vocab_size
-    return max(1, free_numbers(policy, args) // numbers)
-
-
-def free_numbers(model: nn.Module, args: Args) -> int:
-    """How many float32 numbers a part of a batch may take: those of a quarter of the GPU's free memory, on the average
-    of the processes, since all must cut alike; 4 GB of them where there is no CUDA to ask. On a CPU, where larger parts
-    gain little, 256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all."""
-    if args.device == "cpu":
-        return max(2**26, min(4 * model.num_parameters(), 2**29))
-    if torch.device(args.device).type != "cuda":
-        return 2**30
-    free = torch.tensor(torch.cuda.mem_get_info()[0] / WORLD_SIZE, dtype=torch.float64, device=args.device)
-    return int(all_reduce(free)) // 16
+    limit = max(2**26, min(4 * model.num_parameters(), 2**29))
+    if torch.device(args.device).type == "cuda":
+        limit = torch.cuda.get_device_properties(args.device).total_memory // 32  # bytes / 8, in float32
+    return max(1, limit // numbers)
 
 
 def use_bfloat16(model: nn.Module) -> None:
@@ -1899,11 +1892,8 @@ class Run:
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
         tensors = self.tensors()
-        files = {}  # of some 256 MB, since the writer holds each of them in memory as a whole
-        num_bytes = 0
-        for name, x in tensors.items():
-            num_bytes += (x.to_local() if isinstance(x, DTensor) else x).nbytes
-            files[name] = 1 + num_bytes // 2**28
+        ends = accumulate(x.nbytes for x in tensors.values())
+        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds each one in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return
@@ -1918,10 +1908,8 @@ class Run:
         """Brings everything back to the newest checkpoint; without any, the run starts over."""
         state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
         for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
-            try:
-                state = self.load(folder)
-            except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(f"{folder} cannot be read; if it is damaged, remove it") from error
+            print(f"reading {folder}: if it is damaged, remove it")
+            state = self.load(folder)
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -1959,9 +1947,9 @@ class Run:
         if RANK:
             return
         self.file.close()
-        lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
-        write_card(self.output, self.args, lines)
-        draw_curves(self.output, lines)
+        card = f"Made by {Path(__file__).name}: settings in args.json, metrics in metrics.jsonl\n"
+        (self.output / "README.md").write_text(card)
+        draw_curves(self.output)
         if self.wandb:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -2003,34 +1991,10 @@ def code_version() -> dict[str, str]:
     return {"version": VERSION, "revision": git.stdout.strip()}
 
 
-def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
-    """README.md, the model card: the last metrics and all settings."""
-    metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(code_version() | asdict(args), indent=2)
-    script = Path(__file__).name
-    text = f"""---
-library_name: transformers
-tags: [{Path(__file__).stem}]
----
-
-Made by `{script}`. The last metrics:
-
-```
-{metrics}
-```
-
-The settings:
-
-```json
-{settings}
-```
-"""
-    (folder / "README.md").write_text(text)
-
-
-def draw_curves(folder: Path, lines: pandas.DataFrame) -> None:
+def draw_curves(folder: Path) -> None:
     """curves.png: for each title of CURVES a panel with the metrics that match its pattern; evaluations are points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     lines.index += 1
     for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
         shown = lines.filter(regex=pattern)

@@ -49,6 +49,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, field, replace
 from datetime import timedelta
 from functools import cache, lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -74,7 +75,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -702,25 +702,18 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
     """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits."""
+    numbers per layer and hidden unit, and three times its logits. They may fill an eighth of the GPU. Without CUDA,
+    where larger parts gain little, it is 256 MB, or four times the weights, up to 2 GB: each part goes once more
+    through the gradient of all."""
     config = model.config.get_text_config()
     per_unit = 2 if args.gradient_checkpointing else 20
     head = model.get_output_embeddings()
     num_logits = 0 if head is None else len(head.weight)
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    return max(1, free_numbers(model, args) // numbers)
-
-
-def free_numbers(model: nn.Module, args: Args) -> int:
-    """How many float32 numbers a part of a batch may take: those of a quarter of the GPU's free memory, on the average
-    of the processes, since all must cut alike; 4 GB of them where there is no CUDA to ask. On a CPU, where larger parts
-    gain little, 256 MB, or four times the weights, up to 2 GB: each part goes once more through the gradient of all."""
-    if args.device == "cpu":
-        return max(2**26, min(4 * model.num_parameters(), 2**29))
-    if torch.device(args.device).type != "cuda":
-        return 2**30
-    free = torch.tensor(torch.cuda.mem_get_info()[0] / WORLD_SIZE, dtype=torch.float64, device=args.device)
-    return int(all_reduce(free)) // 16
+    limit = max(2**26, min(4 * model.num_parameters(), 2**29))
+    if torch.device(args.device).type == "cuda":
+        limit = torch.cuda.get_device_properties(args.device).total_memory // 32  # bytes / 8, in float32
+    return max(1, limit // numbers)
 
 
 def use_bfloat16(model: nn.Module) -> None:
@@ -1110,11 +1103,8 @@ class Run:
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
         tensors = self.tensors()
-        files = {}  # of some 256 MB, since the writer holds each of them in memory as a whole
-        num_bytes = 0
-        for name, x in tensors.items():
-            num_bytes += (x.to_local() if isinstance(x, DTensor) else x).nbytes
-            files[name] = 1 + num_bytes // 2**28
+        ends = accumulate(x.nbytes for x in tensors.values())
+        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds each one in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return
@@ -1129,10 +1119,8 @@ class Run:
         """Brings everything back to the newest checkpoint; without any, the run starts over."""
         state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
         for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
-            try:
-                state = self.load(folder)
-            except (Exception, CheckpointException) as error:  # of torch: no Exception
-                raise RuntimeError(f"{folder} cannot be read; if it is damaged, remove it") from error
+            print(f"reading {folder}: if it is damaged, remove it")
+            state = self.load(folder)
         self.memory.update(state["memory"])
         self.step = state["step"]
         for _ in range(self.step):
@@ -1170,9 +1158,9 @@ class Run:
         if RANK:
             return
         self.file.close()
-        lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
-        write_card(self.output, self.args, lines)
-        draw_curves(self.output, lines)
+        card = f"Made by {Path(__file__).name}: settings in args.json, metrics in metrics.jsonl\n"
+        (self.output / "README.md").write_text(card)
+        draw_curves(self.output)
         if self.wandb:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
@@ -1214,34 +1202,10 @@ def code_version() -> dict[str, str]:
     return {"version": VERSION, "revision": git.stdout.strip()}
 
 
-def write_card(folder: Path, args: Args, lines: pandas.DataFrame) -> None:
-    """README.md, the model card: the last metrics and all settings."""
-    metrics = lines.ffill().iloc[-1].to_string()
-    settings = json.dumps(code_version() | asdict(args), indent=2)
-    script = Path(__file__).name
-    text = f"""---
-library_name: transformers
-tags: [{Path(__file__).stem}]
----
-
-Made by `{script}`. The last metrics:
-
-```
-{metrics}
-```
-
-The settings:
-
-```json
-{settings}
-```
-"""
-    (folder / "README.md").write_text(text)
-
-
-def draw_curves(folder: Path, lines: pandas.DataFrame) -> None:
+def draw_curves(folder: Path) -> None:
     """curves.png: for each title of CURVES a panel with the metrics that match its pattern; evaluations are points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     lines.index += 1
     for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
         shown = lines.filter(regex=pattern)

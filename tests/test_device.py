@@ -191,8 +191,8 @@ def test_a_run_goes_there_and_back(tmp_path):
 
 
 def test_sampling_seldom_waits(found):
-    """64 token steps: at every eighth the host asks whether anybody is left, and the library looks at the mask once."""
-    assert found["reads_of_sampling"] <= 64 / 8 + 4
+    """64 token steps: at every eighth the host asks whether anybody is left. Prompts and mask are looked at once."""
+    assert found["reads_of_sampling"] <= 64 / 8 + 5
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "grpo"])

@@ -69,7 +69,8 @@ class Scripted(nn.Module):
 
     def forward(self, input_ids, position_ids, **_):
         logits = torch.full((*input_ids.shape, len(self.tokenizer)), -1e9)
-        logits[:, -1].scatter_(1, self.rows[:, [len(self.read)]], 0.0)
+        if self.read:  # the prompts come first, and nothing is drawn behind them
+            logits[:, -1].scatter_(1, self.rows[:, [len(self.read) - 1]], 0.0)
         self.read.append(input_ids)
         self.positions.append(position_ids)
         return SimpleNamespace(logits=logits)
@@ -128,12 +129,12 @@ def test_a_conversation(tokenizer, calculator):
     rendered = tokenizer.apply_chat_template(conversation, tokenize=False)
     assert tokenizer.decode(r.inputs()["input_ids"][0][r.inputs()["attention_mask"][0] > 0]) + "\n" == rendered
     assert r.responses[0][r.mask[0]].tolist() == stream and r.responses[1][r.mask[1]].tolist() == wrong
-    assert torch.cat(policy.read[1:], 1)[0].tolist() == stream[:-1]
+    assert torch.cat(policy.read[2:], 1)[0].tolist() == stream[:-1]
     assert r.written[0][r.mask[0]].tolist() == written and torch.equal(r.written[1:], r.mask[1:])
     assert r.mask.sum(1).tolist() == [len(stream), len(wrong), len(stream)]
     assert r.num_turns.tolist() == [3, 1, 1] and r.ended.tolist() == [True, True, False]
     assert r.rewards.nonzero().tolist() == [[0, len(stream) - 1]] and r.rewards.sum() == 1
-    steps = torch.cat(policy.positions[1:], 1)  # (3, T-1)
+    steps = torch.cat(policy.positions[2:], 1)  # (3, T-1)
     assert torch.equal(steps, r.prompt_mask.sum(1, keepdim=True) + torch.arange(len(stream) - 1))
 
 

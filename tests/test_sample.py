@@ -52,11 +52,26 @@ def test_the_mask_has_a_one_for_each_token_that_was_written(policy):
     """Causality hides the rest from some kinds of attention, but flash attention knows the keys by the mask alone."""
 
     def look(module, args, given):
-        assert torch.equal(given["attention_mask"].sum(1), given["position_ids"][:, -1] + 1)
+        num_tokens = given["attention_mask"].sum(1).clamp(min=1)  # a prompt of one token is read later
+        assert torch.equal(num_tokens, given["position_ids"][:, -1] + 1)
 
     hook = policy.register_forward_pre_hook(look, with_kwargs=True)
     tiny_rollout(policy)
     hook.remove()
+
+
+def test_of_equal_prompts_one_is_read(policy):
+    """What each draws is what it would draw alone; the same tokens behind another mask are another prompt."""
+    r = tiny_rollout(policy)
+    ids, mask = r.prompts[[5, 5, 4, 5]], r.prompt_mask[[5, 5, 4, 5]]
+    mask[1, :4] = False
+    passes = []
+    hook = policy.register_forward_pre_hook(lambda *x: passes.append(len(x[2]["input_ids"])), with_kwargs=True)
+    together = ppo.sample(policy, ids, mask, uniforms()[:4], 0.9)
+    hook.remove()
+    assert passes[:2] == [3, 4]
+    alone = [ppo.sample(policy, ids[[i]], mask[[i]], uniforms()[[i]], 0.9) for i in range(4)]
+    assert torch.equal(together[0], torch.cat([responses for responses, *_ in alone]))
 
 
 def test_a_response_ends_with_the_first_of_several_stop_tokens(policy):

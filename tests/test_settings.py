@@ -8,7 +8,6 @@ import shutil
 import datasets
 import pydantic
 import pytest
-import torch
 from huggingface_hub import constants
 from runs import GOLD, lines_of, main, run
 from sources import ROOT
@@ -79,7 +78,6 @@ def test_wrong_words_end_with_code_2(module, words, expected, monkeypatch, capsy
 
 REWARDS = """
 import math
-import sys
 
 
 def one(*_, **__):
@@ -92,10 +90,6 @@ def none(prompts, **_):
 
 def infinite(prompts, **_):
     return [-math.inf] * len(prompts)
-
-
-def leave(**_):
-    sys.exit(0)
 """
 
 
@@ -191,11 +185,6 @@ def found(value, folder):
     return value
 
 
-def test_a_reward_function_does_not_end_the_run_as_if_all_were_well(files, tmp_path, tiny):
-    with pytest.raises(RuntimeError, match="leave"):
-        run(ppo, tmp_path / "out", **tiny["ppo"] | dict(reward_fn=(f"{files}/r.py:leave",)))
-
-
 @pytest.mark.parametrize("module", [ppo, rloo, grpo, ddpo], ids=name_of)
 def test_processes_that_a_reward_function_starts_find_it(module, tmp_path):
     """Under the name of its file, in which two functions share what they remember."""
@@ -281,7 +270,6 @@ def test_micro_batches_are_as_large_as_memory_allows():
     assert fit() == pytest.approx(2 * fit(tokens=128), rel=0.02)
     assert fit(gradient_checkpointing=True) > 1.1 * fit()
     assert fit(body) > 1.1 * fit()
-    assert fit(device="mps") > 2 * fit()  # on a CPU, larger parts gain little
     lengths = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args: lengths.append(tokens) or 4)
@@ -309,11 +297,3 @@ def test_default_learning_rates(module, monkeypatch):
         args = [module.Args(model="toy/sft", lora_r=r, device="cpu") for r in (0, 4)]
         found = [module.choose_sizes(x, model, *rows).learning_rate for x in args]
         assert found == pytest.approx([rate, 10 * rate], rel=0.02)  # they have two digits
-
-
-def test_the_cache_of_a_rollout_fits():
-    """As many responses are sampled at once as have room for their keys, values and logits."""
-    model = ppo.load_policy(ppo.Args(device="cpu"))
-    layers = model(input_ids=torch.ones(1, 10, dtype=torch.long), use_cache=True).past_key_values.layers
-    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in layers) + 3 * model.config.vocab_size
-    assert ppo.responses_that_fit(model, 10, ppo.Args(device="cpu")) == 2**26 // numbers
