@@ -672,7 +672,8 @@ def function_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
     def reward(part: Rollout) -> Tensor:
         """(b,) rewards of the images (b, 3, height, width) of this process; NaN for None."""
         rows = deepcopy(part.examples)
-        said = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
+        with torch.random.fork_rng(devices=[]):  # whatever it draws, all processes go on with the same numbers
+            said = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
         if isinstance(said, tuple):
             said = said[0]
         require(len(said) == len(rows), f"{spec} should give a list of {len(rows)} rewards, not {said!r:.80}")

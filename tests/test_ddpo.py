@@ -142,7 +142,11 @@ def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monke
 
 
 REWARDS = """
+import torch
+
+
 def shown(images, prompts, metadata):
+    torch.rand(3)
     assert prompts == [row["prompt"] for row in metadata]
     assert images.shape[1:] == (3, 8, 8)
     assert 0 <= images.min() <= images.max() <= 1
@@ -172,12 +176,14 @@ def rewards(tmp_path):
 
 
 def test_weights_of_rewards(rewards):
-    """A reward of None counts as 0, and not at all in its mean."""
+    """A reward of None counts as 0, and not at all in its mean. What a function draws moves no number of the run's."""
     chain, args = toy_chain(reward_fn=rewards("shown", "sometimes"), reward_weights=(2, -3))
     part = toy_rollout(chain, args)
     part.examples = [row | {"points": i} for i, row in enumerate(part.examples)]
     shown = part.images.mean((1, 2, 3)) + torch.arange(8)
+    before = torch.get_rng_state()
     ddpo.score_images(part, ddpo.make_reward_fns(args), args)
+    assert torch.equal(torch.get_rng_state(), before)
     sometimes = torch.tensor([0, 0, 0, 0, 0, 0, 6, 7])
     close(part.scores, 2 * shown - 3 * sometimes)
     stats = ddpo.rollout_stats(part)
