@@ -135,7 +135,8 @@ def test_parse_verdict(answer, letter):
 def test_reference_column(tmp_path):
     """The texts of the column are side B as they stand; the reward model reads the end of one that is too long."""
     text = " It is a masterpiece, and it is wonderful, and it is superb from the first minute to the very last one." * 9
-    rows = {"prompt": "The film", "completion": text}, {"prompt": "A book", "completion": ""}
+    said = [{"role": "assistant", "content": ""}]
+    rows = {"prompt": "The film", "completion": text}, {"prompt": "A book", "completion": said}
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = dict(dataset=str(tmp_path / "d.jsonl"), reference_column="completion", reward_fn="toy/reward_model")
     summary, pairs = run(tmp_path / "out", **settings)

@@ -35,9 +35,10 @@ def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, c
     program.write_text(PROGRAM)
     made = tmp_path / "program.py.made"
 
-    def compare(bonus):
+    def compare(bonus, *words):
         sides = [f"{program} --bonus {x}" for x in (0, bonus)]
-        monkeypatch.setattr(sys, "argv", ["seeds.py", *sides, "--seeds", "3", "--output-dir", f"{tmp_path}/out"])
+        argv = ["seeds.py", *sides, "--seeds", "3", "--output-dir", f"{tmp_path}/out", *words]
+        monkeypatch.setattr(sys, "argv", argv)
         seeds.main()
         return len(made.read_text().split()), capsys.readouterr().out
 
@@ -51,3 +52,6 @@ def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, c
         compare(-1)
     program.write_text(PROGRAM + "\n")
     assert compare(2)[0] == 15
+    for bonus, words in (0, []), (2, ["--seeds", "1"]), (2, ["--metrics", "reward"]):
+        with pytest.raises(SystemExit):
+            compare(bonus, *words)

@@ -65,7 +65,7 @@ class Args:
     # --- The two sides: folders, or names on the hub ---
     model: tyro.conf.Positional[Name]  # side A, the policy to be judged
     other: tyro.conf.Positional[Name | None] = None  # side B, a second policy; give either this or --reference-column
-    reference_column: Name | None = None  # side B, a column of texts, such as completions written by people
+    reference_column: Name | None = None  # side B, a column of texts, or of messages, such as answers of people
 
     # --- Prompts ---
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
@@ -137,6 +137,8 @@ def compare(args: Args) -> dict:
     rows = load_rows(args)
     there = ", ".join(rows[0])
     require(args.reference_column in (None, *rows[0]), f"no column {args.reference_column!r}; there are {there}")
+    is_whole = args.reference_column is None or all(row[args.reference_column] is not None for row in rows)
+    require(is_whole, f"some rows have no {args.reference_column!r}")
     reward = make_reward(args.reward_fn, args) if args.reward_fn else None
     in_a = answer_all(args.model, rows, args.seed, args)  # 1
     in_b = answer_all(args.other, rows, args.seed + 1, args) if args.other else references(in_a, args)
@@ -181,6 +183,8 @@ def references(answers: list[Answer], args: Args) -> list[Answer]:
     found = []
     for answer in answers:
         text = answer.row[args.reference_column]
+        if isinstance(text, list):  # of messages, the last of which is the answer
+            text = text[-1]["content"]
         end = tokenizer.eos_token
         if isinstance(answer.row[args.prompt_column], list):
             end, _ = turn_end(tokenizer)

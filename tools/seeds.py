@@ -12,7 +12,8 @@ has a star by chance: say before the runs which metric you mean.) The last colum
 difference of this size in four of five experiments, (1.96 + .84)^2 (sd(d) / d)^2 by the normal distribution.
 
 A side is a script that takes --seed and --output-dir, with its flags. Each run leaves its metrics under the name of its
-file and a digest of what was run: a changed fork is run again, and what it was copied from is not.
+file and a digest of what was run, files in the flags included: a changed fork, or a changed reward, is run again, and
+what it was copied from is not.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import os
 import runpy
 import shlex
 import statistics
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -47,9 +49,11 @@ class Run(NamedTuple):
 
 def plan(command: str, seeds: int, folder: Path) -> list[Run]:
     """The runs of a side."""
-    text = Path(shlex.split(command)[0]).read_bytes()
-    digest = hashlib.sha256(text + command.encode()).hexdigest()[:8]
-    name = f"{Path(shlex.split(command)[0]).stem}-{digest}"
+    words = shlex.split(command)
+    files = [Path(word.partition(":")[0]) for word in words]  # the script, and those of file.py:name
+    texts = [file.read_bytes() for file in files if file.is_file()]
+    digest = hashlib.sha256(b"".join(texts) + command.encode()).hexdigest()[:8]
+    name = f"{Path(words[0]).stem}-{digest}"
     return [Run(command, seed, folder / f"{name}-{seed}.jsonl") for seed in range(1, seeds + 1)]
 
 
@@ -109,7 +113,8 @@ def compare(runs: tuple[list, list], metrics: list[str]) -> dict[str, tuple[list
     names = metrics or [name for name in runs[0][0][-1] if not name.startswith(("time/", "perf/", "eps"))]
     found = {name: tuple([end(lines, name) for lines in side] for side in runs) for name in names}
     if metrics:
-        return found
+        unknown = [name for name, (a, b) in found.items() if None in a + b]
+        return found if not unknown else sys.exit(f"not in all runs: {unknown}")
     return {name: (a, b) for name, (a, b) in found.items() if None not in a + b and a != b}
 
 
@@ -165,6 +170,8 @@ def main() -> None:
     parser.add_argument("--metrics", nargs="+", default=[], help="those to show; by default all")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/seeds"))
     args = parser.parse_args()
+    if args.seeds < 2 or args.sides[0] == args.sides[1]:
+        parser.error("it takes two seeds at least, and two sides that differ")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sides = [plan(command, args.seeds, args.output_dir) for command in args.sides]
     missing = [run for pair in zip(*sides) for run in pair if not run.file.exists()]
