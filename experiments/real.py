@@ -85,7 +85,7 @@ REWARDED = f"{PAIRS} --learning-rate 2e-5 --eos-dropout 0.5"
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
     "grpo": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED}", JUDGED, seeds=(1, 2, 3), is_kept=True),
-    PAGED: Arm("grpo.py", "sums", f"{GRPO} 3200", JUDGED, seeds=(1, 2, 3)),
+    PAGED: Arm("grpo.py", "sums", f"{GRPO} 2880", JUDGED, seeds=(1, 2, 3)),
     "TRL": Arm(TRL, "sums", "", JUDGED),
     "before, watched": Arm("grpo.py", "sums", f"{GRPO} 64 {WATCHED} --learning-rate 1e-9", ""),
     "30 updates at 2e-5": Arm("grpo.py", "sums", f"{GRPO} 1920 --learning-rate 2e-5", JUDGED),
