@@ -71,6 +71,7 @@ GOLD = "rewards/sentiment.py:polarity"
 JUDGED = f"{SUMS} --temperature 0"
 GAME = "--env rewards/higher_or_lower.py:Game --response-length 64"
 PLAYED = f"{GAME} --split train --temperature 1 --num-generations 16 --dtype bfloat16"
+BESIDE = f"{SUMS} --bf16 --learning-rate 2e-5 --num-ppo-epochs 1 --temperature 1 --kl-coef 0 --missing-eos-penalty 0"
 FORM = "--reward-fn rewards/verifiers.py:one_sentence --missing-eos-penalty 1 --response-length 40"
 FORMED = "--response-length 40 --temperature 1 --num-generations 4 --dtype bfloat16"
 FORMED += f" --reward-fn rewards/verifiers.py:one_sentence {GOLD}"
@@ -103,6 +104,8 @@ ARMS = {
     "6 updates, LoRA 1e-3": Arm("grpo.py", "sums", f"{LORA} --learning-rate 1e-3", JUDGED),
     "6 updates, LoRA of all layers, 5e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 5e-4", JUDGED),
     "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 2e-4", JUDGED),
+    "sums by ppo": Arm("ppo.py", "sums", f"{BESIDE} --total-episodes 1280", JUDGED, seeds=(1, 2)),
+    "sums by rloo": Arm("rloo.py", "sums", f"{BESIDE} --rloo-k 8 --total-episodes 2048", JUDGED, seeds=(1, 2)),
     "reward model": Arm("reward_model.py", "pairs", REWARDED, "", is_kept=True),
     "reward model, 240 pairs": Arm("reward_model.py", "pairs", f"{REWARDED} --dataset-train-split train[:240]", ""),
     "before, things": Arm("", "things", "", f"{FRIENDLY} {REWARD_MODEL}"),
