@@ -190,8 +190,7 @@ class Args:
     reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL). 0: logged alone
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    # regular expression for their layers, or all-linear; by default peft's choice, or all-linear where it has none
-    lora_target_modules: Name | None = None
+    lora_target_modules: Name = "all-linear"  # or a regular expression for the layers that get one
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -1397,12 +1396,9 @@ def use_bfloat16(model: nn.Module) -> None:
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
     """Freezes the model and gives it LoRA adapters to train (Hu et al. 2021)."""
     from peft import LoraConfig
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as known_layers
 
-    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())  # GPT-2's weights
-    layers = args.lora_target_modules or known_layers.get(model.config.model_type, "all-linear")
-    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": layers}
-    model.add_adapter(LoraConfig(**shape, fan_in_fan_out=is_transposed, **options))
+    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
+    model.add_adapter(LoraConfig(**shape, **options))
 
 
 def context_length(model: nn.Module) -> int:

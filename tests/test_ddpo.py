@@ -181,8 +181,11 @@ def test_weights_of_rewards(rewards):
     part = toy_rollout(chain, args)
     part.examples = [row | {"points": i} for i, row in enumerate(part.examples)]
     shown = part.images.mean((1, 2, 3)) + torch.arange(8)
+    functions = ddpo.make_reward_fns(args)
+    with pytest.raises(SystemExit, match="no reward at all"):
+        ddpo.score_images(part, {"sometimes": functions["sometimes"]}, args)
     before = torch.get_rng_state()
-    ddpo.score_images(part, ddpo.make_reward_fns(args), args)
+    ddpo.score_images(part, functions, args)
     assert torch.equal(torch.get_rng_state(), before)
     sometimes = torch.tensor([0, 0, 0, 0, 0, 0, 6, 7])
     close(part.scores, 2 * shown - 3 * sometimes)
