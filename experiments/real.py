@@ -51,7 +51,7 @@ PAGED = "the command of the page"  # as it is, with its one evaluation and its c
 WATCHED = "--eval-steps 10 --num-eval-prompts 60"  # pass@1 and pass@8 of unseen sums along the run
 SHORT = f"{GRPO} 384 --lr-scheduler-type constant"  # 6 updates
 LORA = f"{SHORT} --lora-r 16"
-WIDE = "--lora-target-modules all-linear"
+NARROW = f"{LORA} --lora-target-modules .*[qv]_proj"  # what peft would choose
 
 
 class Arm(NamedTuple):
@@ -100,10 +100,10 @@ ARMS = {
     "6 updates, groups of 16": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --num-generations 16", JUDGED),
     "6 updates, 4 epochs": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --num-ppo-epochs 4", JUDGED),
     "6 updates, KL in the loss": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --beta 0.04", JUDGED),
-    "6 updates, LoRA 2e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 2e-4", JUDGED),
-    "6 updates, LoRA 1e-3": Arm("grpo.py", "sums", f"{LORA} --learning-rate 1e-3", JUDGED),
-    "6 updates, LoRA of all layers, 5e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 5e-4", JUDGED),
-    "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} {WIDE} --learning-rate 2e-4", JUDGED),
+    "6 updates, LoRA 2e-4": Arm("grpo.py", "sums", f"{NARROW} --learning-rate 2e-4", JUDGED),
+    "6 updates, LoRA 1e-3": Arm("grpo.py", "sums", f"{NARROW} --learning-rate 1e-3", JUDGED),
+    "6 updates, LoRA of all layers, 5e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 5e-4", JUDGED),
+    "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 2e-4", JUDGED),
     "sums by ppo": Arm("ppo.py", "sums", f"{BESIDE} --total-episodes 1280", JUDGED, seeds=(1, 2)),
     "sums by rloo": Arm("rloo.py", "sums", f"{BESIDE} --rloo-k 8 --total-episodes 2048", JUDGED, seeds=(1, 2)),
     "reward model": Arm("reward_model.py", "pairs", REWARDED, "", is_kept=True),
