@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ THINGS = (
     "homework, the kitchen, an exam, the weather, a broken window"
 )
 SHOWN = 5  # answers that are kept
+PHASES = ("rollout", "score", "update")
 SUMS = "--reward-fn rewards/verifiers.py:last_number --response-length 24"
 GRPO = f"{SUMS} --bf16 --total-episodes"
 PAGED = "the command of the page"  # as it is, with its one evaluation and its checkpoints
@@ -289,9 +291,10 @@ def sums_table(record: list[dict]) -> str:
     heads = ["", "right", "ended by itself", "tokens", "KL", "GB"]
     lines = [heads, ["---", *["---:"] * 5]]
     rates = ("1e-5", "2e-5", "5e-5")
-    for name in ("before", "grpo", *rates, "30 updates at 2e-5"):
+    for name in ("before", PAGED, "grpo", *rates, "30 updates at 2e-5"):
         runs = runs_of(record, name)
-        titles = {"grpo": f"50 updates, {len(runs)} seeds"} | {x: f"50 at {x}, {len(runs)}" for x in rates}
+        titles = {PAGED: f"45 updates, {len(runs)} seeds", "grpo": f"50 updates, {len(runs)}"}
+        titles |= {x: f"50 at {x}, {len(runs)}" for x in rates}
         line = [titles.get(name, name)]
         for metric, digits in {right: 2, "eos_share": 2, "response_length": 1, "kl": 1}.items():
             line.append(of_end(runs, metric, digits) if name != "before" or metric != "kl" else "0")
@@ -385,6 +388,28 @@ def beside_table(record: list[dict]) -> str:
     return markdown(lines)
 
 
+def critic_table(record: list[dict]) -> str:
+    """PPO's critic beside RLOO's siblings, at equal seconds: right answers in the last five updates by then."""
+    minutes = (5, 10, 15)
+    heads = ["", "seeds", *(f"after {m} minutes" for m in minutes), "updates", "unseen sums", "seconds an update", "GB"]
+    lines = [heads, ["---", *["---:"] * 8]]
+    for script in ("rloo", "ppo"):
+        runs = runs_of(record, f"sums by {script}")
+        if not runs:
+            continue
+        times = [[sum(x) for x in zip(*(run["curves"][f"time/{x}"] for x in PHASES))] for run in runs]
+        line = [f"`{script}.py`", str(len(runs))]
+        for m in minutes:
+            done = [sum(end <= 60 * m for end in accumulate(seconds)) for seconds in times]
+            cells = [run["curves"]["objective/scores"][n - 5 : n] for run, n in zip(runs, done)]
+            line.append(number([statistics.fmean(x) for x in cells], 2))
+        line += [str(len(times[0])), of_end(runs, "rewards/verifiers.py:last_number", 2)]
+        line.append(number([statistics.fmean(seconds) for seconds in times], 0))
+        line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
+        lines.append(line)
+    return markdown(lines)
+
+
 def by_prompt(run: dict) -> list[float]:
     """The gold score of each test prompt: the mean of its answers."""
     k = len(run["rewards"][GOLD]) // 48
@@ -450,6 +475,7 @@ TABLES = {
     "real-answers": partial(answers_table, names=("before", "grpo")),
     "real-rates": rates_table,
     "real-beside": beside_table,
+    "real-critic": critic_table,
     "real-pipeline": pipeline_table,
     "real-game": game_table,
     "real-form": form_table,
