@@ -77,15 +77,16 @@ def test_mean_and_standard_error_are_over_prompts(tmp_path):
     """Of the answers to a prompt the mean counts, but for those of which a reward says nothing."""
     (tmp_path / "r.py").write_text(
         "def f(prompts, completions, n, **_):\n"
-        "    return [None if x == 1 and i % 2 else float(x * 10 + i) for i, x in enumerate(n)]\n"
+        "    return [None if x == 3 or x == 1 and i % 2 else float(x * 10 + i) for i, x in enumerate(n)]\n"
     )
-    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(3)])
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "n": n} for n in range(4)])
     reward = f"{tmp_path}/r.py:f"
     summary, answers = run(dataset=data, reward_fn=(reward,), num_generations=2)
-    assert answers["n"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert answers["n"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     means = torch.tensor([0.5, 12.0, 24.5])
     assert summary.loc[reward, "mean"] == pytest.approx(means.mean().item())
     assert summary.loc[reward, "standard error"] == pytest.approx(means.std().item() / 3**0.5)
+    assert summary.loc["pass@2", "mean"] == 1
 
 
 def test_reward_models_read_as_in_training(tmp_path):

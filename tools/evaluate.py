@@ -87,6 +87,7 @@ def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
         rewards = {args.env: lambda episodes: [episode.reward for episode in episodes]}
         policy.environment = grpo.load_function(args.env)
     reference = load_model(AutoModelForCausalLM, args.reference, args) if args.reference else None
+    encode_prompts(policy, rows, args)  # a prompt that is too long ends it here
     numbers = [number for number in range(len(rows)) for _ in range(args.num_generations)]
     torch.manual_seed(args.seed)
     texts = []
@@ -106,7 +107,8 @@ def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
     figures = pandas.concat(figures, ignore_index=True).astype(float)
     means = figures.groupby(numbers).mean()  # 4; a reward of None is left out
     if rewards and args.num_generations > 1:
-        means[f"pass@{args.num_generations}"] = (figures.iloc[:, 0] >= 1).groupby(numbers).max().astype(float)
+        are_right = (figures.iloc[:, 0] >= 1).where(figures.iloc[:, 0].notna())
+        means[f"pass@{args.num_generations}"] = are_right.groupby(numbers).max().astype(float)
     summary = pandas.DataFrame({"mean": means.mean(), "standard error": means.sem()})
     return summary, pandas.DataFrame(texts).assign(**figures)
 
