@@ -1562,7 +1562,7 @@ def import_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
-    sys.path.append(str(Path(path).parent))  # its neighbours can be imported, as those of a script can
+    sys.path.insert(0, str(Path(path).parent))  # its neighbours can be imported, as those of a script can
     spec.loader.exec_module(module)
     return module
 

@@ -186,11 +186,17 @@ def found(value, folder):
 
 
 @pytest.mark.parametrize("module", [ppo, rloo, grpo, ddpo], ids=name_of)
-def test_processes_that_a_reward_function_starts_find_it(module, tmp_path):
-    """Under the name of its file, in which two functions share what they remember."""
-    (tmp_path / f"judge_of_{module.__name__}.py").write_text("def a():\n    return b\n\n\ndef b():\n    return 1\n")
-    a, b = (module.load_function(f"{tmp_path}/judge_of_{module.__name__}.py:{name}") for name in "ab")
-    assert pickle.loads(pickle.dumps(b)) is b is a()
+def test_processes_that_a_reward_function_starts_find_it(module, tmp_path, monkeypatch):
+    """Under the name of its file, in which two functions share what they remember; so with its neighbour, which is not
+    taken for an installed package of that name."""
+    judge, near = (f"{word}_of_{module.__name__}" for word in ("judge", "near"))
+    (tmp_path / "installed").mkdir()
+    (tmp_path / f"installed/{near}.py").write_text("b = None\n")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    (tmp_path / f"{near}.py").write_text("def b():\n    return 1\n")
+    (tmp_path / f"{judge}.py").write_text(f"from {near} import b\n\n\ndef a():\n    return b\n")
+    a, b = (module.load_function(f"{tmp_path}/{judge}.py:{name}") for name in "ab")
+    assert pickle.loads(pickle.dumps((a, b))) == (a, b) and b is a() and b() == 1
 
 
 def test_a_run_with_a_broken_policy_ends(tmp_path, tiny):
