@@ -155,6 +155,7 @@ def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
     advantages = figures["advantages"].clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
     close(rollout.advantages, advantages, atol=1e-3)
     of_epoch, *of_steps = TRL["cases"][case]["logged"]
+    assert of_epoch.keys() <= stats.keys()
     for name in ("reward_mean", "reward_std"):
         close(stats[name], of_epoch[name], atol=1e-4)
     for name in ("loss", "approx_kl", "clipfrac"):
