@@ -42,6 +42,7 @@ import torch.nn.functional as F
 from runs import run, watch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -260,6 +261,9 @@ def compare_steps(trl, ours):
     moved = {name: x - ours.before[name] for name, x in trl.new.items()}
     after = {name: ours.after[name] for name in trl.new}
     assert not trl.gradient or len(ours.gradients) == 1  # recorded where there is one step
+    if trl.gradient:
+        of_policy = [gradient for name, gradient in ours.gradients[0].items() if name.startswith("policy")]
+        assert ours.stats["policy/grad_norm"] == pytest.approx(nn.utils.get_total_norm(of_policy).item(), rel=1e-4)
     for name, theirs in trl.gradient.items():
         near(f"gradient of {name}", ours.gradients[0][name], theirs, 1e-4)
     for name in trl.new:
