@@ -425,9 +425,9 @@ class OneTypeCache(StaticCache):
 def read_prompts(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, T: int) -> OneTypeCache:
     """A key-value cache of prompts (B, P) but for their last tokens, with room for T more; equal ones are read once."""
     cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    read, row_of = torch.stack([prompts, prompt_mask])[..., :-1].cpu().unique(dim=1, return_inverse=True)
-    ids, mask = read.to(prompts.device)  # (b, P-1) each, b of them differ
-    if ids.numel():
+    if prompts.shape[1] > 1:
+        read, row_of = torch.stack([prompts, prompt_mask])[..., :-1].cpu().unique(dim=1, return_inverse=True)
+        ids, mask = read.to(prompts.device)  # (b, P-1) each, b of them differ
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         policy(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
@@ -1257,10 +1257,10 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
     longest = longest_prompt(prompts) + args.response_length
-    rows = rows_that_fit(policy, longest, args)
-    micro_batch_size = args.micro_batch_size or per_device or min(rows, batch_size // parts)
-    cached = rows if args.gradient_checkpointing else 8 * rows  # keys and values take less room than all activations
-    rollout_batch_size = args.local_rollout_forward_batch_size or cached
+    fitting = min(batch_size // parts, rows_that_fit(policy, longest, args))
+    micro_batch_size = args.micro_batch_size or per_device or fitting
+    sampled = rows_that_fit(policy, longest, args, is_trained=False)
+    rollout_batch_size = args.local_rollout_forward_batch_size or sampled
 
     episodes = args.total_episodes
     if args.num_train_epochs:
@@ -1364,15 +1364,15 @@ def checkpoint_layers(model: nn.Module) -> None:
             recompute_activations(module)
 
 
-def rows_that_fit(model: nn.Module, num_tokens: int, args: Args) -> int:
+def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
     """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits. They may fill an eighth of the GPU. Without CUDA,
-    where larger parts gain little, it is 256 MB, or four times the weights, up to 2 GB: each part goes once more
-    through the gradient of all."""
+    numbers per layer and hidden unit, and three times its logits; sampling, 2, the keys and values. They may fill an
+    eighth of the GPU. Without CUDA, where larger parts gain little, it is 256 MB, or four times the weights, up to 2
+    GB: each part goes once more through the gradient of all."""
     config = model.config.get_text_config()
-    per_unit = 2 if args.gradient_checkpointing else 20
+    per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
-    num_logits = 0 if head is None else len(head.weight)
+    num_logits = len(head.weight) if head is not None and is_trained else 0
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
     limit = max(2**26, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type == "cuda":

@@ -74,6 +74,14 @@ def test_of_equal_prompts_one_is_read(policy):
     assert torch.equal(together[0], torch.cat([responses for responses, *_ in alone]))
 
 
+def test_prompts_of_one_token(policy):
+    """Are as good as the same ones with padding."""
+    r = tiny_rollout(policy)
+    r.prompt_mask[:, :-1] = False
+    padded = ppo.sample(policy, r.prompts, r.prompt_mask, uniforms(), 0.9)
+    assert torch.equal(ppo.sample(policy, r.prompts[:, -1:], r.prompt_mask[:, -1:], uniforms(), 0.9)[0], padded[0])
+
+
 def test_a_response_ends_with_the_first_of_several_stop_tokens(policy):
     r = tiny_rollout(policy)
     policy.stop_token_ids = [STOP, 5]

@@ -276,11 +276,12 @@ def test_micro_batches_are_as_large_as_memory_allows():
     assert fit() == pytest.approx(2 * fit(tokens=128), rel=0.02)
     assert fit(gradient_checkpointing=True) > 1.1 * fit()
     assert fit(body) > 1.1 * fit()
+    assert ppo.rows_that_fit(policy, 64, ppo.Args(device="cpu"), is_trained=False) > 5 * fit()
     lengths = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args: lengths.append(tokens) or 4)
+        patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args, **_: lengths.append(tokens) or 4)
         assert ppo.choose_sizes(ppo.Args(response_length=20), policy, prompts_of(3), 1).micro_batch_size == 4
-    assert lengths == [23]
+    assert lengths == [23, 23]
 
 
 RATES = {  # of a model of GPT-2's size, of a tenth of it, and of one of 7B
