@@ -390,9 +390,9 @@ def beside_table(record: list[dict]) -> str:
 
 def critic_table(record: list[dict]) -> str:
     """PPO's critic beside RLOO's siblings, at equal seconds: right answers in the last five updates by then."""
-    minutes = (5, 10, 15)
+    minutes = (8, 12, 16, 20)
     heads = ["", "seeds", *(f"after {m} minutes" for m in minutes), "updates", "unseen sums", "seconds an update", "GB"]
-    lines = [heads, ["---", *["---:"] * 8]]
+    lines = [heads, ["---", *["---:"] * 9]]
     for script in ("rloo", "ppo"):
         runs = runs_of(record, f"sums by {script}")
         if not runs:
