@@ -1441,6 +1441,7 @@ def locate(name: str) -> str:
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
+    require(name.count("/") < 2 and not name.startswith("."), f"there is no {name}")  # nor can the hub have it
     ask_hub()
     return name
 

@@ -207,6 +207,12 @@ def test_a_run_with_a_broken_policy_ends(tmp_path, tiny):
 # --- Names on the hub
 
 
+@pytest.mark.parametrize("name", ["./sft", "runs/a/model", "/tmp/none/a.py"])
+def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
+    with pytest.raises(SystemExit, match=f"no {name}"):
+        ppo.locate(name)
+
+
 def test_a_hub_that_cannot_be_reached(monkeypatch):
     """It is asked once, for five seconds at most; then the libraries are told to read their caches."""
 
