@@ -766,7 +766,8 @@ def locate(name: str) -> str:
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
-    require(name.count("/") < 2 and not name.startswith("."), f"there is no {name}")  # nor can the hub have it
+    is_path = name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
+    require(not is_path, f"there is no {name}")
     ask_hub()
     return name
 
@@ -1027,7 +1028,7 @@ class Run:
         unfinished = folder / "unfinished"
         tensors = self.tensors()
         ends = accumulate(x.nbytes for x in tensors.values())
-        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds each one in memory
+        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return

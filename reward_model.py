@@ -663,7 +663,8 @@ def locate(name: str) -> str:
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
-    require(name.count("/") < 2 and not name.startswith("."), f"there is no {name}")  # nor can the hub have it
+    is_path = name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
+    require(not is_path, f"there is no {name}")
     ask_hub()
     return name
 
@@ -714,7 +715,7 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
     limit = max(2**26, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type == "cuda":
-        limit = torch.cuda.get_device_properties(args.device).total_memory // 32  # bytes / 8, in float32
+        limit = torch.cuda.get_device_properties(args.device).total_memory // 32  # an eighth, in numbers of 4 bytes
     return max(1, limit // numbers)
 
 
@@ -1099,7 +1100,7 @@ class Run:
         unfinished = folder / "unfinished"
         tensors = self.tensors()
         ends = accumulate(x.nbytes for x in tensors.values())
-        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds each one in memory
+        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return

@@ -426,8 +426,9 @@ def read_prompts(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, T: int
     """A key-value cache of prompts (B, P) but for their last tokens, with room for T more; equal ones are read once."""
     cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
     if prompts.shape[1] > 1:
-        read, row_of = torch.stack([prompts, prompt_mask])[..., :-1].cpu().unique(dim=1, return_inverse=True)
-        ids, mask = read.to(prompts.device)  # (b, P-1) each, b of them differ
+        beginnings = torch.stack([prompts, prompt_mask])[..., :-1]  # (2, B, P-1)
+        read, row_of = beginnings.cpu().unique(dim=1, return_inverse=True)  # not every device can do that
+        ids, mask = read.to(prompts.device)  # (b, P-1) each, for the b that differ
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         policy(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
@@ -1326,7 +1327,8 @@ def locate(name: str) -> str:
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
-    require(name.count("/") < 2 and not name.startswith("."), f"there is no {name}")  # nor can the hub have it
+    is_path = name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
+    require(not is_path, f"there is no {name}")
     ask_hub()
     return name
 
@@ -1377,7 +1379,7 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
     limit = max(2**26, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type == "cuda":
-        limit = torch.cuda.get_device_properties(args.device).total_memory // 32  # bytes / 8, in float32
+        limit = torch.cuda.get_device_properties(args.device).total_memory // 32  # an eighth, in numbers of 4 bytes
     return max(1, limit // numbers)
 
 
@@ -1815,7 +1817,7 @@ class Run:
         unfinished = folder / "unfinished"
         tensors = self.tensors()
         ends = accumulate(x.nbytes for x in tensors.values())
-        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds each one in memory
+        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             return
