@@ -46,10 +46,12 @@ Shapes: B images, b of a micro-batch, N denoising steps, C channels, H and W of 
 prompt has L tokens of width D.
 """
 
+import glob
 import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -700,8 +702,11 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 def load_prompts(args: Args) -> list[dict]:
     """The rows of the dataset, each with its prompt."""
     data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    read_column(data, args.prompt_column)  # is there one?
-    return data.to_list()
+    column = args.prompt_column
+    require(column in data.column_names, f"no column {column!r}, but {data.column_names}: set --prompt-column")
+    rows = data.to_list()
+    require(all(isinstance(row[column], str) for row in rows), f"the column {column!r} has values that are no texts")
+    return rows
 
 
 def check_args(args: Args) -> None:
@@ -793,19 +798,40 @@ def import_file(path: str) -> ModuleType:
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+
+    Values are those of the file. Left to itself, the library makes a date of the JSON text "2024-01-05", and 72.0 of 72
+    where another row has 3.5. A column of a csv file holds texts, unless all its cells are numbers as Python prints
+    them: 007 and 1.50 stay what they are.
+    """
+    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
+    options = {"path": str(path), "name": config, "split": split}
     if path.is_file():
+        kinds = [formats[suffix] for suffix in path.suffixes if suffix in formats]
+        require(kinds, f"{name} is not a {', '.join(formats)} file")
         require(path.stat().st_size, f"{name} is empty")
-        return datasets.load_dataset(str(path.parent.resolve()), data_files=path.name, split=split)
-    return datasets.load_dataset(str(path), config, split=split)
-
-
-def read_column(data: datasets.Dataset, column: str) -> list:
-    """A column of a dataset, with a value in each row."""
-    values = list(data.select_columns(column)[column])  # the error of select_columns names those that there are
-    require(None not in values, f"some rows of the dataset have no {column!r}")
-    return values
+        options = {"path": kinds[-1], "data_files": glob.escape(str(path.resolve())), "split": split}
+    else:
+        is_plain = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
+        require(is_plain, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+    try:
+        data = datasets.load_dataset(**options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
+    exact = dict(data.features)
+    if data.info.builder_name == "csv":
+        options |= {"keep_default_na": False, "na_values": [""]}  # an empty cell is no value; NA and None are texts
+        kinds = datasets.Features(dict.fromkeys(exact, datasets.Value("string")))
+        texts = datasets.load_dataset(**options, features=kinds)
+        exact |= {column: kinds[column] for column in exact if list(map(str, data[column])) != list(texts[column])}
+    elif data.info.builder_name == "json":
+        for column, feature in data.features.items():
+            if re.search("time|date|float", str(feature)):
+                exact[column] = datasets.Json()
+    if exact == data.features:
+        return data
+    return datasets.load_dataset(**options, features=datasets.Features(exact))
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:

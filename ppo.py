@@ -56,10 +56,12 @@ of any text, V vocabulary, D hidden size.
 """
 
 import ctypes
+import glob
 import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -67,13 +69,13 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -272,6 +274,8 @@ def train(args: Args) -> None:
     texts = load_pretrain_texts(args, policy)
     args = choose_sizes(args, policy, prompts, 1)  # from here on no size is None
     reward_fns = make_reward_fns(args, policy, reward_model)
+    try_reward_fns(reward_fns, prompts, policy, args)
+    show_first_row({"prompt": as_read(prompts[0]["input_ids"], policy.tokenizer).append("⟨answer⟩", "green")})
     num_updates = args.total_episodes // args.batch_size
 
     optimizer = make_optimizer(args, policy, critic)
@@ -995,11 +999,12 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
     """Token ids of texts with their EOS, for PPO-ptx; none without --pretrain-data."""
     if args.pretrain_data is None:
         return []
-    rows = read_column(load_split(args.pretrain_data, None, "train"), "text")
+    data = load_split(args.pretrain_data, None, "train")
+    check_columns(data, {"--pretrain-data": "text"})
     limit = min(args.max_prompt_length + args.response_length, context_length(policy))
     end = [policy.tokenizer.eos_token_id]
-    encoded = encode_texts([text for text in rows if text], policy.tokenizer)
-    return [(ids + end)[:limit] for ids in encoded]
+    texts = [read_value(row, "text") for row in data]
+    return [(encode_text(text, policy.tokenizer) + end)[:limit] for text in texts if text]
 
 
 @torch.no_grad()
@@ -1144,14 +1149,16 @@ def make_reward_fns(args: Args, policy: nn.Module, reward_model: nn.Module | Non
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """The reward model's output. If it does not read the policy's tokens, it is given its own; of a text that is too
-    long the end is read."""
-    is_ours = same_tokens(policy, model)
+    """The reward model's output. If it does not read the policy's tokens, or knows conversations in another template,
+    it is given its own; of a text that is too long the end is read."""
+    templates = (None, policy.tokenizer.chat_template)
 
     def reward(r: Rollout) -> Tensor:
         """(b,) rewards of some episodes."""
         ids = r.inputs()["input_ids"]
         mask = r.inputs()["attention_mask"]
+        is_text = isinstance(r.examples[0][args.prompt_column], str)
+        is_ours = same_tokens(policy, model) and (is_text or model.tokenizer.chat_template in templates)
         if not is_ours:
             rows = encode_again(r, policy.tokenizer, model.tokenizer, args)
             ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
@@ -1164,22 +1171,42 @@ def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Ar
     """Prompts and responses in the tokens of another tokenizer: the text, decoded without special tokens, and EOS where
     the response has ended; of conversations what the other chat template makes of messages and answer."""
     eos = [] if other.eos_token_id is None else [other.eos_token_id]
-    end, behind = turn_end(other)
-    prompts = [example[args.prompt_column] for example in r.examples]
-    is_talk = isinstance(prompts[0], list) and other.chat_template
-    tokens = zip(r.inputs()["input_ids"].cpu(), r.inputs()["attention_mask"].bool().cpu())
-    if is_talk:
-        tokens = zip(r.responses.cpu(), r.mask.cpu())
-    texts = ours.batch_decode([row[real] for row, real in tokens], skip_special_tokens=True)
+    end, _ = turn_end(other)
+    prompts = [ids[real] for ids, real in zip(r.prompts.cpu(), r.prompt_mask.cpu())]
+    heads = ours.batch_decode(prompts, skip_special_tokens=True)
     rows = []
-    for prompt, text, ended in zip(prompts, texts, r.ended.tolist()):
-        if is_talk:
-            text = other.apply_chat_template([*prompt, {"role": "assistant", "content": text}], tokenize=False)
-            text = text.removesuffix(behind)
-            text = text if ended else text.removesuffix(end)
-        ids = other(text, add_special_tokens=not is_talk)["input_ids"]
-        rows.append(ids + eos if ended and not (is_talk and end) else ids)
+    for example, head, text, ended in zip(r.examples, heads, response_texts(r, ours, args), r.ended.tolist()):
+        prompt = example[args.prompt_column]
+        if isinstance(prompt, list) and other.chat_template:
+            turns = [*as_turns(prompt, "user"), {"role": "assistant", "content": text}]
+            text = render_whole(turns, other, template_options(example))
+            ids = other(text if ended else text.removesuffix(end), add_special_tokens=False)["input_ids"]
+            rows.append(ids if end or not ended else ids + eos)
+            continue
+        ids = encode_text(head + text, other)
+        rows.append(ids + eos if ended else ids)
     return rows
+
+
+def response_texts(r: Rollout, tokenizer: AutoTokenizer, args: Args) -> list[str]:
+    """The responses as texts, without special tokens; in conversations also without the blank that some chat templates
+    write before an answer."""
+    blank = ""
+    if isinstance(r.examples[0][args.prompt_column], list):
+        blank = blank_before_answer(tokenizer)
+    texts = []
+    for prompt, given, ids, real in zip(r.prompts.cpu(), r.prompt_mask.cpu(), r.responses.cpu(), r.mask.cpu()):
+        text = text_behind(prompt[given].tolist(), ids[real].tolist(), tokenizer)
+        texts.append(text.removeprefix(blank))
+    return texts
+
+
+def blank_before_answer(tokenizer: AutoTokenizer) -> str:
+    """The white space that a chat template writes between a prompt and its answer (Mistral: a space), or nothing."""
+    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
+    head = render(turns[:1], tokenizer, {}, is_prompt=True)
+    start, _, _ = render(turns, tokenizer, {}).removeprefix(head).rpartition("So.")
+    return start if start.isspace() else ""
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -1201,8 +1228,9 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
     """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
 
-    It is called by keyword, with prompts, completions, completion_ids, the prompts' input_ids and the columns of the
-    dataset: lists with one value per row. If the prompts are messages, so are the completions. It is given copies.
+    It is called by keyword, with prompts, prompts_text (as the policy read them), completions, completion_ids, the
+    prompts' input_ids and the columns of the dataset: lists with one value per row. If the prompts are messages, so are
+    the completions. It is given copies.
     """
     function = load_function(spec)
 
@@ -1212,16 +1240,35 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         rows = deepcopy(r.examples)
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
+        given["prompts_text"] = [policy.tokenizer.decode(ids[real]) for ids, real in zip(r.prompts, r.prompt_mask)]
         given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
-        given["completions"] = policy.tokenizer.batch_decode(given["completion_ids"], skip_special_tokens=True)
+        given["completions"] = response_texts(r, policy.tokenizer, args)
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
         with torch.random.fork_rng(devices=[]):  # whatever it draws, all processes go on with the same numbers
             values = function(**given)
-        require(len(values) == len(rows), f"{spec} should give a list of {len(rows)} rewards, not {values!r:.80}")
-        return all_gather(torch.tensor([math.nan if x is None else float(x) for x in values], device=args.device))
+        return all_gather(torch.tensor(read_rewards(values, len(rows), spec), device=args.device))
 
     return reward
+
+
+def read_rewards(values: object, n: int, spec: str) -> list[float]:
+    """What a reward function has returned for n rows, NaN for None; ends the program if that is no list of numbers."""
+    is_list = hasattr(values, "__len__") and not isinstance(values, (str, dict)) and len(values) == n
+    require(is_list, f"{spec} should return a list of {n} rewards, not {values!r:.80}")
+    is_text = any(isinstance(x, str) for x in values)
+    require(not is_text, f"{spec} should return numbers, not texts: {values!r:.80}")
+    return [math.nan if x is None else float(x) for x in values]
+
+
+def try_reward_fns(reward_fns: RewardFns, prompts: datasets.Dataset, policy: nn.Module, args: Args) -> None:
+    """Asks for the rewards of one row, whose prompt stands for a response, so that a mistake costs no rollout."""
+    example = prompts[0]
+    ids = torch.tensor([example["input_ids"]] * WORLD_SIZE, device=args.device)  # (WORLD_SIZE, P), a row for each
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    rollout = Rollout(ids, mask, ids, mask, mask[:, 0], torch.zeros_like(ids), [example] * WORLD_SIZE)
+    for reward in reward_fns.values():
+        reward(rollout)
 
 
 # --- Data and settings ------------------------------------------------------------------------------------------------
@@ -1269,36 +1316,32 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
 
 def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> datasets.Dataset:
     """The rows of a split, with their prompts' token ids as `input_ids`; those with an empty prompt, or one over
-    max_prompt_length, are dropped and counted. They stay in files that are mapped into memory, and are encoded once."""
-    read_column(data, args.prompt_column)  # it is there, in each row
+    max_prompt_length, are dropped and counted."""
+    column = args.prompt_column
+    check_columns(data, {"--prompt-column": column})
     # what reward functions are given besides the columns
-    reserved = {"input_ids", "prompts", "completions", "completion_ids"} - {args.prompt_column}
+    reserved = {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"} - {column}
     clash = sorted(reserved & set(data.column_names))
     require(
         not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions get others of these names"
     )
-    encode = lambda prompts: {"input_ids": encode_texts(prompts, tokenizer)}  # noqa: E731
-    data = data.map(encode, input_columns=args.prompt_column, batched=True, desc="encoding prompts")
+    encode = lambda row: encode_prompt(read_value(row, column), tokenizer, template_options(row))  # noqa: E731
+    data = encode_rows(data, lambda row: {"input_ids": encode(row)}, keep=True)
     unknown = sum(tokenizer.unk_token_id in ids for ids in data["input_ids"])
     if unknown and tokenizer.unk_token != tokenizer.eos_token:  # in GPT-2 they are one token
         warnings.warn(f"{unknown} of {len(data)} prompts have unknown words, read as {tokenizer.unk_token}")
-    fits = [0 < len(ids) <= args.max_prompt_length for ids in data["input_ids"]]
-    dropped = f"{fits.count(False)} of {len(fits)} prompts: empty, or over {args.max_prompt_length} tokens"
-    require(any(fits), f"--dataset {args.dataset}: dropped {dropped} (set --max-prompt-length)")
-    if all(fits):
-        return data
-    print(f"dropped {dropped}")
-    return data.select(np.flatnonzero(fits))
-
-
-def encode_texts(prompts: list[str] | list[list[dict]], tokenizer: AutoTokenizer) -> list[list[int]]:
-    """Token ids of texts, or of conversations up to where the assistant is to speak."""
-    if isinstance(prompts[0], str):
-        twice = [tokenizer.bos_token_id] * 2  # in texts with a BOS, to which the tokenizer adds one
-        return [ids[1:] if ids[:2] == twice else ids for ids in tokenizer(prompts)["input_ids"]]
-    answered = [prompt for prompt in prompts if prompt and prompt[-1]["role"] == "assistant"]
-    require(not answered, "a prompt ends with a turn of the assistant, which leaves nothing to answer")
-    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
+    if isinstance(data[0][column], str) and tokenizer.chat_template:
+        warnings.warn(
+            "the prompts are texts, which this chat model goes on with, as it would with a user's words: to have them "
+            'answered, write them as messages, [{"role": "user", "content": ...}]'
+        )
+    lengths = [len(ids) for ids in data["input_ids"]]
+    fits = [0 < length <= args.max_prompt_length for length in lengths]
+    dropped = f"dropped {fits.count(False)} of {len(fits)}: empty, or over {args.max_prompt_length} tokens"
+    require(any(fits), f"--dataset {args.dataset}: {dropped} (set --max-prompt-length)")
+    kept = [length for length, fit in zip(lengths, fits) if fit]
+    print_lengths(f"{data.split} prompts", kept, "" if all(fits) else dropped)
+    return data if all(fits) else data.select(np.flatnonzero(fits))
 
 
 def longest_prompt(prompts: datasets.Dataset) -> int:
@@ -1531,12 +1574,40 @@ def import_file(path: str) -> ModuleType:
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+
+    Values are those of the file. Left to itself, the library makes a date of the JSON text "2024-01-05", and 72.0 of 72
+    where another row has 3.5. A column of a csv file holds texts, unless all its cells are numbers as Python prints
+    them: 007 and 1.50 stay what they are.
+    """
+    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
+    options = {"path": str(path), "name": config, "split": split}
     if path.is_file():
+        kinds = [formats[suffix] for suffix in path.suffixes if suffix in formats]
+        require(kinds, f"{name} is not a {', '.join(formats)} file")
         require(path.stat().st_size, f"{name} is empty")
-        return datasets.load_dataset(str(path.parent.resolve()), data_files=path.name, split=split)
-    return datasets.load_dataset(str(path), config, split=split)
+        options = {"path": kinds[-1], "data_files": glob.escape(str(path.resolve())), "split": split}
+    else:
+        is_plain = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
+        require(is_plain, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+    try:
+        data = datasets.load_dataset(**options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
+    exact = dict(data.features)
+    if data.info.builder_name == "csv":
+        options |= {"keep_default_na": False, "na_values": [""]}  # an empty cell is no value; NA and None are texts
+        kinds = datasets.Features(dict.fromkeys(exact, datasets.Value("string")))
+        texts = datasets.load_dataset(**options, features=kinds)
+        exact |= {column: kinds[column] for column in exact if list(map(str, data[column])) != list(texts[column])}
+    elif data.info.builder_name == "json":
+        for column, feature in data.features.items():
+            if re.search("time|date|float", str(feature)):
+                exact[column] = datasets.Json()
+    if exact == data.features:
+        return data
+    return datasets.load_dataset(**options, features=datasets.Features(exact))
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
@@ -1550,11 +1621,232 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     return train, load_split(args.dataset, args.dataset_config, test)
 
 
-def read_column(data: datasets.Dataset, column: str) -> list:
-    """A column of a dataset, with a value in each row."""
-    values = list(data.select_columns(column)[column])  # the error of select_columns names those that there are
-    require(None not in values, f"some rows of the dataset have no {column!r}")
-    return values
+def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
+    """Ends the program unless a dataset has these columns (by the flags that name them), and none of pictures."""
+    there = ", ".join(data.column_names)
+    for flag, column in columns.items():
+        require(column in data.column_names, f"the dataset has no column {column!r}, but {there}: set {flag}")
+    unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
+    require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads texts alone: remove them")
+
+
+def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
+    """What `encode` makes of each row, in files that are mapped into memory; with `keep`, beside the row's columns.
+
+    The library keeps the files, and reads them again if neither the data nor `encode` have changed.
+    """
+
+    split = str(data.split)
+
+    def encode_row(row: dict, number: int) -> dict:
+        try:
+            return encode(row)
+        except SystemExit as error:
+            sys.exit(f"{error} (row {number} of {split})")
+
+    if len(data) > 10_000:  # some seconds
+        datasets.enable_progress_bars()
+    columns = [] if keep else data.column_names
+    encoded = data.map(encode_row, with_indices=True, remove_columns=columns, desc="encoding")
+    datasets.disable_progress_bars()
+    return encoded
+
+
+def read_value(row: dict, column: str) -> str | list[dict]:
+    """The text or the conversation in a column of a row; ends the program if it is neither."""
+    value = row[column]
+    is_known = isinstance(value, (str, list))
+    require(is_known, f"{column!r} holds {value!r:.80}, which is neither a text nor a list of messages")
+    is_json = isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""", value)
+    require(not is_json, f"{column!r} holds a conversation that is written as a text: make it a list of messages")
+    return value
+
+
+def template_options(row: dict) -> dict:
+    """What the row's columns `tools` and `chat_template_kwargs` (TRL) give to the chat template, as they are or as
+    JSON."""
+    given = {}
+    for column in ("tools", "chat_template_kwargs"):
+        value = row.get(column) or {}
+        if isinstance(value, str):
+            value = json.loads(value)
+        given[column] = without_none(value)
+    options = given["chat_template_kwargs"]
+    return options | {"tools": given["tools"]} if given["tools"] else options
+
+
+def without_none(x: object) -> object:
+    """A copy without the keys of no value, at any depth, which a table adds to rows that lack them."""
+    if isinstance(x, dict):
+        return {key: without_none(value) for key, value in x.items() if value is not None}
+    if isinstance(x, list):
+        return [without_none(value) for value in x]
+    return x
+
+
+def as_turns(text: str | list[dict], role: str) -> list[dict]:
+    """A conversation as chat templates read it; a text becomes one message of this role.
+
+    The names `human`, `gpt` and `developer`, and ShareGPT's keys `from` and `value`, are replaced by those that all
+    templates know. Content in parts is joined, if all of them are texts.
+    """
+    if isinstance(text, str):
+        return [{"role": role, "content": text}]
+    turns = []
+    for message in text:
+        require(isinstance(message, dict), f"a conversation is a list of messages, and {message!r:.80} is none")
+        turn = without_none(message)
+        name = turn.pop("from", None)
+        said = turn.pop("value", None)
+        turn = {"role": name, "content": said} | turn
+        role = turn["role"]
+        content = turn["content"]
+        if isinstance(content, list):
+            content = [part.get("text") if isinstance(part, dict) else None for part in content]
+            is_text = None not in content
+            require(is_text, f"the message of {role!r} has parts that are no texts, which this script does not read")
+            content = "".join(content)
+        if content is None and "tool_calls" in turn:
+            content = ""
+        is_message = isinstance(role, str) and isinstance(content, str)
+        require(is_message, f"a message has a role and a content, both of them texts, unlike {message!r:.80}")
+        standard = {"human": "user", "gpt": "assistant", "developer": "system"}
+        turns.append(turn | {"role": standard.get(role, role), "content": content})
+    return turns
+
+
+def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
+    """What the chat template writes for a conversation; of a prompt, up to where the assistant is to speak."""
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
+    except Exception as error:  # of any type: a template is a program
+        roles = ", ".join(turn["role"] for turn in turns)
+        sys.exit(f"error: the chat template refuses a conversation of {roles}: {error}")
+
+
+def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
+    """Ends the program if the chat template has left something out: what a message says, a tool, an option. The
+    thoughts of earlier answers may go, as most templates delete them. Warns of other keys that it does not read."""
+    written = "".join(text.split())
+    thoughts = ("reasoning_content", "reasoning", "thinking")
+
+    def is_there(x: object) -> bool:
+        """Whether it was written, but for white space; of lists and dicts, whether all of it was, and not as Python."""
+        if isinstance(x, dict):
+            parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
+        elif isinstance(x, list):
+            parts = x
+        else:
+            plain = x if isinstance(x, str) else json.dumps(x)
+            forms = [plain, json.dumps(plain, ensure_ascii=False)[1:-1]]
+            return any("".join(form.split()) in written for form in forms)
+        is_python = "'" in repr(x) and "".join(repr(x).split()) in written
+        return all(map(is_there, parts)) and not is_python
+
+    for number, turn in enumerate(turns):
+        said = dict(turn)
+        role = said.pop("role")
+        if role == "assistant" and number < len(turns) - 1:
+            said = {key: value for key, value in said.items() if key not in thoughts}
+            said["content"] = said["content"].rpartition("</think>")[2]
+        for key, value in said.items():
+            if key in ("content", "tool_calls", *thoughts):
+                sentence = (
+                    f"the chat template leaves out {key!r} of message {number}, of role {role!r}, or a part of it"
+                )
+                require(is_there(value), sentence)
+            elif key not in ("name", "tool_call_id") and not is_there(value):
+                warnings.warn(f"the chat template does not write the key {key!r} of messages, so no model reads it")
+    for tool in options.get("tools", []):
+        name = tool.get("function", tool).get("name")
+        require(is_there(name), f"the chat template leaves out the tool {name!r}")
+    for option in options:
+        require(option in str(tokenizer.chat_template), f"the chat template reads no {option!r}")
+
+
+def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> str:
+    """A conversation up to the token that ends its last turn, an answer behind what a rollout reads before it.
+
+    Mistral's template writes a system message into the last turn of the user, and none at all behind an answer: there
+    the answer is written as in a conversation without one.
+    """
+    _, behind = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(behind)
+    others = [turn for turn in turns if turn["role"] != "system"]
+    if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
+        return text
+    head = render(turns[:-1], tokenizer, options, is_prompt=True)
+    short_head = render(others[:-1], tokenizer, options, is_prompt=True)
+    short = render(others, tokenizer, options).removesuffix(behind)
+    if text.startswith(head) or not short.startswith(short_head):
+        return text
+    return head + short.removeprefix(short_head)
+
+
+def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text that may go on: after a BOS, once, if the tokenizer writes one, and without the EOS that some
+    tokenizers write after every text."""
+    ids = tokenizer(text)["input_ids"]
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has its own
+        ids = ids[1:]
+    ends = [token for token in (tokenizer.eos_token, tokenizer.sep_token) if token]
+    is_own = text.endswith(tuple(ends)) and ids[-2:-1] != ids[-1:]
+    if len(ids) > 1 and ids[-1] in tokenizer.convert_tokens_to_ids(ends) and not is_own:
+        ids = ids[:-1]
+    return ids
+
+
+def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}) -> list[int]:
+    """Token ids of a text, or of a conversation up to where the assistant is to speak; `options` are the template's."""
+    if isinstance(prompt, str):
+        require(
+            not options, "the columns tools and chat_template_kwargs are for conversations, and the prompt is a text"
+        )
+        return encode_text(prompt, tokenizer)
+    turns = as_turns(prompt, "user")
+    if not turns:
+        return []
+    is_open = turns[-1]["role"] != "assistant"
+    require(is_open, "the prompt ends with a turn of the assistant, which leaves nothing to answer")
+    text = render(turns, tokenizer, options, is_prompt=True)
+    check_rendered(text, turns, tokenizer, options)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def print_lengths(what: str, lengths: list[int], note: str = "") -> None:
+    """One line: how many rows there are, their tokens, and what was done to others."""
+    line = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
+    print("; ".join([line, note] if note else [line]))
+
+
+def show_first_row(columns: dict[str, Text]) -> None:
+    """A table of what the model reads of the first row."""
+    table = Table(*columns, title="the first row, as the model reads it", min_width=40)
+    table.add_row(*columns.values())
+    Console().print(table)
+
+
+def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] = ()) -> Text:
+    """A text as a model reads it, with its special tokens, some tokens in green; a long one is cut in the middle."""
+    text = Text()
+    start = 0
+    for green, tokens in groupby(is_green or [False] * len(ids)):
+        end = start + len(list(tokens))
+        text.append(tokenizer.decode(ids[:end])[len(text) :], style="green" if green else "")
+        start = end
+    if len(text) > 1200:
+        text = text[:600] + Text(" … ", style="bold") + text[-600:]
+    return text
+
+
+def text_behind(prompt: list[int], response: list[int], tokenizer: AutoTokenizer) -> str:
+    """A response as text: of the text of both, what stands behind the prompt. Decoded alone it might lack its first
+    space (SentencePiece). Special tokens are left out."""
+    head = tokenizer.decode(prompt, skip_special_tokens=True)
+    whole = tokenizer.decode([*prompt, *response], skip_special_tokens=True)
+    if not whole.startswith(head):  # the prompt ended within a letter
+        return tokenizer.decode(response, skip_special_tokens=True)
+    return whole.removeprefix(head)
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:

@@ -38,9 +38,11 @@ Shapes: B pairs, S tokens (right-padded), D hidden size.
 """
 
 import ctypes
+import glob
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -48,12 +50,12 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -190,20 +192,21 @@ def train(args: Args) -> None:
     place(model, args)
 
     pairs, eval_pairs = load_pairs(args, model)  # 1
-    lengths = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
+    lengths = list(pairs["length"])
     args = choose_sizes(args, model, len(pairs), 2 * max(lengths))
+    show_first_row({name: as_read(pairs[0][name], model.tokenizer) for name in ("chosen", "rejected")})
     steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
 
     optimizer = make_optimizer(args, model)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    memory = {"reward_bias": 0.0}  # what lasts from step to step besides weights
+    memory = {"reward_bias": model.config.reward_bias}  # what lasts from step to step besides weights
     run = Run(args, num_steps, optimizer, schedule, memory, model=model)
     model.config.reward_bias = memory["reward_bias"]
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
         rows = length_grouped_batch(lengths, step - 1, args.batch_size, args.seed)
-        mini_batch = [pairs[i] for i in rows]
+        mini_batch = as_pairs(pairs[rows])
         if args.eos_dropout:
             mini_batch = drop_eos(mini_batch, model.tokenizer, args.eos_dropout)
         separate_dropout(args, step)
@@ -220,7 +223,7 @@ def train(args: Args) -> None:
             "grad_norm": grad_norm.item(),
         }
         if step == num_steps:
-            chosen, rejected = all_rewards(model, pairs[:2000], args)
+            chosen, rejected = all_rewards(model, as_pairs(pairs[:2000]), args)
             shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
             memory["reward_bias"] = model.config.reward_bias
         if eval_pairs and run.is_due(args.eval_steps):
@@ -230,7 +233,7 @@ def train(args: Args) -> None:
                 show_calibration(run, bins)
         run.log(stats, "loss", "accuracy")
         if run.is_one_of(args.num_sample_generations):
-            show_samples(run, model, eval_pairs or pairs, args)
+            show_samples(run, model, eval_pairs or as_pairs(pairs[:4]), args)
         schedule.step()
         must_stop = run.must_stop()
         if must_stop or run.is_due(args.save_steps):
@@ -250,24 +253,6 @@ class Pair:
     chosen: list[int]
     rejected: list[int]
     margin: float = 0.0
-
-
-def encode_text(prompt: str, text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of prompt + text + EOS; prompt and text are encoded apart, as in a rollout."""
-    if not prompt:
-        return with_eos(with_bos(text, tokenizer), tokenizer)
-    ids = with_bos(prompt, tokenizer) + tokenizer(text, add_special_tokens=False)["input_ids"]
-    return with_eos(ids, tokenizer)
-
-
-def encode_pair(
-    prompt: str | list[dict], chosen: str | list[dict], rejected: str | list[dict], tokenizer: AutoTokenizer
-) -> Pair:
-    """Two texts, or, if any of the three is a list of messages, two conversations."""
-    encode = encode_text
-    if any(isinstance(x, list) for x in (prompt, chosen, rejected)):
-        encode = encode_conversation
-    return Pair(encode(prompt, chosen, tokenizer), encode(prompt, rejected, tokenizer))
 
 
 def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[Pair]:
@@ -444,10 +429,12 @@ def show_calibration(run: "Run", bins: list[tuple[float, float, int]]) -> None:
 
 
 def load_reward_model(args: Args) -> nn.Module:
-    """The model with a new head of one output, in float32; it keeps the dropout of its config."""
+    """The model in float32, with its own head, if it was saved with one, else with a new one; it keeps the dropout of
+    its config."""
     model = load_model(AutoModelForSequenceClassification, args.model, args, new_head=True, num_labels=1)
-    init_reward_head(model.score)
-    model.config.reward_bias = 0.0  # which shift_rewards may change
+    if not any("SequenceClassification" in name for name in model.config.architectures or []):
+        init_reward_head(model.score)
+    model.config.reward_bias = getattr(model.config, "reward_bias", 0.0)  # which shift_rewards may change
     model.config.pad_token_id = model.tokenizer.pad_token_id  # for programs that use the library's own pooling
     if args.lora_r:
         add_adapter(model, args, task_type="SEQ_CLS", modules_to_save=["score"])
@@ -456,14 +443,27 @@ def load_reward_model(args: Args) -> nn.Module:
     return model
 
 
-def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, limit: int) -> list[Pair]:
-    """All pairs of a split, cut to `limit` tokens."""
-    pairs = [encode_pair(*row, tokenizer) for row in read_pairs(data, args)]
-    if args.margin_column in data.column_names:
-        for pair, margin in zip(pairs, data[args.margin_column]):
-            pair.margin = float(margin)
-    cut = [Pair(pair.chosen[:limit], pair.rejected[:limit], pair.margin) for pair in pairs]
-    return keep_different(pairs, cut, limit)
+def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, limit: int) -> datasets.Dataset:
+    """All pairs of a split, cut to `limit` tokens: rows of `Pair`, and their lengths."""
+    read_pair = pair_reader(data, args)
+    margin_column = args.margin_column
+
+    def encode(row: dict) -> dict:
+        prompt, *texts = read_pair(row)
+        options = template_options(row)
+        whole = [encode_whole(prompt, text, tokenizer, options) for text in texts]
+        chosen, rejected = (ids[:limit] for ids in whole)
+        pair = Pair(chosen, rejected, float(row.get(margin_column) or 0.0))
+        longest = max(map(len, whole))
+        is_different = chosen != rejected
+        return asdict(pair) | {"length": min(longest, limit), "is_cut": longest > limit, "is_different": is_different}
+
+    return keep_different(encode_rows(data, encode), limit)
+
+
+def as_pairs(columns: dict[str, list]) -> list[Pair]:
+    """Some rows of `encode_pairs`, given as columns."""
+    return [Pair(*x) for x in zip(columns["chosen"], columns["rejected"], columns["margin"])]
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
@@ -494,19 +494,6 @@ def default_rate(args: Args, model: nn.Module) -> float:
 # --- The same text in sft.py, reward_model.py and dpo.py --------------------------------------------------------------
 
 
-def as_turns(text: str | list[dict], role: str) -> list[dict]:
-    """Messages as they are; a text becomes one message of this role."""
-    if isinstance(text, list):
-        return text
-    return [{"role": role, "content": text}]
-
-
-def with_bos(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, with what the tokenizer writes before it; but no second BOS, if the text has one."""
-    ids = tokenizer(text)["input_ids"]
-    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
-
-
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
     """The tokens, and EOS behind them unless they end with it, or there is none."""
     eos = tokenizer.eos_token_id
@@ -515,60 +502,99 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
     return ids + [eos]
 
 
-def encode_conversation(prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a conversation: the prompt's turns if it has any, then those of the text, or the text as a turn;
-    up to the token that ends the last turn, or EOS."""
+def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
+    """Whether all texts of these columns begin with their prompt, and so are read as whole texts. (Conversations may be
+    whole in one row and not in another.) Warns if only some do."""
+    if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
+        return False
+    prompts = [str(prompt).strip() for prompt in data[prompt_column]]
+    count = 0
+    for column in columns:
+        count += sum(str(text).lstrip().startswith(prompt) for prompt, text in zip(prompts, data[column]) if prompt)
+    num_texts = len(columns) * sum(map(bool, prompts))
+    if 0 < count < num_texts:
+        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, and are read as answers that repeat it")
+    return 0 < count == num_texts
+
+
+def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
+    """A conversation: the prompt's turns, then those of the text, unless these hold the prompt's already."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    is_whole = answer[: len(turns)] == turns  # some hold the prompt, too
+    is_whole = answer[: len(turns)] == turns
     if turns and answer and turns[-1]["role"] == "user":
         is_whole |= answer[0]["role"] != "assistant"  # with a system message before it, say
-    if not is_whole:
-        answer = turns + answer
-    end, behind = turn_end(tokenizer)
-    rendered = tokenizer.apply_chat_template(answer, tokenize=False).removesuffix(behind)
+    return answer if is_whole else turns + answer
+
+
+def shared_length(a: list[int], b: list[int]) -> int:
+    """How many tokens two texts have in common at the start."""
+    pairs = enumerate(zip(a, b))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def encode_whole(
+    prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}
+) -> list[int]:
+    """Token ids of prompt and text, up to EOS or the token that ends the last turn; of conversations, if one of the two
+    is a list of messages. `options` are the chat template's."""
+    if isinstance(prompt, str) and isinstance(text, str):
+        require(not options, "the columns tools and chat_template_kwargs are for conversations, and these are texts")
+        return with_eos(encode_text(prompt + text, tokenizer), tokenizer)
+    turns = whole_turns(prompt, text)
+    require(turns, "a conversation has no messages")
+    rendered = render_whole(turns, tokenizer, options)
+    check_rendered(rendered, turns, tokenizer, options)
     ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    end, _ = turn_end(tokenizer)
     return ids if end else with_eos(ids, tokenizer)
 
 
-def load_pairs(args: Args, model: nn.Module) -> tuple[list, list]:
+def load_pairs(args: Args, model: nn.Module) -> tuple[datasets.Dataset, list]:
     """The pairs to train on, and those to evaluate on."""
     train, test = load_data(args)
     limit = min(args.max_length, context_length(model))
     pairs = encode_pairs(train, model.tokenizer, args, limit)
     if test is None:
         return pairs, []
-    return pairs, encode_pairs(test, model.tokenizer, args, limit)
+    return pairs, as_pairs(encode_pairs(test, model.tokenizer, args, limit)[:])
 
 
-def read_pairs(data: datasets.Dataset, args: Args) -> Iterator[tuple]:
-    """Prompt, or "" without that column, chosen and rejected text of each row of a split."""
-    chosen = read_column(data, args.chosen_column)
-    rejected = read_column(data, args.rejected_column)
-    prompts = [""] * len(chosen)
-    if args.prompt_column in data.column_names:
-        prompts = list(data[args.prompt_column])
-    else:
+def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
+    """A function from a row to its prompt, or "" without that column, its chosen and its rejected text."""
+    chosen = args.chosen_column
+    rejected = args.rejected_column
+    check_columns(data, {"--chosen-column": chosen, "--rejected-column": rejected})
+    prompt = args.prompt_column if args.prompt_column in data.column_names else None
+    if prompt is None:
         print(f"no column {args.prompt_column!r}: the pairs are read as whole texts, or conversations")
-    asked = lambda text: [x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"]  # noqa: E731
-    for i, (a, b) in enumerate(zip(map(asked, chosen), map(asked, rejected))):
-        require(a == b or not a or not b, f"row {i}: what is chosen and what is rejected answer different questions")
-    rows = list(zip(prompts, chosen, rejected))
-    return tqdm(rows, desc="encoding pairs", leave=False, disable=RANK > 0)
+    is_whole = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
+
+    def read_pair(row: dict) -> tuple:
+        texts = [read_value(row, column) for column in (chosen, rejected)]
+        start = read_value(row, prompt) if prompt else ""
+        if is_whole:
+            start = start.strip()
+            texts = [text.lstrip().removeprefix(start) for text in texts]
+        asked = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
+        is_one = asked[0] == asked[1] or [] in asked
+        require(is_one, "what is chosen and what is rejected answer different questions")
+        return start, *texts
+
+    return read_pair
 
 
-def keep_different(pairs: list, cut: list, limit: int) -> list:
-    """Of the pairs, after they were cut, those whose texts differ; the others teach nothing. Says how many they are."""
-    num_cut = sum(pair != after for pair, after in zip(pairs, cut))
-    kept = [pair for pair in cut if pair.chosen != pair.rejected]
-    num_dropped = len(pairs) - len(kept)
-    sentence = (
-        f"of {len(pairs)} pairs, {num_cut} were cut to {limit} tokens, and {num_dropped} dropped: both texts equal"
-    )
-    require(kept, sentence)
-    if num_cut or num_dropped:
-        print(sentence)
-    return kept
+def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
+    """The pairs whose texts differ, for the others teach nothing. Prints how many there are, and how many were cut."""
+    is_different = np.array(pairs["is_different"])
+    lengths = np.array(pairs["length"])[is_different]
+    num_dropped = len(pairs) - len(lengths)
+    note = f"{sum(pairs['is_cut'])} of {len(pairs)} cut to {limit} tokens, {num_dropped} dropped: both texts equal"
+    require(num_dropped < len(pairs), f"no pairs are left: {note}")
+    print_lengths(f"{pairs.split} pairs", lengths.tolist(), note)
+    if num_dropped:
+        pairs = pairs.select(np.flatnonzero(is_different))
+    return pairs
 
 
 def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
@@ -760,12 +786,40 @@ def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+
+    Values are those of the file. Left to itself, the library makes a date of the JSON text "2024-01-05", and 72.0 of 72
+    where another row has 3.5. A column of a csv file holds texts, unless all its cells are numbers as Python prints
+    them: 007 and 1.50 stay what they are.
+    """
+    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
+    options = {"path": str(path), "name": config, "split": split}
     if path.is_file():
+        kinds = [formats[suffix] for suffix in path.suffixes if suffix in formats]
+        require(kinds, f"{name} is not a {', '.join(formats)} file")
         require(path.stat().st_size, f"{name} is empty")
-        return datasets.load_dataset(str(path.parent.resolve()), data_files=path.name, split=split)
-    return datasets.load_dataset(str(path), config, split=split)
+        options = {"path": kinds[-1], "data_files": glob.escape(str(path.resolve())), "split": split}
+    else:
+        is_plain = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
+        require(is_plain, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+    try:
+        data = datasets.load_dataset(**options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
+    exact = dict(data.features)
+    if data.info.builder_name == "csv":
+        options |= {"keep_default_na": False, "na_values": [""]}  # an empty cell is no value; NA and None are texts
+        kinds = datasets.Features(dict.fromkeys(exact, datasets.Value("string")))
+        texts = datasets.load_dataset(**options, features=kinds)
+        exact |= {column: kinds[column] for column in exact if list(map(str, data[column])) != list(texts[column])}
+    elif data.info.builder_name == "json":
+        for column, feature in data.features.items():
+            if re.search("time|date|float", str(feature)):
+                exact[column] = datasets.Json()
+    if exact == data.features:
+        return data
+    return datasets.load_dataset(**options, features=datasets.Features(exact))
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
@@ -779,11 +833,205 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     return train, load_split(args.dataset, args.dataset_config, test)
 
 
-def read_column(data: datasets.Dataset, column: str) -> list:
-    """A column of a dataset, with a value in each row."""
-    values = list(data.select_columns(column)[column])  # the error of select_columns names those that there are
-    require(None not in values, f"some rows of the dataset have no {column!r}")
-    return values
+def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
+    """Ends the program unless a dataset has these columns (by the flags that name them), and none of pictures."""
+    there = ", ".join(data.column_names)
+    for flag, column in columns.items():
+        require(column in data.column_names, f"the dataset has no column {column!r}, but {there}: set {flag}")
+    unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
+    require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads texts alone: remove them")
+
+
+def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
+    """What `encode` makes of each row, in files that are mapped into memory; with `keep`, beside the row's columns.
+
+    The library keeps the files, and reads them again if neither the data nor `encode` have changed.
+    """
+
+    split = str(data.split)
+
+    def encode_row(row: dict, number: int) -> dict:
+        try:
+            return encode(row)
+        except SystemExit as error:
+            sys.exit(f"{error} (row {number} of {split})")
+
+    if len(data) > 10_000:  # some seconds
+        datasets.enable_progress_bars()
+    columns = [] if keep else data.column_names
+    encoded = data.map(encode_row, with_indices=True, remove_columns=columns, desc="encoding")
+    datasets.disable_progress_bars()
+    return encoded
+
+
+def read_value(row: dict, column: str) -> str | list[dict]:
+    """The text or the conversation in a column of a row; ends the program if it is neither."""
+    value = row[column]
+    is_known = isinstance(value, (str, list))
+    require(is_known, f"{column!r} holds {value!r:.80}, which is neither a text nor a list of messages")
+    is_json = isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""", value)
+    require(not is_json, f"{column!r} holds a conversation that is written as a text: make it a list of messages")
+    return value
+
+
+def template_options(row: dict) -> dict:
+    """What the row's columns `tools` and `chat_template_kwargs` (TRL) give to the chat template, as they are or as
+    JSON."""
+    given = {}
+    for column in ("tools", "chat_template_kwargs"):
+        value = row.get(column) or {}
+        if isinstance(value, str):
+            value = json.loads(value)
+        given[column] = without_none(value)
+    options = given["chat_template_kwargs"]
+    return options | {"tools": given["tools"]} if given["tools"] else options
+
+
+def without_none(x: object) -> object:
+    """A copy without the keys of no value, at any depth, which a table adds to rows that lack them."""
+    if isinstance(x, dict):
+        return {key: without_none(value) for key, value in x.items() if value is not None}
+    if isinstance(x, list):
+        return [without_none(value) for value in x]
+    return x
+
+
+def as_turns(text: str | list[dict], role: str) -> list[dict]:
+    """A conversation as chat templates read it; a text becomes one message of this role.
+
+    The names `human`, `gpt` and `developer`, and ShareGPT's keys `from` and `value`, are replaced by those that all
+    templates know. Content in parts is joined, if all of them are texts.
+    """
+    if isinstance(text, str):
+        return [{"role": role, "content": text}]
+    turns = []
+    for message in text:
+        require(isinstance(message, dict), f"a conversation is a list of messages, and {message!r:.80} is none")
+        turn = without_none(message)
+        name = turn.pop("from", None)
+        said = turn.pop("value", None)
+        turn = {"role": name, "content": said} | turn
+        role = turn["role"]
+        content = turn["content"]
+        if isinstance(content, list):
+            content = [part.get("text") if isinstance(part, dict) else None for part in content]
+            is_text = None not in content
+            require(is_text, f"the message of {role!r} has parts that are no texts, which this script does not read")
+            content = "".join(content)
+        if content is None and "tool_calls" in turn:
+            content = ""
+        is_message = isinstance(role, str) and isinstance(content, str)
+        require(is_message, f"a message has a role and a content, both of them texts, unlike {message!r:.80}")
+        standard = {"human": "user", "gpt": "assistant", "developer": "system"}
+        turns.append(turn | {"role": standard.get(role, role), "content": content})
+    return turns
+
+
+def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
+    """What the chat template writes for a conversation; of a prompt, up to where the assistant is to speak."""
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
+    except Exception as error:  # of any type: a template is a program
+        roles = ", ".join(turn["role"] for turn in turns)
+        sys.exit(f"error: the chat template refuses a conversation of {roles}: {error}")
+
+
+def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
+    """Ends the program if the chat template has left something out: what a message says, a tool, an option. The
+    thoughts of earlier answers may go, as most templates delete them. Warns of other keys that it does not read."""
+    written = "".join(text.split())
+    thoughts = ("reasoning_content", "reasoning", "thinking")
+
+    def is_there(x: object) -> bool:
+        """Whether it was written, but for white space; of lists and dicts, whether all of it was, and not as Python."""
+        if isinstance(x, dict):
+            parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
+        elif isinstance(x, list):
+            parts = x
+        else:
+            plain = x if isinstance(x, str) else json.dumps(x)
+            forms = [plain, json.dumps(plain, ensure_ascii=False)[1:-1]]
+            return any("".join(form.split()) in written for form in forms)
+        is_python = "'" in repr(x) and "".join(repr(x).split()) in written
+        return all(map(is_there, parts)) and not is_python
+
+    for number, turn in enumerate(turns):
+        said = dict(turn)
+        role = said.pop("role")
+        if role == "assistant" and number < len(turns) - 1:
+            said = {key: value for key, value in said.items() if key not in thoughts}
+            said["content"] = said["content"].rpartition("</think>")[2]
+        for key, value in said.items():
+            if key in ("content", "tool_calls", *thoughts):
+                sentence = (
+                    f"the chat template leaves out {key!r} of message {number}, of role {role!r}, or a part of it"
+                )
+                require(is_there(value), sentence)
+            elif key not in ("name", "tool_call_id") and not is_there(value):
+                warnings.warn(f"the chat template does not write the key {key!r} of messages, so no model reads it")
+    for tool in options.get("tools", []):
+        name = tool.get("function", tool).get("name")
+        require(is_there(name), f"the chat template leaves out the tool {name!r}")
+    for option in options:
+        require(option in str(tokenizer.chat_template), f"the chat template reads no {option!r}")
+
+
+def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> str:
+    """A conversation up to the token that ends its last turn, an answer behind what a rollout reads before it.
+
+    Mistral's template writes a system message into the last turn of the user, and none at all behind an answer: there
+    the answer is written as in a conversation without one.
+    """
+    _, behind = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(behind)
+    others = [turn for turn in turns if turn["role"] != "system"]
+    if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
+        return text
+    head = render(turns[:-1], tokenizer, options, is_prompt=True)
+    short_head = render(others[:-1], tokenizer, options, is_prompt=True)
+    short = render(others, tokenizer, options).removesuffix(behind)
+    if text.startswith(head) or not short.startswith(short_head):
+        return text
+    return head + short.removeprefix(short_head)
+
+
+def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text that may go on: after a BOS, once, if the tokenizer writes one, and without the EOS that some
+    tokenizers write after every text."""
+    ids = tokenizer(text)["input_ids"]
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has its own
+        ids = ids[1:]
+    ends = [token for token in (tokenizer.eos_token, tokenizer.sep_token) if token]
+    is_own = text.endswith(tuple(ends)) and ids[-2:-1] != ids[-1:]
+    if len(ids) > 1 and ids[-1] in tokenizer.convert_tokens_to_ids(ends) and not is_own:
+        ids = ids[:-1]
+    return ids
+
+
+def print_lengths(what: str, lengths: list[int], note: str = "") -> None:
+    """One line: how many rows there are, their tokens, and what was done to others."""
+    line = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
+    print("; ".join([line, note] if note else [line]))
+
+
+def show_first_row(columns: dict[str, Text]) -> None:
+    """A table of what the model reads of the first row."""
+    table = Table(*columns, title="the first row, as the model reads it", min_width=40)
+    table.add_row(*columns.values())
+    Console().print(table)
+
+
+def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] = ()) -> Text:
+    """A text as a model reads it, with its special tokens, some tokens in green; a long one is cut in the middle."""
+    text = Text()
+    start = 0
+    for green, tokens in groupby(is_green or [False] * len(ids)):
+        end = start + len(list(tokens))
+        text.append(tokenizer.decode(ids[:end])[len(text) :], style="green" if green else "")
+        start = end
+    if len(text) > 1200:
+        text = text[:600] + Text(" … ", style="bold") + text[-600:]
+    return text
 
 
 @lru_cache(maxsize=2)

@@ -34,9 +34,11 @@ Shapes: B rows, S tokens (right-padded), V vocabulary.
 """
 
 import ctypes
+import glob
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,12 +46,12 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, field, replace
 from datetime import timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -187,8 +189,10 @@ def train(args: Args) -> None:
     place(policy, args)
 
     rows, eval_rows = load_texts(args, policy)  # 1
-    longest = max(len(ids) for ids, _ in rows)
-    args = choose_sizes(args, policy, len(rows), longest)
+    lengths = list(rows["length"])
+    args = choose_sizes(args, policy, len(rows), max(lengths))
+    is_label = [label != IGNORE for label in rows[0]["labels"]]
+    show_first_row({"text, what carries loss in green": as_read(rows[0]["ids"], policy.tokenizer, is_label)})
     steps_per_epoch = math.ceil(len(rows) / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
 
@@ -199,7 +203,7 @@ def train(args: Args) -> None:
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
         separate_dropout(args, step)
-        texts = random_batch(rows, step - 1, args.batch_size, args.seed)
+        texts = as_rows(rows[random_batch(lengths, step - 1, args.batch_size, args.seed)])
         with run.clock("step"):
             sums = gradient_and_sums(policy, texts, args)  # 2
             grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)  # 3
@@ -221,7 +225,7 @@ def train(args: Args) -> None:
             stats |= evaluate(policy, eval_rows, args)
         run.log(stats, "loss", "mean_token_accuracy")
         if run.is_one_of(args.num_sample_generations):
-            show_samples(run, policy, eval_rows or rows, args)
+            show_samples(run, policy, eval_rows or as_rows(rows[:3]), args)
         schedule.step()
         must_stop = run.must_stop()
         if must_stop or run.is_due(args.save_steps):
@@ -238,58 +242,63 @@ Row = tuple[list[int], list[int]]  # token ids and labels of a text
 
 
 def encode_pair(
-    prompt: str | list[dict], completion: str | list[dict], tokenizer: AutoTokenizer, completion_only: bool
+    prompt: str | list[dict],
+    completion: str | list[dict],
+    tokenizer: AutoTokenizer,
+    completion_only: bool,
+    options: dict = {},
 ) -> Row:
     """Prompt + completion + EOS, or what the chat template writes. An empty prompt makes it a plain text, all labelled.
 
-    Prompt and completion are encoded apart, as in a rollout, where the prompt is encoded before its completion exists.
-    A prompt that is a list of messages goes through the chat template; its completion is the assistant's next turn.
+    Of a text, the prompt's tokens are those that it has alone, as in a rollout; one that the completion joins carries
+    loss. If one of the two is a list of messages, the prompt is its beginning, and the completion the turns behind it.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
-        turns = as_turns(prompt, "user") if prompt else []
-        return encode_messages(turns + as_turns(completion, "assistant"), tokenizer, completion_only, len(turns))
-    if not prompt:
-        ids = with_eos(with_bos(completion, tokenizer), tokenizer)
-        return ids, ids
-    head = with_bos(prompt, tokenizer)
-    tail = with_eos(tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer)
-    if completion_only:
-        return head + tail, [IGNORE] * len(head) + tail
-    return head + tail, head + tail
+        turns = whole_turns(prompt, completion)
+        num_given = len(turns) - len(as_turns(completion, "assistant"))
+        num_given = num_given or len(as_turns(prompt, "user"))  # the completion holds the prompt
+        return encode_messages(turns, tokenizer, completion_only, options, num_given)
+    require(not options, "the columns tools and chat_template_kwargs are for conversations, and these are texts")
+    ids = with_eos(encode_text(prompt + completion, tokenizer), tokenizer)
+    start = shared_length(encode_text(prompt, tokenizer), ids) if prompt and completion_only else 0
+    return ids, [IGNORE] * start + ids[start:]
 
 
-def encode_messages(messages: list[dict], tokenizer: AutoTokenizer, completion_only: bool, num_given: int = 0) -> Row:
+def encode_messages(
+    messages: list[dict], tokenizer: AutoTokenizer, completion_only: bool, options: dict = {}, num_given: int = 0
+) -> Row:
     """A conversation; with completion_only, the labels are the assistant's turns behind the first num_given messages,
     and the tokens that end them.
 
     Where a turn stands is seen in the text, which is encoded once: a label is a token whose last letter is of a turn.
     """
-    if not messages:
+    turns = as_turns(messages, "user")
+    if not turns:
         return [], []
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
     end, behind = turn_end(tokenizer)
-    text = render(messages).removesuffix(behind)
-    said = messages[-1].get("content")
-    if isinstance(said, str) and said.strip() not in text:
-        warnings.warn("the chat template leaves out a part of the last turn, such as thoughts: it is not trained")
+    text = render_whole(turns, tokenizer, options)
+    check_rendered(text, turns, tokenizer, options)
     is_label = bytearray(len(text))
-    for i in range(max(1, num_given), len(messages)):
-        if messages[i]["role"] != "assistant":
+    for i in range(max(1, num_given), len(turns)):
+        if turns[i]["role"] != "assistant":
             continue
-        head = render(messages[:i], add_generation_prompt=True)  # which a rollout is given
-        turn = render(messages[: i + 1]).removesuffix(behind)
-        asked = render(messages[:i]).removesuffix(behind)
+        head = render(turns[:i], tokenizer, options, is_prompt=True)  # which a rollout is given
+        asked = render(turns[:i], tokenizer, options).removesuffix(behind)
+        turn = text
+        if i < len(turns) - 1:
+            turn = render(turns[: i + 1], tokenizer, options).removesuffix(behind)
         if turn.startswith(asked) and text.startswith(turn):
-            start = len(os.path.commonprefix([head, turn]))
+            start = shared_length(head, turn)
             is_label[start : len(turn)] = b"\1" * (len(turn) - start)
         else:
             warnings.warn("the chat template rewrites turns as a conversation goes on: such answers are not trained")
+    if not completion_only:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return (ids, ids) if end else (with_eos(ids, tokenizer), with_eos(ids, tokenizer))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = encoded["input_ids"]
-    labels = ids
-    if completion_only:
-        places = encoded["offset_mapping"]
-        labels = [x if stop > start and is_label[stop - 1] else IGNORE for x, (start, stop) in zip(ids, places)]
+    places = encoded["offset_mapping"]
+    labels = [x if stop > start and is_label[stop - 1] else IGNORE for x, (start, stop) in zip(ids, places)]
     return (ids, labels) if end else (with_eos(ids, tokenizer), with_eos(labels, tokenizer))
 
 
@@ -307,18 +316,17 @@ def pack(rows: list[Row], length: int) -> list[Row]:
     return blocks
 
 
-def random_batch(rows: list[Row], number: int, size: int, seed: int) -> list[Row]:
-    """Batch `number` (0, 1, ...) of endless passes over the rows, each in its own order; the last batch of a pass holds
-    what is left. It is sorted by length, so that its parts need little padding.
+def random_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
+    """The rows of batch `number` (0, 1, ...) of endless passes over all rows, each in its own order; the last batch of
+    a pass holds what is left. It is sorted by length, so that its parts need little padding.
 
     Batches are not made of rows of similar length: each step would see one kind of text, and a policy that is trained
     from scratch would learn worse.
     """
-    pass_number, offset = divmod(number, math.ceil(len(rows) / size))
-    order = shuffled(len(rows), seed, pass_number)
+    pass_number, offset = divmod(number, math.ceil(len(lengths) / size))
+    order = shuffled(len(lengths), seed, pass_number)
     start = offset * size
-    picked = [rows[i] for i in order[start : start + size]]
-    return sorted(picked, key=lambda row: len(row[0]))
+    return sorted(order[start : start + size], key=lengths.__getitem__)
 
 
 # --- 2. Loss ----------------------------------------------------------------------------------------------------------
@@ -478,63 +486,98 @@ def load_policy(args: Args) -> nn.Module:
     return policy
 
 
-def load_texts(args: Args, policy: nn.Module) -> tuple[list[Row], list[Row]]:
-    """The texts to train on, and those to evaluate on, which are never packed."""
+def load_texts(args: Args, policy: nn.Module) -> tuple[datasets.Dataset, list[Row]]:
+    """The texts to train on, rows of ids, labels and length, and those to evaluate on, which are never packed."""
     train, test = load_data(args)
     longest = context_length(policy)
     limit = min(args.max_length, longest)
-    rows = read_texts(train, policy.tokenizer, args)
+    rows = read_texts(train, policy.tokenizer, args, sys.maxsize if args.packing else limit)
     if args.packing:
-        rows = [block for block in pack(rows, limit) if has_label(block)]
-    else:
-        rows = cut(rows, limit)
+        rows = pack_rows(rows, limit)
     require(
-        rows,
+        len(rows),
         f"--dataset {args.dataset}: no text of two or more tokens has a completion within --max-length "
         f"{limit}, or, with --packing, all together do not fill a block of it",
     )
     if test is None:
         return rows, []
-    if args.packing:
-        limit = longest
-    return rows, cut(read_texts(test, policy.tokenizer, args), limit)
+    tests = read_texts(test, policy.tokenizer, args, longest if args.packing else limit)
+    return rows, as_rows(tests[:])
 
 
-def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> list[Row]:
-    """The texts of a split, in whichever of the three formats its columns are. Those that have nothing to predict are
-    dropped and counted."""
+def as_rows(columns: dict[str, list]) -> list[Row]:
+    """Some rows of `read_texts`, given as columns."""
+    return list(zip(columns["ids"], columns["labels"]))
+
+
+def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, limit: int) -> datasets.Dataset:
+    """The texts of a split, in whichever of the three formats its columns are, cut to `limit` tokens. Those that have
+    nothing to predict are dropped and counted."""
     completion_only = args.completion_only_loss
-    if args.messages_column in data.column_names:
-        conversations = read_column(data, args.messages_column)
-        rows = [encode_messages(messages, tokenizer, completion_only) for messages in conversations]
-    elif args.completion_column in data.column_names:
-        prompts = read_column(data, args.prompt_column)
-        completions = read_column(data, args.completion_column)
-        rows = [encode_pair(*pair, tokenizer, completion_only) for pair in zip(prompts, completions)]
-    else:
-        texts = read_column(data, args.text_column)
-        rows = [encode_pair("", text, tokenizer, False) for text in texts]
-    kept = [row for row in rows if has_label(row)]
-    if len(kept) < len(rows):
-        print(f"dropped {len(rows) - len(kept)} of {len(rows)} texts: empty, or without anything to predict")
-    return kept
+    prompt, completion, column = args.prompt_column, args.completion_column, text_column(data, args)
+    if column == completion:
+        check_columns(data, {"--prompt-column": prompt})
+        is_judged = str(data.features.get("label")) == "Value('bool')"
+        require(
+            not is_judged, "the column 'label' (TRL's unpaired preferences) says which completions are good: keep those"
+        )
+    is_whole = column == completion and texts_hold_prompt(data, prompt, completion)
+
+    def encode(row: dict) -> dict:
+        text = read_value(row, column)
+        options = template_options(row)
+        if column == args.messages_column:
+            ids, labels = encode_messages(text, tokenizer, completion_only, options)
+        elif column == completion:
+            start = read_value(row, prompt)
+            if is_whole:
+                start = start.strip()
+                text = text.lstrip().removeprefix(start)
+            ids, labels = encode_pair(start, text, tokenizer, completion_only, options)
+        else:
+            ids, labels = encode_pair("", text, tokenizer, False, options)
+        return {
+            "ids": ids[:limit],
+            "labels": labels[:limit],
+            "length": min(len(ids), limit),
+            "is_cut": len(ids) > limit,
+        }
+
+    rows = encode_rows(data, encode)
+    is_kept = np.array(
+        [any(label != IGNORE for label in labels[1:]) for labels in rows["labels"]]
+    )  # of the first: none
+    note = f"{sum(rows['is_cut'])} of {len(rows)} cut to {limit} tokens, without their EOS; "
+    note += f"{(~is_kept).sum()} dropped: nothing to predict"
+    rows = rows.select(np.flatnonzero(is_kept))
+    if len(rows):
+        print_lengths(f"{rows.split} texts", rows["length"], note)
+    return rows
 
 
-def cut(rows: list[Row], limit: int) -> list[Row]:
-    """Texts of at most `limit` tokens. Longer ones lose their end, and are counted; those that so lose all labels are
-    dropped."""
-    num_long = sum(len(ids) > limit for ids, _ in rows)
-    short = [(ids[:limit], labels[:limit]) for ids, labels in rows]
-    kept = [row for row in short if has_label(row)]
-    if num_long:
-        print(f"cut {num_long} of {len(rows)} texts to {limit} tokens; they lose their EOS")
-        print(f"dropped {len(rows) - len(kept)} of them: nothing is left to predict")
-    return kept
+def text_column(data: datasets.Dataset, args: Args) -> str:
+    """The column that holds messages, completions or texts: the one that a flag names, else the first that is there."""
+    columns = {"messages": args.messages_column, "completion": args.completion_column, "text": args.text_column}
+    named = {f"--{kind}-column": column for kind, column in columns.items() if column != kind}
+    check_columns(data, named)
+    found = [*named.values(), *(column for column in columns.values() if column in data.column_names)]
+    require(found, f"the dataset has no column {', '.join(columns.values())}, but {', '.join(data.column_names)}")
+    return found[0]
 
 
-def has_label(row: Row) -> bool:
-    """Whether there is anything to predict. Nothing predicts the first token."""
-    return any(label != IGNORE for label in row[1][1:])
+def pack_rows(rows: datasets.Dataset, length: int) -> datasets.Dataset:
+    """Blocks of `length` tokens, made of 10,000 texts at a time."""
+
+    def encode(batch: dict) -> dict:
+        blocks = pack(list(zip(batch["ids"], batch["labels"])), length)
+        blocks = [(ids, labels) for ids, labels in blocks if any(label != IGNORE for label in labels[1:])]
+        return {
+            "ids": [ids for ids, _ in blocks],
+            "labels": [labels for _, labels in blocks],
+            "length": [length] * len(blocks),
+        }
+
+    return rows.map(encode, batched=True, batch_size=10_000, remove_columns=rows.column_names)
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
@@ -566,25 +609,43 @@ def default_rate(args: Args, policy: nn.Module) -> float:
 # --- The same text in sft.py, reward_model.py and dpo.py --------------------------------------------------------------
 
 
-def as_turns(text: str | list[dict], role: str) -> list[dict]:
-    """Messages as they are; a text becomes one message of this role."""
-    if isinstance(text, list):
-        return text
-    return [{"role": role, "content": text}]
-
-
-def with_bos(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, with what the tokenizer writes before it; but no second BOS, if the text has one."""
-    ids = tokenizer(text)["input_ids"]
-    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
-
-
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
     """The tokens, and EOS behind them unless they end with it, or there is none."""
     eos = tokenizer.eos_token_id
     if eos is None or ids[-1:] == [eos]:
         return ids
     return ids + [eos]
+
+
+def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
+    """Whether all texts of these columns begin with their prompt, and so are read as whole texts. (Conversations may be
+    whole in one row and not in another.) Warns if only some do."""
+    if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
+        return False
+    prompts = [str(prompt).strip() for prompt in data[prompt_column]]
+    count = 0
+    for column in columns:
+        count += sum(str(text).lstrip().startswith(prompt) for prompt, text in zip(prompts, data[column]) if prompt)
+    num_texts = len(columns) * sum(map(bool, prompts))
+    if 0 < count < num_texts:
+        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, and are read as answers that repeat it")
+    return 0 < count == num_texts
+
+
+def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
+    """A conversation: the prompt's turns, then those of the text, unless these hold the prompt's already."""
+    turns = as_turns(prompt, "user") if prompt else []
+    answer = as_turns(text, "assistant")
+    is_whole = answer[: len(turns)] == turns
+    if turns and answer and turns[-1]["role"] == "user":
+        is_whole |= answer[0]["role"] != "assistant"  # with a system message before it, say
+    return answer if is_whole else turns + answer
+
+
+def shared_length(a: list[int], b: list[int]) -> int:
+    """How many tokens two texts have in common at the start."""
+    pairs = enumerate(zip(a, b))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -> Args:
@@ -770,12 +831,40 @@ def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name."""
+    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+
+    Values are those of the file. Left to itself, the library makes a date of the JSON text "2024-01-05", and 72.0 of 72
+    where another row has 3.5. A column of a csv file holds texts, unless all its cells are numbers as Python prints
+    them: 007 and 1.50 stay what they are.
+    """
+    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
+    options = {"path": str(path), "name": config, "split": split}
     if path.is_file():
+        kinds = [formats[suffix] for suffix in path.suffixes if suffix in formats]
+        require(kinds, f"{name} is not a {', '.join(formats)} file")
         require(path.stat().st_size, f"{name} is empty")
-        return datasets.load_dataset(str(path.parent.resolve()), data_files=path.name, split=split)
-    return datasets.load_dataset(str(path), config, split=split)
+        options = {"path": kinds[-1], "data_files": glob.escape(str(path.resolve())), "split": split}
+    else:
+        is_plain = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
+        require(is_plain, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+    try:
+        data = datasets.load_dataset(**options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
+    exact = dict(data.features)
+    if data.info.builder_name == "csv":
+        options |= {"keep_default_na": False, "na_values": [""]}  # an empty cell is no value; NA and None are texts
+        kinds = datasets.Features(dict.fromkeys(exact, datasets.Value("string")))
+        texts = datasets.load_dataset(**options, features=kinds)
+        exact |= {column: kinds[column] for column in exact if list(map(str, data[column])) != list(texts[column])}
+    elif data.info.builder_name == "json":
+        for column, feature in data.features.items():
+            if re.search("time|date|float", str(feature)):
+                exact[column] = datasets.Json()
+    if exact == data.features:
+        return data
+    return datasets.load_dataset(**options, features=datasets.Features(exact))
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
@@ -789,11 +878,205 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     return train, load_split(args.dataset, args.dataset_config, test)
 
 
-def read_column(data: datasets.Dataset, column: str) -> list:
-    """A column of a dataset, with a value in each row."""
-    values = list(data.select_columns(column)[column])  # the error of select_columns names those that there are
-    require(None not in values, f"some rows of the dataset have no {column!r}")
-    return values
+def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
+    """Ends the program unless a dataset has these columns (by the flags that name them), and none of pictures."""
+    there = ", ".join(data.column_names)
+    for flag, column in columns.items():
+        require(column in data.column_names, f"the dataset has no column {column!r}, but {there}: set {flag}")
+    unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
+    require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads texts alone: remove them")
+
+
+def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
+    """What `encode` makes of each row, in files that are mapped into memory; with `keep`, beside the row's columns.
+
+    The library keeps the files, and reads them again if neither the data nor `encode` have changed.
+    """
+
+    split = str(data.split)
+
+    def encode_row(row: dict, number: int) -> dict:
+        try:
+            return encode(row)
+        except SystemExit as error:
+            sys.exit(f"{error} (row {number} of {split})")
+
+    if len(data) > 10_000:  # some seconds
+        datasets.enable_progress_bars()
+    columns = [] if keep else data.column_names
+    encoded = data.map(encode_row, with_indices=True, remove_columns=columns, desc="encoding")
+    datasets.disable_progress_bars()
+    return encoded
+
+
+def read_value(row: dict, column: str) -> str | list[dict]:
+    """The text or the conversation in a column of a row; ends the program if it is neither."""
+    value = row[column]
+    is_known = isinstance(value, (str, list))
+    require(is_known, f"{column!r} holds {value!r:.80}, which is neither a text nor a list of messages")
+    is_json = isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""", value)
+    require(not is_json, f"{column!r} holds a conversation that is written as a text: make it a list of messages")
+    return value
+
+
+def template_options(row: dict) -> dict:
+    """What the row's columns `tools` and `chat_template_kwargs` (TRL) give to the chat template, as they are or as
+    JSON."""
+    given = {}
+    for column in ("tools", "chat_template_kwargs"):
+        value = row.get(column) or {}
+        if isinstance(value, str):
+            value = json.loads(value)
+        given[column] = without_none(value)
+    options = given["chat_template_kwargs"]
+    return options | {"tools": given["tools"]} if given["tools"] else options
+
+
+def without_none(x: object) -> object:
+    """A copy without the keys of no value, at any depth, which a table adds to rows that lack them."""
+    if isinstance(x, dict):
+        return {key: without_none(value) for key, value in x.items() if value is not None}
+    if isinstance(x, list):
+        return [without_none(value) for value in x]
+    return x
+
+
+def as_turns(text: str | list[dict], role: str) -> list[dict]:
+    """A conversation as chat templates read it; a text becomes one message of this role.
+
+    The names `human`, `gpt` and `developer`, and ShareGPT's keys `from` and `value`, are replaced by those that all
+    templates know. Content in parts is joined, if all of them are texts.
+    """
+    if isinstance(text, str):
+        return [{"role": role, "content": text}]
+    turns = []
+    for message in text:
+        require(isinstance(message, dict), f"a conversation is a list of messages, and {message!r:.80} is none")
+        turn = without_none(message)
+        name = turn.pop("from", None)
+        said = turn.pop("value", None)
+        turn = {"role": name, "content": said} | turn
+        role = turn["role"]
+        content = turn["content"]
+        if isinstance(content, list):
+            content = [part.get("text") if isinstance(part, dict) else None for part in content]
+            is_text = None not in content
+            require(is_text, f"the message of {role!r} has parts that are no texts, which this script does not read")
+            content = "".join(content)
+        if content is None and "tool_calls" in turn:
+            content = ""
+        is_message = isinstance(role, str) and isinstance(content, str)
+        require(is_message, f"a message has a role and a content, both of them texts, unlike {message!r:.80}")
+        standard = {"human": "user", "gpt": "assistant", "developer": "system"}
+        turns.append(turn | {"role": standard.get(role, role), "content": content})
+    return turns
+
+
+def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
+    """What the chat template writes for a conversation; of a prompt, up to where the assistant is to speak."""
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
+    except Exception as error:  # of any type: a template is a program
+        roles = ", ".join(turn["role"] for turn in turns)
+        sys.exit(f"error: the chat template refuses a conversation of {roles}: {error}")
+
+
+def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
+    """Ends the program if the chat template has left something out: what a message says, a tool, an option. The
+    thoughts of earlier answers may go, as most templates delete them. Warns of other keys that it does not read."""
+    written = "".join(text.split())
+    thoughts = ("reasoning_content", "reasoning", "thinking")
+
+    def is_there(x: object) -> bool:
+        """Whether it was written, but for white space; of lists and dicts, whether all of it was, and not as Python."""
+        if isinstance(x, dict):
+            parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
+        elif isinstance(x, list):
+            parts = x
+        else:
+            plain = x if isinstance(x, str) else json.dumps(x)
+            forms = [plain, json.dumps(plain, ensure_ascii=False)[1:-1]]
+            return any("".join(form.split()) in written for form in forms)
+        is_python = "'" in repr(x) and "".join(repr(x).split()) in written
+        return all(map(is_there, parts)) and not is_python
+
+    for number, turn in enumerate(turns):
+        said = dict(turn)
+        role = said.pop("role")
+        if role == "assistant" and number < len(turns) - 1:
+            said = {key: value for key, value in said.items() if key not in thoughts}
+            said["content"] = said["content"].rpartition("</think>")[2]
+        for key, value in said.items():
+            if key in ("content", "tool_calls", *thoughts):
+                sentence = (
+                    f"the chat template leaves out {key!r} of message {number}, of role {role!r}, or a part of it"
+                )
+                require(is_there(value), sentence)
+            elif key not in ("name", "tool_call_id") and not is_there(value):
+                warnings.warn(f"the chat template does not write the key {key!r} of messages, so no model reads it")
+    for tool in options.get("tools", []):
+        name = tool.get("function", tool).get("name")
+        require(is_there(name), f"the chat template leaves out the tool {name!r}")
+    for option in options:
+        require(option in str(tokenizer.chat_template), f"the chat template reads no {option!r}")
+
+
+def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> str:
+    """A conversation up to the token that ends its last turn, an answer behind what a rollout reads before it.
+
+    Mistral's template writes a system message into the last turn of the user, and none at all behind an answer: there
+    the answer is written as in a conversation without one.
+    """
+    _, behind = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(behind)
+    others = [turn for turn in turns if turn["role"] != "system"]
+    if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
+        return text
+    head = render(turns[:-1], tokenizer, options, is_prompt=True)
+    short_head = render(others[:-1], tokenizer, options, is_prompt=True)
+    short = render(others, tokenizer, options).removesuffix(behind)
+    if text.startswith(head) or not short.startswith(short_head):
+        return text
+    return head + short.removeprefix(short_head)
+
+
+def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
+    """Token ids of a text that may go on: after a BOS, once, if the tokenizer writes one, and without the EOS that some
+    tokenizers write after every text."""
+    ids = tokenizer(text)["input_ids"]
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has its own
+        ids = ids[1:]
+    ends = [token for token in (tokenizer.eos_token, tokenizer.sep_token) if token]
+    is_own = text.endswith(tuple(ends)) and ids[-2:-1] != ids[-1:]
+    if len(ids) > 1 and ids[-1] in tokenizer.convert_tokens_to_ids(ends) and not is_own:
+        ids = ids[:-1]
+    return ids
+
+
+def print_lengths(what: str, lengths: list[int], note: str = "") -> None:
+    """One line: how many rows there are, their tokens, and what was done to others."""
+    line = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
+    print("; ".join([line, note] if note else [line]))
+
+
+def show_first_row(columns: dict[str, Text]) -> None:
+    """A table of what the model reads of the first row."""
+    table = Table(*columns, title="the first row, as the model reads it", min_width=40)
+    table.add_row(*columns.values())
+    Console().print(table)
+
+
+def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] = ()) -> Text:
+    """A text as a model reads it, with its special tokens, some tokens in green; a long one is cut in the middle."""
+    text = Text()
+    start = 0
+    for green, tokens in groupby(is_green or [False] * len(ids)):
+        end = start + len(list(tokens))
+        text.append(tokenizer.decode(ids[:end])[len(text) :], style="green" if green else "")
+        start = end
+    if len(text) > 1200:
+        text = text[:600] + Text(" … ", style="bold") + text[-600:]
+    return text
 
 
 @lru_cache(maxsize=2)

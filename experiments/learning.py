@@ -462,9 +462,9 @@ def judge_texts(script, algorithm: str, ours: Path, checkpoint: Path) -> dict[st
     model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     _, test = script.load_data(args)
     if algorithm == "sft":
-        rows = script.cut(script.read_texts(test, model.tokenizer, args), args.max_length)
-        return script.evaluate(model, rows, args)
-    pairs = script.encode_pairs(test, model.tokenizer, args, args.max_length)
+        rows = script.read_texts(test, model.tokenizer, args, args.max_length)
+        return script.evaluate(model, script.as_rows(rows[:]), args)
+    pairs = script.as_pairs(script.encode_pairs(test, model.tokenizer, args, args.max_length)[:])
     if algorithm == "reward_model":
         return script.evaluate(model, pairs, args)[0]
     ref_logps = script.read_reference(model, script.load_policy(args), pairs, args)

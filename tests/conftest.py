@@ -4,12 +4,12 @@ import atexit
 import json
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
 import sys
 import tempfile
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from unittest import mock
@@ -73,19 +73,20 @@ def in_short():
     load_dataset = datasets.load_dataset
     drawing = vars(pandas.DataFrame)["plot"], Figure.subplots, Figure.savefig
 
-    @cache
-    def read_once(stats, options):
-        return load_dataset(**dict(options))
+    known = {}
 
-    def load(path, name=None, data_files=None, split=None):
-        options = {"path": path, "name": name, "data_files": data_files, "split": split}
-        folder = Path(path)
-        if not folder.exists():
+    def load(path, name=None, data_files=None, split=None, **options):
+        options |= {"path": path, "name": name, "data_files": data_files, "split": split}
+        place = Path(re.sub(r"\[(.)\]", r"\1", data_files) if data_files else path)
+        if not place.exists():
             return load_dataset(**options)
-        files = [folder / data_files] if data_files else sorted(folder.rglob("*"))
-        stats = [(file, file.stat()) for file in files]
-        stats = tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
-        return read_once(stats, tuple(options.items()))
+        files = [place] if data_files else sorted(place.rglob("*"))
+        stats = [(str(file), file.stat()) for file in files]
+        stats = [(file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+        key = repr((stats, sorted(options.items())))
+        if key not in known:
+            known[key] = load_dataset(**options)
+        return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load_dataset", load)

@@ -45,15 +45,14 @@ def tokenizer(family):
 def test_all_scripts_read_one_text(tokenizer, prompt):
     """That of a rollout: the prompt up to where the assistant speaks, its words, the token that ends its turn. No line
     break behind it is taught, or read by a reward model."""
-    head = ppo.encode_texts([prompt], tokenizer)[0]
+    head = ppo.encode_prompt(prompt, tokenizer)
     ids, labels = sft.encode_pair(prompt, "It sings.", tokenizer, True)
     end, _ = ppo.turn_end(tokenizer)
     assert ids[: len(head)] == head and labels == [sft.IGNORE] * len(head) + ids[len(head) :]
     assert tokenizer.decode(ids[len(head) :]).endswith(f"It sings.{end}")
-    assert reward_model.encode_conversation(prompt, "It sings.", tokenizer) == ids
+    assert reward_model.encode_whole(prompt, "It sings.", tokenizer) == ids
     pair = dpo.encode_preference(prompt, "It sings.", "No.", tokenizer)
     assert pair.prompt + pair.chosen == ids and pair.rejected[-1] == pair.chosen[-1] == ids[-1]
-    assert reward_model.encode_pair(prompt, "It sings.", "No.", tokenizer).chosen == ids
     (cut,) = reward_model.drop_eos([reward_model.Pair(ids, ids)], tokenizer, 1.0)
     assert cut.chosen == ids[:-1]
 
@@ -87,7 +86,7 @@ def test_rewards_of_tools_and_training(name, judge, tmp_path):
     policy = ppo.load_policy(args)
     model = ppo.load_reward_model(args, policy)
     rows = [{"prompt": TALK[:1]}, {"prompt": TALK[:3]}, {"prompt": TALK[:1]}]
-    ids = [ppo.encode_texts([row["prompt"]], policy.tokenizer)[0] for row in rows]
+    ids = [ppo.encode_prompt(row["prompt"], policy.tokenizer) for row in rows]
     whole = [sft.encode_pair(row["prompt"], "It sings.", policy.tokenizer, True)[0] for row in rows]
     written = [both[len(prompt) :] for both, prompt in zip(whole, ids)]
     written[2] = written[2][:-1]
@@ -107,7 +106,7 @@ def test_rewards_of_tools_and_training(name, judge, tmp_path):
     loaded = evaluate.load_model(AutoModelForSequenceClassification, folder, settings)
     assert evaluate.model_reward(loaded, settings)(answers) == pytest.approx(trained.tolist(), abs=1e-5)
     text = "It sings." if folder == own or judge == name else text
-    texts = [reward_model.encode_conversation(row["prompt"], text, model.tokenizer) for row in rows]
+    texts = [reward_model.encode_whole(row["prompt"], text, model.tokenizer) for row in rows]
     texts[2] = texts[2][:-1]
     ids, mask = ppo.pad(texts, model.tokenizer, args)
     with torch.no_grad():

@@ -99,6 +99,14 @@ TEMPLATE = (
 )
 
 
+# A system message goes into the last turn, if that is the user's
+MISTRAL = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}: "
+    "{% if loop.last and m.role == 'user' %}{{ system }} {% endif %}{{ m.content }}{% endfor %}"
+)
+
+
 @pytest.fixture
 def tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
@@ -138,18 +146,19 @@ def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
     greeted = [{"role": "assistant", "content": "Hi."}, *turns("The film", "is good.")]
     assert labelled(*sft.encode_messages(greeted, tokenizer, True), tokenizer) == " is good.<|end|>"
     told = [{"role": "system", "content": "Be brief."}, *turns("The film", "is good.")]
-    tokenizer.chat_template = (  # Mistral's
-        "{% for m in messages if m.role != 'system' %}{{ m.role }}:"
-        "{% if loop.last and m.role == 'user' %} {{ messages[0].content }}{% endif %} {{ m.content }}{% endfor %}"
-    )
-    with pytest.warns(UserWarning):
-        ids, labels = sft.encode_messages(told, tokenizer, True)
-    assert "film" not in labelled(ids, labels, tokenizer) and tokenizer.decode(ids).startswith("user: The film")
+    tokenizer.chat_template = MISTRAL
+    ids, labels = sft.encode_messages(told, tokenizer, True)
+    assert labelled(ids, labels, tokenizer) == "assistant: is good."
+    assert "brief" in tokenizer.decode(ids)
+    assert ids == reward_model.encode_whole(told[:2], told[2:], tokenizer)
 
 
 def test_thoughts_that_a_template_leaves_out(tokenizer):
+    """Those of the last answer would not be trained; earlier ones may go."""
     tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
-    with pytest.warns(UserWarning, match="thoughts"):
+    talk = turns("The film", "<think>It sings.</think> is good.", "Why", "It sings.")
+    assert "is good." in tokenizer.decode(sft.encode_messages(talk, tokenizer, True)[0])
+    with pytest.raises(SystemExit, match="message 1"):
         sft.encode_messages(turns("The film", "<think>It sings.</think> is good."), tokenizer, True)
 
 
@@ -157,8 +166,8 @@ def test_conversations_of_a_split(tokenizer, capsys):
     """One without messages is dropped and counted; so is one without an answer."""
     talks = [turns("The film", "is good."), [], turns("The film")]
     data = sft.datasets.Dataset.from_dict({"messages": talks})
-    rows = sft.read_texts(data, tokenizer, sft.Args())
-    assert rows == [sft.encode_messages(talks[0], tokenizer, True)]
+    rows = sft.read_texts(data, tokenizer, sft.Args(), 99)
+    assert sft.as_rows(rows[:]) == [sft.encode_messages(talks[0], tokenizer, True)]
     assert "dropped 2 of 3" in capsys.readouterr().out
 
 
@@ -167,11 +176,11 @@ def test_no_second_bos():
     tokenizer = make_tokenizer("llama 3")
     bos, word = tokenizer.bos_token_id, tokenizer(" good", add_special_tokens=False)["input_ids"]
     for text in (" good", tokenizer.bos_token + " good"):
-        assert ppo.encode_texts([text], tokenizer) == [[bos, *word]]
+        assert ppo.encode_prompt(text, tokenizer) == [bos, *word]
         assert sft.encode_pair("", text, tokenizer, False)[0][:-1] == [bos, *word]
         assert sft.encode_pair(text, " good", tokenizer, True)[0][:-1] == [bos, *word, *word]
-        assert reward_model.encode_text("", text, tokenizer)[:-1] == [bos, *word]
-        assert reward_model.encode_text(text, "", tokenizer)[:-1] == [bos, *word]
+        assert reward_model.encode_whole("", text, tokenizer)[:-1] == [bos, *word]
+        assert reward_model.encode_whole(text, "", tokenizer)[:-1] == [bos, *word]
         assert dpo.encode_preference(text, "", "", tokenizer).prompt == [bos, *word]
         assert dpo.encode_preference("", text, text, tokenizer).prompt[:-1] == [bos, *word]
 
@@ -185,17 +194,15 @@ def test_prompts_as_messages(tokenizer, chat_model, tmp_path):
     """The assistant is to speak next; before a completion or a pair they are its beginning."""
     prompt = turns("The film", "is", "what")
     with pytest.raises(SystemExit, match="assistant"):
-        ppo.encode_texts([prompt[:2]], tokenizer)
+        ppo.encode_prompt(prompt[:2], tokenizer)
     head = "user: The film<|end|>assistant: is<|end|>user: what<|end|>assistant:"
-    assert tokenizer.decode(ppo.encode_texts([prompt], tokenizer)[0]) == head
+    assert tokenizer.decode(ppo.encode_prompt(prompt, tokenizer)) == head
     for completion in ("good.", [{"role": "assistant", "content": "good."}]):
         ids, labels = sft.encode_pair(prompt, completion, tokenizer, True)
         assert tokenizer.decode(ids) == f"{head} good.<|end|>"
         assert labelled(ids, labels, tokenizer).strip() == "good.<|end|>"
         assert sft.encode_pair(prompt, completion, tokenizer, False)[1] == ids
-        assert (
-            tokenizer.decode(reward_model.encode_conversation(prompt, completion, tokenizer)) == f"{head} good.<|end|>"
-        )
+        assert tokenizer.decode(reward_model.encode_whole(prompt, completion, tokenizer)) == f"{head} good.<|end|>"
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": prompt}] * 8)
     run(ppo, tmp_path / "out", model=chat_model, dataset=data, batch_size=8, total_episodes=8, response_length=4)
 
@@ -207,7 +214,7 @@ def test_a_prompt_beside_messages_is_read_once(tokenizer):
     for start in (turns("The film"), []):
         good = start + [{"role": "assistant", "content": "good."}]
         bad = start + [{"role": "assistant", "content": "bad."}]
-        text = reward_model.encode_conversation("The film", good, tokenizer)
+        text = reward_model.encode_whole("The film", good, tokenizer)
         assert tokenizer.decode(text) == f"user: The film{eos}assistant: good.{eos}"
         pair = dpo.encode_preference("The film", good, bad, tokenizer)
         assert tokenizer.decode(pair.prompt) == f"user: The film{eos}assistant:"
@@ -215,10 +222,10 @@ def test_a_prompt_beside_messages_is_read_once(tokenizer):
         assert tokenizer.decode(pair.rejected) == f" bad.{eos}"
     system = [{"role": "system", "content": "Be brief."}]
     good = turns("The film", "good.")
-    text = reward_model.encode_conversation("The film", system + good, tokenizer)  # as in orca_dpo_pairs
+    text = reward_model.encode_whole("The film", system + good, tokenizer)  # as in orca_dpo_pairs
     for prompt, answer in ((system, good), (system + good[:1], system + good), ("", system + good)):
-        assert reward_model.encode_conversation(prompt, answer, tokenizer) == text
+        assert reward_model.encode_whole(prompt, answer, tokenizer) == text
     more = turns("The film", "is", "what", "good.")  # an answer that goes on behind another
-    text_of_all = reward_model.encode_conversation("", more, tokenizer)
-    assert reward_model.encode_conversation(more[:2], more[2:], tokenizer) == text_of_all
+    text_of_all = reward_model.encode_whole("", more, tokenizer)
+    assert reward_model.encode_whole(more[:2], more[2:], tokenizer) == text_of_all
     assert tokenizer.decode(text) == f"system: Be brief.{eos}user: The film{eos}assistant: good.{eos}"

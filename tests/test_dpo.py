@@ -54,9 +54,8 @@ def test_messages():
 @pytest.mark.parametrize("mode, prompt", [("keep_end", [3, 4]), ("keep_start", [1, 2])])
 def test_cut_to_fit(mode, prompt):
     pair = dpo.Preference([1, 2, 3, 4], [5, 6, 7], [5, 6, 8])
-    args = SimpleNamespace(max_prompt_length=2, truncation_mode=mode)
-    assert dpo.cut_to_fit(pair, 4, args) == dpo.Preference(prompt, [5, 6], [5, 6])
-    assert dpo.cut_to_fit(pair, 7, args) == pair
+    assert dpo.cut_to_fit(pair, 4, 2, mode) == dpo.Preference(prompt, [5, 6], [5, 6])
+    assert dpo.cut_to_fit(pair, 7, 2, mode) == pair
 
 
 # --- by hand

@@ -77,7 +77,7 @@ class Scripted(nn.Module):
 
     def play(self, examples, **settings):
         """The rollout of these rows of the data, of as many tokens as there are in the scripts."""
-        rows = [x | {"input_ids": grpo.encode_texts([x["prompt"]], self.tokenizer)[0]} for x in examples]
+        rows = [x | {"input_ids": grpo.encode_prompt(x["prompt"], self.tokenizer)} for x in examples]
         settings = dict(response_length=self.rows.shape[1], local_rollout_forward_batch_size=64) | settings
         return grpo.play_batch(self, rows, grpo.Args(env="FILE:CLASS", device="cpu", **settings))
 

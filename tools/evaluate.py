@@ -23,6 +23,7 @@ It leaves evaluation.json (the figures and the settings) and answers.jsonl (of e
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -46,7 +47,8 @@ from transformers import logging
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import grpo
-from grpo import Count, Name, Natural, NonNegative, context_length, encode_texts, require, turn_end
+from grpo import Count, Name, Natural, NonNegative, as_turns, blank_before_answer, context_length, encode_prompt
+from grpo import encode_text, read_rewards, read_value, render_whole, require, template_options, text_behind, turn_end
 
 Reward = Callable[[list["Answer"]], list[float | None]]
 
@@ -152,8 +154,7 @@ class Answer:
 def load_rows(args: Args) -> list[dict]:
     """The rows of the split, or the first of them."""
     data = grpo.load_split(args.dataset, args.dataset_config, "train" if Path(args.dataset).is_file() else args.split)
-    there = ", ".join(data.column_names)
-    require(args.prompt_column in data.column_names, f"no column {args.prompt_column!r}; there are {there}")
+    grpo.check_columns(data, {"--prompt-column": args.prompt_column})
     return data.to_list()[: args.num_prompts]
 
 
@@ -186,7 +187,10 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
     for row, prompt, response in zip(rows, prompts, responses):
         length = next((i for i, token in enumerate(response, 1) if token in stops), None)
         response = response[:length]
-        start, text = tokenizer.batch_decode([prompt, response], skip_special_tokens=True)
+        text = text_behind(prompt, response, tokenizer)
+        if isinstance(row[args.prompt_column], list):
+            text = text.removeprefix(blank_before_answer(tokenizer))
+        start = tokenizer.decode(prompt, skip_special_tokens=True)
         answers.append(Answer(row, start, prompt, text, response, length is not None, tokenizer))
     return answers
 
@@ -233,7 +237,9 @@ def stop_tokens(policy: nn.Module) -> list[int]:
 
 def encode_prompts(policy: nn.Module, rows: list[dict], args: Args) -> list[list[int]]:
     """Token ids of their prompts, which leave room for an answer."""
-    prompts = encode_texts([row[args.prompt_column] for row in rows], policy.tokenizer)
+    column = args.prompt_column
+    prompts = [encode_prompt(read_value(row, column), policy.tokenizer, template_options(row)) for row in rows]
+    require(all(prompts), f"a prompt in the column {column!r} is empty")
     P = max(map(len, prompts))
     limit = context_length(policy)
     too_long = f"a prompt of {P} tokens and --response-length {args.response_length} exceed the model's {limit}"
@@ -251,11 +257,13 @@ def make_reward(spec: str, args: Args) -> Reward:
         rows = deepcopy([answer.row for answer in answers])  # which the function may change
         given = {column: [row[column] for row in rows] for column in rows[0]}
         given["prompts"] = given[args.prompt_column]
+        given["prompts_text"] = [answer.tokenizer.decode(answer.prompt_ids) for answer in answers]
         given["completions"] = [answer.text for answer in answers]
         given["completion_ids"] = [list(answer.ids) for answer in answers]
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        return [None if x is None else float(x) for x in function(**given)]  # of whichever type
+        values = read_rewards(function(**given), len(rows), spec)
+        return [None if math.isnan(x) else x for x in values]
 
     return reward
 
@@ -271,6 +279,8 @@ def model_reward(model: nn.Module, args: Args) -> Reward:
         rows = []
         for answer in answers:
             is_ours = same_tokens(answer.tokenizer, model.tokenizer)
+            if is_ours and isinstance(answer.row[args.prompt_column], list):
+                is_ours = model.tokenizer.chat_template in (None, answer.tokenizer.chat_template)
             row = answer.prompt_ids + answer.ids if is_ours else encode_again(answer, model.tokenizer, args)
             rows.append(row[-limit:])
         ids, mask = pad(rows, model.tokenizer, args, "left")  # so that the last token is real in every row
@@ -293,14 +303,14 @@ def encode_again(answer: Answer, other: AutoTokenizer, args: Args) -> list[int]:
     conversation what the other chat template makes of it."""
     prompt = answer.row[args.prompt_column]
     if isinstance(prompt, list) and other.chat_template:
-        end, behind = turn_end(other)
-        talk = [*prompt, {"role": "assistant", "content": answer.text}]
-        text = other.apply_chat_template(talk, tokenize=False).removesuffix(behind)
+        end, _ = turn_end(other)
+        turns = [*as_turns(prompt, "user"), {"role": "assistant", "content": answer.text}]
+        text = render_whole(turns, other, template_options(answer.row))
         text = text if answer.ended else text.removesuffix(end)
         ids = other(text, add_special_tokens=False)["input_ids"]
     else:
         end = ""
-        ids = other(answer.prompt + answer.text)["input_ids"]
+        ids = encode_text(answer.prompt + answer.text, other)
     is_open = answer.ended and not end and other.eos_token_id is not None
     return [*ids, other.eos_token_id] if is_open else ids
 
