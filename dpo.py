@@ -690,11 +690,14 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
 def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
     """The pairs whose texts differ, for the others teach nothing. Prints how many there are, and how many were cut."""
     is_different = np.array(pairs["is_different"])
-    lengths = np.array(pairs["length"])[is_different]
-    num_dropped = len(pairs) - len(lengths)
-    note = f"{sum(pairs['is_cut'])} of {len(pairs)} cut to {limit} tokens, {num_dropped} dropped: both texts equal"
-    require(num_dropped < len(pairs), f"no pairs are left: {note}")
-    print_lengths(f"{pairs.split} pairs", lengths.tolist(), note)
+    num_cut = sum(pairs["is_cut"])
+    num_dropped = len(pairs) - is_different.sum()
+    notes = [
+        f"cut {num_cut} of {len(pairs)} to {limit} tokens" if num_cut else "",
+        f"dropped {num_dropped} of {len(pairs)}: both texts equal" if num_dropped else "",
+    ]
+    require(num_dropped < len(pairs), f"no pairs are left: {', '.join(notes)}")
+    print_lengths(f"{pairs.split} pairs", np.array(pairs["length"])[is_different], *notes)
     if num_dropped:
         pairs = pairs.select(np.flatnonzero(is_different))
     return pairs
@@ -1117,10 +1120,10 @@ def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
     return ids
 
 
-def print_lengths(what: str, lengths: list[int], note: str = "") -> None:
-    """One line: how many rows there are, their tokens, and what was done to others."""
-    line = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
-    print("; ".join([line, note] if note else [line]))
+def print_lengths(what: str, lengths: Sequence[int], *notes: str) -> None:
+    """One line: how many rows there are, how long they are, and what was done to others."""
+    sizes = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
+    print("; ".join(filter(None, [sizes, *notes])))
 
 
 def show_first_row(columns: dict[str, Text]) -> None:

@@ -1247,6 +1247,8 @@ def response_texts(r: Rollout, tokenizer: AutoTokenizer, args: Args) -> list[str
 
 def blank_before_answer(tokenizer: AutoTokenizer) -> str:
     """The white space that a chat template writes between a prompt and its answer (Mistral: a space), or nothing."""
+    if not tokenizer.chat_template:
+        return ""
     turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
     head = render(turns[:1], tokenizer, {}, is_prompt=True)
     start, _, _ = render(turns, tokenizer, {}).removeprefix(head).rpartition("So.")
@@ -1284,7 +1286,7 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         rows = deepcopy(r.examples)
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
-        given["prompts_text"] = [policy.tokenizer.decode(ids[real]) for ids, real in zip(r.prompts, r.prompt_mask)]
+        given["prompts_text"] = policy.tokenizer.batch_decode([row["input_ids"] for row in rows])
         given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
         given["completions"] = response_texts(r, policy.tokenizer, args)
         if isinstance(given["prompts"][0], list):
@@ -1351,6 +1353,8 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
         f"the longest prompt ({longest} tokens) and --response-length {args.response_length} exceed the {limit} tokens "
         "that policy and reward model can read",
     )
+    kinds = {column: getattr(kind, "dtype", type(kind).__name__) for column, kind in prompts.features.items()}
+    print("reward functions get the columns", ", ".join(f"{column} ({kind})" for column, kind in kinds.items()))
     return prompts, test_prompts.take(args.num_eval_prompts).to_list()
 
 
@@ -1854,10 +1858,10 @@ def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer, options: d
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def print_lengths(what: str, lengths: list[int], note: str = "") -> None:
-    """One line: how many rows there are, their tokens, and what was done to others."""
-    line = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
-    print("; ".join([line, note] if note else [line]))
+def print_lengths(what: str, lengths: Sequence[int], *notes: str) -> None:
+    """One line: how many rows there are, how long they are, and what was done to others."""
+    sizes = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
+    print("; ".join(filter(None, [sizes, *notes])))
 
 
 def show_first_row(columns: dict[str, Text]) -> None:

@@ -547,11 +547,15 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     is_kept = np.array(
         [any(label != IGNORE for label in labels[1:]) for labels in rows["labels"]]
     )  # of the first: none
-    note = f"{sum(rows['is_cut'])} of {len(rows)} cut to {limit} tokens, without their EOS; "
-    note += f"{(~is_kept).sum()} dropped: nothing to predict"
+    num_cut = sum(rows["is_cut"])
+    num_dropped = len(rows) - is_kept.sum()
+    notes = [
+        f"cut {num_cut} of {len(rows)} to {limit} tokens, without their EOS" if num_cut else "",
+        f"dropped {num_dropped} of {len(rows)}: nothing to predict" if num_dropped else "",
+    ]
     rows = rows.select(np.flatnonzero(is_kept))
     if len(rows):
-        print_lengths(f"{rows.split} texts", rows["length"], note)
+        print_lengths(f"{rows.split} texts", rows["length"], *notes)
     return rows
 
 
@@ -1053,10 +1057,10 @@ def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
     return ids
 
 
-def print_lengths(what: str, lengths: list[int], note: str = "") -> None:
-    """One line: how many rows there are, their tokens, and what was done to others."""
-    line = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
-    print("; ".join([line, note] if note else [line]))
+def print_lengths(what: str, lengths: Sequence[int], *notes: str) -> None:
+    """One line: how many rows there are, how long they are, and what was done to others."""
+    sizes = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
+    print("; ".join(filter(None, [sizes, *notes])))
 
 
 def show_first_row(columns: dict[str, Text]) -> None:

@@ -26,7 +26,7 @@ def text_of(completion: str | list[dict]) -> str:
 
 def exact_match(completions: list, answer: list, **_) -> list[float | None]:
     """1 if the completion is the text in the column `answer`, but for spaces around it, else 0. None without a text."""
-    whole = [int(x) if isinstance(x, float) and x.is_integer() else x for x in answer]  # as 72 beside 3.5 is read
+    whole = [int(x) if isinstance(x, float) and x.is_integer() else x for x in answer]  # as a column with gaps is read
     pairs = zip(completions, whole, strict=True)
     return [None if x is None else float(text_of(completion).strip() == str(x).strip()) for completion, x in pairs]
 
@@ -155,12 +155,14 @@ def countdown(completions: list, target: list, nums: list, **_) -> list[float | 
 # Form and length
 
 
-def tagged(prompts: list, completions: list, **_) -> list[float]:
+def tagged(prompts: list, completions: list, prompts_text: list[str] | None = None, **_) -> list[float]:
     """1 for <think> ... </think> <answer> ... </answer> and nothing else, each tag once; else 0 (DeepSeek-R1).
 
-    Where the prompt already ends in <think>, the completion goes on from there.
+    Where the prompt ends in <think>, as some chat templates let it, the completion goes on from there. Tags that are
+    special tokens of the tokenizer are missing in completions: such a form cannot be seen.
     """
-    texts = ["<think>" * text_of(p).rstrip().endswith("<think>") + text_of(c) for p, c in zip(prompts, completions)]
+    heads = prompts_text or [text_of(prompt) for prompt in prompts]
+    texts = ["<think>" * head.rstrip().endswith("<think>") + text_of(c) for head, c in zip(heads, completions)]
     form = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
     tags = "<think>", "</think>", "<answer>", "</answer>"  # counted first: the form is slow to fit where they abound
     return [float(all(text.count(tag) == 1 for tag in tags) and form.fullmatch(text) is not None) for text in texts]

@@ -103,7 +103,7 @@ TEMPLATE = (
 MISTRAL = (
     "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
     "{% for m in messages if m.role != 'system' %}{{ m.role }}: "
-    "{% if loop.last and m.role == 'user' %}{{ system }} {% endif %}{{ m.content }}{% endfor %}"
+    "{% if system and loop.last and m.role == 'user' %}{{ system }} {% endif %}{{ m.content }}{% endfor %}"
 )
 
 
@@ -146,11 +146,12 @@ def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
     greeted = [{"role": "assistant", "content": "Hi."}, *turns("The film", "is good.")]
     assert labelled(*sft.encode_messages(greeted, tokenizer, True), tokenizer) == " is good.<|end|>"
     told = [{"role": "system", "content": "Be brief."}, *turns("The film", "is good.")]
-    tokenizer.chat_template = MISTRAL
-    ids, labels = sft.encode_messages(told, tokenizer, True)
-    assert labelled(ids, labels, tokenizer) == "assistant: is good."
-    assert "brief" in tokenizer.decode(ids)
-    assert ids == reward_model.encode_whole(told[:2], told[2:], tokenizer)
+    mistral = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    mistral.chat_template = MISTRAL
+    ids, labels = sft.encode_messages(told, mistral, True)
+    assert labelled(ids, labels, mistral) == "assistant: is good.<|end|>"
+    assert "brief" in mistral.decode(ids)
+    assert ids == reward_model.encode_whole(told[:2], told[2:], mistral)
 
 
 def test_thoughts_that_a_template_leaves_out(tokenizer):

@@ -216,7 +216,7 @@ def test_pairs_that_a_cut_makes_equal_are_dropped(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     given = dict(dataset=str(tmp_path / "pairs.jsonl"), max_prompt_length=2)
     run(dpo, tmp_path / "out", max_length=6, **given)
-    assert "1 dropped" in capsys.readouterr().out
+    assert "dropped 1 of 2" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="pairs"):
         run(dpo, tmp_path / "none", max_length=3, **given)
 

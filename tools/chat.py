@@ -9,21 +9,21 @@ policy continues each text that it is given.
 import argparse
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, GenerationConfig
-from transformers import TextStreamer, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, logging
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from grpo import blank_before_answer, encode_prompt, template_options, text_behind
 
 with suppress(ImportError):
     import readline  # noqa: F401, arrow keys, where there is such a library
 
 
-def encode(messages: list[dict], tokenizer: AutoTokenizer) -> BatchEncoding:
-    """The talk so far, up to where the policy is to speak; without a chat template, its one text."""
-    if not tokenizer.chat_template:
-        return tokenizer(messages[0]["content"], return_tensors="pt")
-    ready = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    return tokenizer.apply_chat_template(messages, **ready)
+def encode(messages: list[dict], tokenizer: AutoTokenizer, options: dict) -> list[int]:
+    """Token ids of the talk so far, up to where the policy is to speak; without a chat template, of its one text."""
+    return encode_prompt(messages if tokenizer.chat_template else messages[0]["content"], tokenizer, options)
 
 
 def main() -> None:
@@ -34,8 +34,11 @@ def main() -> None:
         "--temperature", type=float, default=0.7, help="divides the logits; 0 takes the likeliest token"
     )
     parser.add_argument("--response-length", type=int, default=256, help="maximum tokens in an answer")
+    parser.add_argument("--tools", help="JSON: a list of the tools' schemas, as in the column `tools` of the data")
+    parser.add_argument("--chat-template-kwargs", help='JSON for the chat template, such as {"enable_thinking": false}')
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     args = parser.parse_args()
+    template = template_options(vars(args))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
@@ -59,24 +62,23 @@ def main() -> None:
             messages.append({"role": "user", "content": text})
             if not tokenizer.chat_template:
                 messages = messages[-1:]
-            inputs = encode(messages, tokenizer)
-            while len(messages) > 1 and inputs["input_ids"].shape[1] + args.response_length > limit:
+            prompt = encode(messages, tokenizer, template)
+            while len(messages) > 1 and len(prompt) + args.response_length > limit:
                 messages = messages[2:]  # it forgets the oldest question and its answer
-                inputs = encode(messages, tokenizer)
-            start = inputs["input_ids"].shape[1]
-            length = min(args.response_length, limit - start)
+                prompt = encode(messages, tokenizer, template)
+            length = min(args.response_length, limit - len(prompt))
             if length < 1:
-                print(f"that is too long: {start} tokens, of which the model reads {limit}")
+                print(f"that is too long: {len(prompt)} tokens, of which the model reads {limit}")
                 messages = []
                 continue
-            if (
-                tokenizer.unk_token_id not in (None, tokenizer.eos_token_id)
-                and tokenizer.unk_token_id in inputs["input_ids"]
-            ):
+            if tokenizer.unk_token_id not in (None, tokenizer.eos_token_id) and tokenizer.unk_token_id in prompt:
                 print(f"some words are not in the tokenizer, and the policy reads {tokenizer.unk_token} in their place")
-            inputs = inputs.to(policy.device)
-            ids = policy.generate(**inputs, max_new_tokens=length, streamer=streamer, **options)[0, start:]
-            messages.append({"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)})
+            inputs = torch.tensor([prompt], device=policy.device)
+            ids = policy.generate(inputs, max_new_tokens=length, streamer=streamer, **options)[0, len(prompt) :]
+            said = text_behind(prompt, ids.tolist(), tokenizer)
+            if tokenizer.chat_template:
+                said = said.removeprefix(blank_before_answer(tokenizer))
+            messages.append({"role": "assistant", "content": said})
 
 
 if __name__ == "__main__":

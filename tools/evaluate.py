@@ -257,7 +257,7 @@ def make_reward(spec: str, args: Args) -> Reward:
         rows = deepcopy([answer.row for answer in answers])  # which the function may change
         given = {column: [row[column] for row in rows] for column in rows[0]}
         given["prompts"] = given[args.prompt_column]
-        given["prompts_text"] = [answer.tokenizer.decode(answer.prompt_ids) for answer in answers]
+        given["prompts_text"] = [x.tokenizer.decode(x.prompt_ids) if x.tokenizer else x.prompt for x in answers]
         given["completions"] = [answer.text for answer in answers]
         given["completion_ids"] = [list(answer.ids) for answer in answers]
         if isinstance(given["prompts"][0], list):
