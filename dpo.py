@@ -564,11 +564,12 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together."""
-    is_plain = args.loss_type == "sigmoid" or not args.label_smoothing
-    require(is_plain, f"--label-smoothing is for the sigmoid loss; --loss-type {args.loss_type} has none")
+    """Ends the program for settings that make no sense together, or that another one switches off."""
+    check_common_args(args)
+    refuse_unused(args, "label_smoothing", args.loss_type == "sigmoid", f"with --loss-type {args.loss_type}")
     is_free = args.reference_free and args.loss_type == "kto_pair"
     require(not is_free, "--loss-type kto_pair needs the reference: its rewards are measured against a KL")
+    refuse_unused(args, "precompute_ref", not args.reference_free, "with --reference-free")
 
 
 def default_rate(args: Args, policy: nn.Module) -> float:
@@ -729,6 +730,32 @@ def require(condition: object, sentence: str) -> None:
     """Ends the program with the sentence, unless the condition holds: for mistakes that no library would name."""
     if not condition:
         sys.exit(f"error: {sentence}")
+
+
+def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
+    """Ends the program if a setting of these names was changed, and not to nothing, where no code reads it."""
+    for name in names.split():
+        value = getattr(args, name)
+        is_idle = value in (getattr(Args, name), "none") or not value
+        require(is_used or is_idle, f"--{name.replace('_', '-')} has no effect {where}")
+
+
+def check_common_args(args: Args) -> None:
+    """check_args for settings that sft.py, reward_model.py, dpo.py, ppo.py, rloo.py and grpo.py share. A resumed run
+    has its batch size twice: as it was asked for, and in rows."""
+    can_count = args.resume or not args.batch_size
+    is_read = can_count or not args.micro_batch_size
+    refuse_unused(args, "per_device_train_batch_size", is_read, "beside --batch-size and --micro-batch-size")
+    refuse_unused(args, "gradient_accumulation_steps", can_count, "beside --batch-size")
+    per_device = args.per_device_train_batch_size
+    refuse_unused(args, "gradient_accumulation_steps", per_device, "without --per-device-train-batch-size")
+    is_constant = args.lr_scheduler_type == "constant"
+    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant (constant_with_warmup)")
+    refuse_unused(args, "lora_alpha lora_target_modules", args.lora_r, "without --lora-r")
+    refuse_unused(args, "eval_steps", args.dataset_test_split != "none", "with --dataset-test-split none")
+    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
+    refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
+    refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which is the whole name")
 
 
 @cache
