@@ -211,7 +211,7 @@ def test_higher_or_lower():
 def test_a_run(tmp_path, capsys):
     """With KL, LoRA, further batches, evaluations and tables; a limit of two turns cuts most games."""
     settings = GUESS | dict(batch_size=8, num_generations=4, total_episodes=16, response_length=8, max_turns=2)
-    settings |= dict(lora_r=2, beta=0.1, dynamic_sampling=1, temperature=2.0, reward_fn=("none",))
+    settings |= dict(lora_r=2, beta=0.1, dynamic_sampling=1, temperature=2.0)
     lines = run(grpo, tmp_path, **settings, dataset_test_split="train[:3]", eval_steps=1, num_sample_generations=2)
     assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
     for line in lines:
