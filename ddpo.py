@@ -785,7 +785,8 @@ def locate(name: str) -> str:
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
-    is_path = name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
+    is_file = Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".py")
+    is_path = is_file or name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
     require(not is_path, f"there is no {name}")
     ask_hub()
     return name

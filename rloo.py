@@ -1363,7 +1363,8 @@ def locate(name: str) -> str:
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
-    is_path = name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
+    is_file = Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".py")
+    is_path = is_file or name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
     require(not is_path, f"there is no {name}")
     ask_hub()
     return name
@@ -1392,6 +1393,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {wrong[:3]}")
     model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    words = set(model.tokenizer.get_vocab()) - set(model.tokenizer.all_special_tokens)
+    require(words, f"{name} has no tokenizer: save that of the model that it was made from beside its weights")
     model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # padding is known by position
     return model.eval()
 

@@ -164,6 +164,20 @@ def test_limits(tokenizer, calculator):
     assert play(response_length=both - 5) == (both - 5, 2, 0.25, False)  # "<calc>2 * 9</" is taken for an answer
 
 
+def test_each_of_several_stop_tokens_ends_a_turn(tokenizer, calculator):
+    """As the EOS of a text and the end of a turn are two tokens in many chat models."""
+    eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    ask = tokenizer("<calc>2 * 9</calc>")["input_ids"]
+    told = tokenizer("18")["input_ids"]
+    for stops in ([eos, end], [end, eos]):
+        policy = Scripted(
+            tokenizer, calculator, [*ask, eos, *told, *ask, end, *told, *tokenizer("#### 18")["input_ids"], eos]
+        )
+        policy.stop_token_ids = stops
+        r = policy.play([PROBLEM | {"prompt": "2 times 9?"}])
+        assert r.num_turns.item() == 3 and r.rewards.sum() == 1 and r.ended.item()
+
+
 MISFITS = [
     CHATML.replace("{{ m.content }}{% endif %}", "{{ m.content.split('</think>')[-1] }}{% endif %}"),
     CHATML.replace("<|im_end|>", "</s>"),

@@ -145,7 +145,8 @@ def test_answers_of_an_adapter_end_where_they_did_in_training(tmp_path):
 def test_a_reward_may_spoil_its_rows(tmp_path):
     """The next one is given those of the dataset, and so are the answers."""
     (tmp_path / "r.py").write_text(
-        "def spoil(facts, **_):\n    return [x.pop() for x in facts]\n\n\ndef count(facts, **_):\n    return map(len, facts)\n"
+        "def spoil(facts, **_):\n    return [x.pop() for x in facts]\n\n\n"
+        "def count(facts, **_):\n    return map(len, facts)\n"
     )
     data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "facts": [1, 2]}] * 3)
     rewards = tuple(f"{tmp_path}/r.py:{name}" for name in ("spoil", "count"))

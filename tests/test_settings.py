@@ -11,7 +11,7 @@ import datasets
 import pydantic
 import pytest
 from huggingface_hub import constants
-from runs import GOLD, lines_of, main, run
+from runs import GOLD, lines_of, main, run, write_rows
 from sources import ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -90,7 +90,7 @@ def none(prompts, **_):
     return [None] * len(prompts)
 
 
-def infinite(prompts, **_):
+def endless(prompts, **_):
     return [-math.inf] * len(prompts)
 """
 
@@ -110,12 +110,23 @@ def files(tmp_path_factory):
     for name, row in rows.items():
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 3)
     (folder / "nothing.jsonl").touch()
+    said = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
+    write_rows(folder / "answered.jsonl", [{"prompt": said[:n]} for n in (1, 2, 1)])
+    (folder / "long").mkdir()
+    for split, length in (("train", 3), ("validation", 81)):
+        write_rows(folder / f"long/{split}.jsonl", [{"prompt": "." * n} for n in (1, length, 1)])
+    for name, model in (("chat", "sft"), ("mute", "sft"), ("mute_judge", "reward_model")):
+        shutil.copytree(ROOT / "toy" / model, folder / name)
+    for file in folder.glob("mute*/*token*"):
+        file.unlink()
     (folder / "r.py").write_text(REWARDS)
     two = AutoConfig.from_pretrained(ROOT / "toy/base", num_labels=2)
     AutoModelForSequenceClassification.from_config(two).save_pretrained(folder / "two")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/base")
     tokenizer.save_pretrained(folder / "two")
     shutil.copytree(ROOT / "toy/sft", folder / "endless")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "chat")
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder / "endless")
     (folder / "endless/generation_config.json").write_text("{}")
@@ -126,6 +137,11 @@ GUESS = dict(model="toy/guess/sft", env="toy/guess/make.py:Game", dataset="toy/g
 NO_SPLIT = dict(dataset_test_split="none")
 WRONG = [
     (ppo, dict(response_length=159), "159"),
+    *[(m, dict(model="toy/sft", dataset="long", response_length=80), "81 tokens") for m in (ppo, rloo, grpo)],
+    *[(module, dict(model="chat", dataset="answered.jsonl"), "assistant") for module in (ppo, rloo, grpo)],
+    *[(module, dict(model="mute"), "mute has no tokenizer") for module in (ppo, rloo, grpo, dpo, sft, reward_model)],
+    (ppo, dict(reward_model="mute_judge"), "mute_judge has no tokenizer"),
+    *[(module, dict(dataset="nowhere.jsonl"), "there is no nowhere.jsonl") for module in MODULES],
     (ppo, dict(dataset="prompt.jsonl", max_prompt_length=2), "max-prompt-length"),
     (ppo, dict(dataset="empty.jsonl"), "dropped 3 of 3"),
     (ppo, dict(dataset="clash.jsonl"), "completions"),
@@ -156,7 +172,7 @@ WRONG = [
     (ppo, dict(reward_fn=("gold_score",)), "file.py:name"),
     (ppo, dict(reward_fn=("r.py:one",)), "a list of 64 rewards"),
     (ppo, dict(reward_fn=("r.py:none",)), "None"),
-    (rloo, dict(reward_fn=("r.py:infinite",)), "infinite"),
+    *[(module, dict(reward_fn=("r.py:endless",)), "infinite reward") for module in (ppo, rloo, grpo)],
     (grpo, dict(max_turns=2), "--env"),
     (ppo, dict(dataset="null.jsonl"), "no 'prompt'"),
     (sft, dict(dataset="nothing.jsonl"), "empty"),
@@ -236,7 +252,10 @@ def test_no_setting_is_ignored(module, tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "module, words",
     [
-        (ppo, "--kl-target 6 --lora-alpha 32 --missing-eos-penalty 1 --stop-token none --gradient-accumulation-steps 1"),
+        (
+            ppo,
+            "--kl-target 6 --lora-alpha 32 --missing-eos-penalty 1 --stop-token none --gradient-accumulation-steps 1",
+        ),
         (rloo, "--reward-fn toy/make.py:gold_score --reward-model toy/reward_model --kl-coef 0 --no-adaptive-kl"),
         (grpo, "--baseline none --scale-rewards none --loss-type cispo --epsilon 0.2"),
         (grpo, "--dataset-test-split none --eval-steps 50 --num-generations 8 --epsilon-high 0.28 --delta 4"),
@@ -289,7 +308,9 @@ def test_a_run_with_a_broken_policy_ends(tmp_path, tiny):
 # --- Names on the hub
 
 
-@pytest.mark.parametrize("name", ["./sft", "runs/a/model", "/tmp/none/a.py"])
+@pytest.mark.parametrize(
+    "name", ["./sft", "runs/a/model", "/tmp/none/a.py", "a.csv", "data/a.parquet", "a.json", "a.py"]
+)
 def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
     with pytest.raises(SystemExit, match=f"no {name}"):
         ppo.locate(name)
