@@ -710,9 +710,20 @@ def load_prompts(args: Args) -> list[dict]:
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together."""
+    """Ends the program for settings that make no sense together, or that another one switches off."""
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
     require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
+    is_guided = args.sample_guidance_scale != 1
+    refuse_unused(args, "negative_prompts", is_guided, "with --sample-guidance-scale 1")
+    kept = args.per_prompt_stat_tracking_buffer_size
+    of_tracking = "per_prompt_stat_tracking_buffer_size per_prompt_stat_tracking_min_count"
+    refuse_unused(args, of_tracking, args.per_prompt_stat_tracking, "without --per-prompt-stat-tracking")
+    fits = args.per_prompt_stat_tracking_min_count <= kept or not args.per_prompt_stat_tracking
+    require(fits, f"--per-prompt-stat-tracking-min-count is more than the {kept} scores that are kept of a prompt")
+    refuse_unused(args, "lora_alpha", args.lora_r, "without --lora-r")
+    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
+    refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
+    refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which is the whole name")
     sampled = args.sample_batch_size * args.sample_num_batches_per_epoch
     trained = args.train_batch_size * args.train_gradient_accumulation_steps
     require(
@@ -756,6 +767,14 @@ def require(condition: object, sentence: str) -> None:
         sys.exit(f"error: {sentence}")
 
 
+def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
+    """Ends the program if a setting of these names was changed, and not to nothing, where no code reads it."""
+    for name in names.split():
+        value = getattr(args, name)
+        is_idle = value in (getattr(Args, name), "none") or not value
+        require(is_used or is_idle, f"--{name.replace('_', '-')} has no effect {where}")
+
+
 @cache
 def ask_hub() -> None:
     """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
@@ -771,7 +790,8 @@ def locate(name: str) -> str:
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
-    is_path = name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
+    is_file = Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".py")
+    is_path = is_file or name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
     require(not is_path, f"there is no {name}")
     ask_hub()
     return name

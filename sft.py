@@ -183,6 +183,7 @@ class Args:
 
 def train(args: Args) -> None:
     """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    check_args(args)
     start(args)
 
     policy = load_policy(args)
@@ -601,6 +602,12 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 }
 
 
+def check_args(args: Args) -> None:
+    """Ends the program for settings that make no sense together, or that another one switches off."""
+    check_common_args(args)
+    refuse_unused(args, "from_scratch", args.model is None, "with --model")
+
+
 def default_rate(args: Args, policy: nn.Module) -> float:
     """The learning rate, if none is given: TRL's for a pretrained model, ten times as high with LoRA."""
     if args.model is None:
@@ -711,6 +718,32 @@ def require(condition: object, sentence: str) -> None:
         sys.exit(f"error: {sentence}")
 
 
+def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
+    """Ends the program if a setting of these names was changed, and not to nothing, where no code reads it."""
+    for name in names.split():
+        value = getattr(args, name)
+        is_idle = value in (getattr(Args, name), "none") or not value
+        require(is_used or is_idle, f"--{name.replace('_', '-')} has no effect {where}")
+
+
+def check_common_args(args: Args) -> None:
+    """check_args for settings that sft.py, reward_model.py, dpo.py, ppo.py, rloo.py and grpo.py share. A resumed run
+    has its batch size twice: as it was asked for, and in rows."""
+    can_count = args.resume or not args.batch_size
+    is_read = can_count or not args.micro_batch_size
+    refuse_unused(args, "per_device_train_batch_size", is_read, "beside --batch-size and --micro-batch-size")
+    refuse_unused(args, "gradient_accumulation_steps", can_count, "beside --batch-size")
+    per_device = args.per_device_train_batch_size
+    refuse_unused(args, "gradient_accumulation_steps", per_device, "without --per-device-train-batch-size")
+    is_constant = args.lr_scheduler_type == "constant"
+    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant (constant_with_warmup)")
+    refuse_unused(args, "lora_alpha lora_target_modules", args.lora_r, "without --lora-r")
+    refuse_unused(args, "eval_steps", args.dataset_test_split != "none", "with --dataset-test-split none")
+    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
+    refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
+    refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which is the whole name")
+
+
 @cache
 def ask_hub() -> None:
     """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
@@ -726,7 +759,8 @@ def locate(name: str) -> str:
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
-    is_path = name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
+    is_file = Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".py")
+    is_path = is_file or name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
     require(not is_path, f"there is no {name}")
     ask_hub()
     return name
@@ -755,6 +789,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {wrong[:3]}")
     model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    words = set(model.tokenizer.get_vocab()) - set(model.tokenizer.all_special_tokens)
+    require(words, f"{name} has no tokenizer: save that of the model that it was made from beside its weights")
     model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # padding is known by position
     return model.eval()
 

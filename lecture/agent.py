@@ -40,6 +40,7 @@ Papers: GRPO 2402.03300; of several turns RAGEN 2504.20073, Search-R1 2503.09516
 
 # %% Settings, with the names of ../grpo.py
 import runpy
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -72,8 +73,8 @@ class Args:
     total_episodes: int = 51200  # in the whole run
     model: str = f"{TOY}/guess/sft"  # the policy to start from: a folder, or a name on the hub
     env: str = f"{TOY}/guess/make.py:Game"  # FILE:CLASS, with step(said) -> answer, reward, over
-    dataset: str = f"{TOY}/guess/data/prompts"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_agent"  # a new folder, for the trained policy
+    dataset: str = f"{TOY}/guess/data/prompts"  # folder, .jsonl, hub name; has a column `prompt`
+    output_dir: str = f"runs/lecture_agent__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the order of rows, what the policy writes, and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -191,7 +192,6 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -202,7 +202,8 @@ tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 file, _, name = args.env.rpartition(":")
 Environment = runpy.run_path(file)[name]
 optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-data = load_dataset(args.dataset, split="train")
+files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
+data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 examples = data.to_list()
 prompts = tokenizer(list(data["prompt"]))["input_ids"]
 

@@ -35,6 +35,7 @@ Papers: DDPO 2305.13301 (sec. 4), DDIM 2010.02502 (eq. 12 and 16), PPO 1707.0634
 # %% Settings, with the names and defaults of ../ddpo.py
 import math
 import runpy
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +68,8 @@ class Args:
     num_epochs: int = 25
     model: str = f"{TOY}/shapes/sd"  # a Stable Diffusion pipeline, whose UNet is trained
     reward_fn: str = f"{TOY}/shapes/make.py:left_ink"  # FILE:NAME of f(images, prompts, metadata)
-    dataset: str = f"{TOY}/shapes/data"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_ddpo"  # a new folder, for the trained pipeline
+    dataset: str = f"{TOY}/shapes/data"  # folder, .jsonl, hub name; texts in a column `prompt`
+    output_dir: str = f"runs/lecture_ddpo__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the order of prompts, the noise and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -149,7 +150,6 @@ def policy_loss(logprobs, old_logprobs, advantages, cliprange):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 pipe = StableDiffusionPipeline.from_pretrained(
@@ -163,7 +163,9 @@ plain = config.prediction_type == "epsilon" and not (config.clip_sample or confi
 assert plain, "the network must predict noise, and no sigma be 0 (../ddpo.py knows other kinds)"
 
 optimizer = torch.optim.AdamW(policy.parameters(), args.train_learning_rate, weight_decay=1e-4)
-prompts = load_dataset(args.dataset, split="train").to_list()  # rows: `prompt`, and metadata
+files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
+data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
+prompts = data.to_list()  # rows: `prompt`, and metadata
 file, name = args.reward_fn.rsplit(":", 1)
 reward_fn = runpy.run_path(file)[name]
 

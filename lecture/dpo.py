@@ -33,6 +33,7 @@ Paper: Rafailov et al. 2023 (arXiv 2305.18290; its equation 7 is the loss).
 
 # %% Settings, with the names and defaults of ../dpo.py
 import math
+import time
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class Args:
     temperature: float = 0.7  # divides their logits
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
     dataset: str = f"{TOY}/data/preferences"  # with columns `prompt`, `chosen` and `rejected`
-    output_dir: str = "runs/lecture_dpo"  # a new folder, for the trained policy
+    output_dir: str = f"runs/lecture_dpo__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the order of pairs, and of the responses
     track: bool = False  # log to Weights & Biases
 
@@ -120,7 +121,6 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # Without .train() dropout stays off: policy and reference must begin as one, with a loss of log 2
@@ -129,7 +129,8 @@ reference = deepcopy(policy)
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="right")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
-data = load_dataset(args.dataset, split="train")
+files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
+data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 rows = zip(data["prompt"], data["chosen"], data["rejected"])
 pairs = [(encode(prompt, a), encode(prompt, b)) for prompt, a, b in rows]
 

@@ -33,6 +33,7 @@ Papers (arXiv): GRPO 2402.03300 (eq. 3, 19), Dr. GRPO 2503.20783, DAPO 2503.1447
 
 # %% Settings, with the names and defaults of ../grpo.py
 import runpy
+import time
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,8 @@ class Args:
     total_episodes: int = 12800  # responses in the whole run
     model: str = f"{TOY}/shells/sft"  # the policy to start from: a folder, or a name on the hub
     reward_fn: str = f"{TOY.parent}/rewards/verifiers.py:right_number"  # FILE:FUNCTION
-    dataset: str = f"{TOY}/shells/data/prompts"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_grpo"  # a new folder, for the trained policy
+    dataset: str = f"{TOY}/shells/data/prompts"  # folder, .jsonl, hub name; has a column `prompt`
+    output_dir: str = f"runs/lecture_grpo__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the order of prompts, the responses and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -181,7 +182,6 @@ def token_weights(mask, num_tokens, args):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,7 +193,8 @@ tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 file, _, function = args.reward_fn.rpartition(":")
 reward = runpy.run_path(file)[function]  # of prompts, completions and the columns of the dataset
 optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-data = load_dataset(args.dataset, split="train")
+files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
+data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 examples = data.to_list()
 prompts = tokenizer(list(data["prompt"]))["input_ids"]
 

@@ -30,6 +30,7 @@ Papers: PPO 1707.06347, GAE 1506.02438, KL in the reward 1909.08593, InstructGPT
 """
 
 # %% Settings, with the names and defaults of ../ppo.py
+import time
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +66,8 @@ class Args:
     total_episodes: int = 2048  # responses in the whole run
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
     reward_model: str = f"{TOY}/reward_model"  # a classifier with one label, for the same tokens
-    dataset: str = f"{TOY}/data/prompts"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_ppo"  # a new folder, for the trained policy
+    dataset: str = f"{TOY}/data/prompts"  # folder, .jsonl, hub name; texts in a column `prompt`
+    output_dir: str = f"runs/lecture_ppo__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the order of prompts, the responses and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -188,7 +189,6 @@ def value_loss(values, old_values, returns, mask, cliprange_value):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must see one distribution
@@ -203,9 +203,10 @@ critic = deepcopy(reward_model)  # it knows what is good; rloo.py does without a
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 assert reward_model.config.vocab_size == policy.config.vocab_size, "tokens differ (see ../ppo.py)"
-
 optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], weight_decay=0.0)
-prompts = tokenizer(list(load_dataset(args.dataset, split="train")["prompt"]))["input_ids"]
+files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
+data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
+prompts = tokenizer(list(data["prompt"]))["input_ids"]
 
 
 def make_seed(*numbers):

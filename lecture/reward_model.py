@@ -29,6 +29,7 @@ implementation details 2403.17031 (the head's first weights, mean 0; all arXiv).
 
 # %% Settings, with the names and defaults of ../reward_model.py
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Args:
     num_train_epochs: float = 1.0  # passes over the pairs. Large models overfit with more
     model: str = f"{TOY}/sft"  # the model to start from: a folder, or a name on the hub
     dataset: str = f"{TOY}/data/preferences"  # columns prompt, chosen, rejected [, margin]
-    output_dir: str = "runs/lecture_reward_model"  # a new folder, for the reward model
+    output_dir: str = f"runs/lecture_reward_model__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the head, the order of pairs, and dropout
     track: bool = False  # log to Weights & Biases
 
@@ -104,7 +105,6 @@ def preference_loss(chosen, rejected, margin, center_rewards_coefficient):
 
 # %% Model and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(args.seed)
@@ -119,7 +119,8 @@ model.config.reward_bias = 0.0  # lecture/ppo.py and ../ppo.py add it to what th
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="right")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
-data = load_dataset(args.dataset, split="train")
+files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
+data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 rows = zip(data["prompt"], data["chosen"], data["rejected"])
 pairs = [(encode(prompt, a), encode(prompt, b)) for prompt, a, b in rows]
 margins = data["margin"] if "margin" in data.column_names else [0.0] * len(pairs)

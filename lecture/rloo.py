@@ -31,6 +31,7 @@ Papers: RLOO 2402.14740, REINFORCE with a leave-one-out baseline (Kool et al. 20
 """
 
 # %% Settings, with the names and defaults of ../rloo.py
+import time
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,8 @@ class Args:
     total_episodes: int = 2048  # responses in the whole run
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
     reward_model: str = f"{TOY}/reward_model"  # a classifier with one label, for the same tokens
-    dataset: str = f"{TOY}/data/prompts"  # folder or hub name; texts in a column `prompt`
-    output_dir: str = "runs/lecture_rloo"  # a new folder, for the trained policy
+    dataset: str = f"{TOY}/data/prompts"  # folder, .jsonl, hub name; texts in a column `prompt`
+    output_dir: str = f"runs/lecture_rloo__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the order of prompts, the responses and the mini-batches
     track: bool = False  # log to Weights & Biases
 
@@ -157,7 +158,6 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 assert args.batch_size % args.rloo_k == 0, "batch_size: a multiple of rloo_k"
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -174,7 +174,9 @@ tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 assert reward_model.config.vocab_size == policy.config.vocab_size, "tokens differ (see ../rloo.py)"
 
 optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-prompts = tokenizer(list(load_dataset(args.dataset, split="train")["prompt"]))["input_ids"]
+files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
+data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
+prompts = tokenizer(list(data["prompt"]))["input_ids"]
 
 
 def make_seed(*numbers):

@@ -27,6 +27,7 @@ Papers: InstructGPT 2203.02155, sec. 3.5; the N+ implementation details 2403.170
 
 # %% Settings, with the names and defaults of ../sft.py
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +54,8 @@ class Args:
     num_train_epochs: float = 1.0  # passes over the texts
     model: str | None = None  # the pretrained model to fine-tune: a folder, or a name on the hub
     from_scratch: str = f"{TOY}/base"  # without one: its config and tokenizer, with random weights
-    dataset: str = f"{TOY}/data/sft"  # folder or hub name, with columns `prompt` and `completion`
-    output_dir: str = "runs/lecture_sft"  # a new folder, for the trained policy
+    dataset: str = f"{TOY}/data/sft"  # folder, .jsonl, hub name; columns prompt, completion
+    output_dir: str = f"runs/lecture_sft__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the weights, the order of texts, and dropout
     track: bool = False  # log to Weights & Biases
 
@@ -91,7 +92,6 @@ def token_logprobs(logits, tokens):
 
 # %% Model and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert TOY.exists() or f"'{TOY}/" not in str(args), f"{TOY} is missing: copy it, or use other data"
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(args.seed)
@@ -104,7 +104,8 @@ policy.to(device).train()  # with dropout, if the model's config asks for it
 tokenizer = AutoTokenizer.from_pretrained(args.model or args.from_scratch, padding_side="right")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
-data = load_dataset(args.dataset, split="train")
+files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
+data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 texts = [encode(*pair) for pair in zip(data["prompt"], data["completion"])]
 texts = [(ids, start) for ids, start in texts if len(ids) > start]  # something is left to learn
 

@@ -49,6 +49,7 @@ def test_an_answer_is_judged(bug, play):
         assert play.judge(bug, f"{function}:{line}").startswith("Yes")
         assert "not in that line" in play.judge(bug, f"{function}:{line + 60}")
     assert play.judge(bug, "make_seed:1") == "No, make_seed is as it should be."
+    assert play.judge(bug, "nosuch:1").startswith(f"{bug['script']}.py has no function nosuch")
 
 
 def test_a_student_finds_a_bug(play, monkeypatch, capsys):

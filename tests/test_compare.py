@@ -170,7 +170,7 @@ def test_a_reward_that_says_nothing_leaves_its_pair_open(tmp_path, says):
 
 @contextmanager
 def server(answer):
-    """A stand-in for an OpenAI-compatible API; answer(question, number of the request) -> text, (status, body) or
+    """A stand-in for an OpenAI-compatible API; answer(question, number of the request) -> text, (status, body[, when to ask again]) or
     "hang". Yields its address and the list of requests: (path, headers, body)."""
     requests = []
     lock = threading.Lock()
@@ -187,8 +187,10 @@ def server(answer):
                 closing.wait(40)
                 return
             message = {"choices": [{"message": {"role": "assistant", "content": said}}]}
-            status, text = said if isinstance(said, tuple) else (200, json.dumps(message))
+            status, text, *wait = said if isinstance(said, tuple) else (200, json.dumps(message))
             self.send_response(status)
+            for seconds in wait:
+                self.send_header("Retry-After", seconds)
             self.end_headers()
             with suppress(OSError):  # the client may have left
                 self.wfile.write(text.encode())
@@ -264,6 +266,23 @@ def test_a_judge_with_gaps_does_not_stop_the_run(tmp_path, says):
     assert summary["unjudged"] == 5 and summary["wins"] == summary["losses"] == 1 and summary["win_rate"] == 0.5
     for p, (_, reason) in zip(pairs[1:], replies.values()):
         assert reason in p["error"]
+
+
+def test_a_judge_who_is_asked_too_often(tmp_path, says, monkeypatch):
+    """It says so, and is asked again after as long as it wants, else after 1, 2, 4, ... seconds; a wrong name stays
+    wrong."""
+    says(["good", "good"], ["bad", "bad"])
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(compare.asyncio, "sleep", sleep)
+    replies = {1: (429, "slow down", "7"), 2: (503, "busy"), 5: (404, "no such judge"), 6: (404, "no such judge")}
+    with server(lambda question, number: replies.get(number) or prefers_good(question, number)) as (url, requests):
+        _, pairs = ask(tmp_path, url, num_prompts=2, judge_retries=2, judge_concurrency=1)
+    assert waits == [7, 2]
+    assert pairs[0]["winner"] == "a" and "404" in pairs[1]["error"] and len(requests) == 5
 
 
 def test_the_key_is_sent_and_kept_nowhere(tmp_path, says, monkeypatch, capfd):

@@ -9,8 +9,10 @@ from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
+import grpo
 import ppo
 import reward_model
+import rloo
 import sft
 
 
@@ -58,6 +60,22 @@ def test_prompts_that_are_dropped(tmp_path, capsys):
     assert [(row["prompt"], row["answer"]) for row in kept] == [("The film", 3)]
     assert kept[0]["input_ids"] == tokenizer("The film")["input_ids"]
     assert "2 of 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, grpo], ids=lambda module: module.__name__)
+def test_the_prompt_column_may_be_called_prompts(tmp_path, script):
+    """As the argument in which a reward function is given them. (An `input_ids` of the data would be lost.)"""
+    data = write_rows(tmp_path / "d.jsonl", [{"prompts": f"The film {i}"} for i in range(4)])
+    (tmp_path / "r.py").write_text(
+        "def f(prompts, **_):\n    assert all(x.startswith('The film ') for x in prompts)\n"
+        "    return [int(x[-1]) for x in prompts]\n"
+    )
+    settings = dict(
+        batch_size=8, total_episodes=8, response_length=4, reward_fn=(f"{tmp_path}/r.py:f",), model="toy/sft"
+    )
+    settings |= dict(missing_eos_penalty=0.0) | (dict(num_generations=2) if script is grpo else {})
+    [line] = run(script, tmp_path / "out", dataset=data, prompt_column="prompts", **settings)
+    assert line["objective/scores"] == 1.5
 
 
 def test_unknown_words(tmp_path):

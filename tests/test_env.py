@@ -164,6 +164,20 @@ def test_limits(tokenizer, calculator):
     assert play(response_length=both - 5) == (both - 5, 2, 0.25, False)  # "<calc>2 * 9</" is taken for an answer
 
 
+def test_each_of_several_stop_tokens_ends_a_turn(tokenizer, calculator):
+    """As the EOS of a text and the end of a turn are two tokens in many chat models."""
+    eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    ask = tokenizer("<calc>2 * 9</calc>")["input_ids"]
+    told = tokenizer("18")["input_ids"]
+    for stops in ([eos, end], [end, eos]):
+        policy = Scripted(
+            tokenizer, calculator, [*ask, eos, *told, *ask, end, *told, *tokenizer("#### 18")["input_ids"], eos]
+        )
+        policy.stop_token_ids = stops
+        r = policy.play([PROBLEM | {"prompt": "2 times 9?"}])
+        assert r.num_turns.item() == 3 and r.rewards.sum() == 1 and r.ended.item()
+
+
 MISFITS = [
     CHATML.replace("{{ m.content }}{% endif %}", "{{ m.content.split('</think>')[-1] }}{% endif %}"),
     CHATML.replace("<|im_end|>", "</s>"),
@@ -211,7 +225,7 @@ def test_higher_or_lower():
 def test_a_run(tmp_path, capsys):
     """With KL, LoRA, further batches, evaluations and tables; a limit of two turns cuts most games."""
     settings = GUESS | dict(batch_size=8, num_generations=4, total_episodes=16, response_length=8, max_turns=2)
-    settings |= dict(lora_r=2, beta=0.1, dynamic_sampling=1, temperature=2.0, reward_fn=("none",))
+    settings |= dict(lora_r=2, beta=0.1, dynamic_sampling=1, temperature=2.0)
     lines = run(grpo, tmp_path, **settings, dataset_test_split="train[:3]", eval_steps=1, num_sample_generations=2)
     assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
     for line in lines:

@@ -125,6 +125,36 @@ def test_answers_end_where_they_did_in_training(tmp_path):
     assert 0 < whole.str.count(",").mean() < 1 and (whole.str.count(",") == whole.str.endswith(",")).all()
 
 
+@pytest.mark.filterwarnings("ignore")  # peft speaks of what is not ours to change
+def test_answers_of_an_adapter_end_where_they_did_in_training(tmp_path):
+    """Its generation config lies beside it, and not beside the model that it belongs to."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained("toy/sft"), LoraConfig(r=1))  # begins as nothing
+    model.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained("toy/sft")
+    tokenizer.save_pretrained(tmp_path)
+    settings = dict(num_prompts=40, response_length=30, temperature=1.0)
+    assert run(str(tmp_path), **settings)[1]["response"].str.contains(", ").any()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(",")}))
+    answers = run(str(tmp_path), **settings)[1]
+    whole = answers["response"][answers["eos_share"] == 1]
+    assert len(whole) and whole.str.endswith(",").all() and (answers["response"].str.count(",") <= 1).all()
+
+
+def test_a_reward_may_spoil_its_rows(tmp_path):
+    """The next one is given those of the dataset, and so are the answers."""
+    (tmp_path / "r.py").write_text(
+        "def spoil(facts, **_):\n    return [x.pop() for x in facts]\n\n\n"
+        "def count(facts, **_):\n    return map(len, facts)\n"
+    )
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "facts": [1, 2]}] * 3)
+    rewards = tuple(f"{tmp_path}/r.py:{name}" for name in ("spoil", "count"))
+    _, answers = run(dataset=data, reward_fn=rewards, num_generations=2)
+    assert set(answers[rewards[0]]) == {2} and set(answers[rewards[1]]) == {2}
+    assert list(map(list, answers["facts"])) == [[1, 2]] * 6
+
+
 TALKER = """
 class Talker:
     def __init__(self, row):

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from runs import run, watch
+from runs import main, run, watch
 from safetensors.torch import load_file
 from sources import ROOT
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -263,6 +263,24 @@ def test_evaluation(monkeypatch, processes):
 
 
 # --- the loop
+
+
+def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
+    """num_tokens are those that were read, prompts included (TRL). No prompts are drawn twice in a pass, whether their
+    answers were kept or not, also after the run was interrupted."""
+    (tmp_path / "r.py").write_text("def same(prompts, **_):\n    return [1.0] * len(prompts)\n")
+    settings = tiny | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
+    drawn, read = [], []
+    watch(monkeypatch, grpo, "batch", lambda _, rows, number, *__: drawn.append(number))
+    watch(
+        monkeypatch, grpo, "optimize", lambda _, policy, optimizer, r, args: read.append(r.inputs()["attention_mask"])
+    )
+    *_, last = run(grpo, tmp_path / "out", **settings | dict(dataset_test_split="none", num_eval_prompts=256))
+    assert drawn == list(range(9)) and last["sampled_batches"] == 3
+    assert last["num_tokens"] == sum(mask.sum() for mask in read)
+    drawn.clear()
+    main(grpo, "--resume", tmp_path / "out", "--total-episodes", 32)
+    assert drawn == [9, 10, 11]
 
 
 def test_without_beta_there_is_no_reference(tmp_path, tiny, monkeypatch):

@@ -13,8 +13,8 @@ from functools import partial
 import pytest
 import torch
 from float64 import float64, in_float64, load_in_float64
-from runs import short_form
-from sources import ROOT, lines_of
+from runs import short_form, write_rows
+from sources import ROOT, lines_of, text_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -231,3 +231,29 @@ def test_the_short_form_is_the_script(script, world, seed, worlds, tmp_path, mon
     print(f"{script} {world} {seed}: largest difference {errors[worst]:.1e}, {worst}")
     assert errors[worst] < 1e-8, (worst, errors[worst])
     assert len(full[1]) == 3
+
+
+OF_TOY = {"ddpo": "shapes/data/train", "agent": "guess/data/prompts/train", "grpo": "shells/data/prompts/train"}
+OF_TOY |= {"ppo": "data/prompts/train", "rloo": "data/prompts/train", "sft": "data/sft/train"}
+ONE_STEP = dict(batch_size=8, total_episodes=8, response_length=8)
+OF_SCRIPT = {
+    "ddpo": dict(num_epochs=1, sample_num_steps=2, sample_batch_size=8, sample_num_batches_per_epoch=1),
+    "agent": ONE_STEP | dict(response_length=24, num_generations=4),
+}
+OF_SCRIPT["ddpo"] |= dict(train_batch_size=8, train_gradient_accumulation_steps=1)
+
+
+@pytest.mark.parametrize("script", [*SETTINGS, "agent"])
+def test_a_file_of_rows_and_a_second_run(script, tmp_path, monkeypatch):
+    """`--dataset rows.jsonl` is read; a run without --output-dir leaves its model in a folder of its own."""
+    rows = lines_of(f"toy/{OF_TOY.get(script, 'data/preferences/train')}.jsonl")[:8]
+    file = write_rows(tmp_path / "rows.jsonl", list(map(json.loads, rows)))
+    settings = OF_SCRIPT.get(script, dict(batch_size=8) if script in ON_TEXTS else ONE_STEP)
+    monkeypatch.chdir(tmp_path)
+    now = iter(["10:00:00", "10:00:01"])
+    monkeypatch.setattr("time.strftime", lambda _: next(now))
+    for _ in range(2):
+        with short_form(script, dataset=file, **settings) as names:
+            exec(compile(text_of(f"lecture/{script}.py"), script, "exec"), names)
+    folders = {weights.relative_to(tmp_path / "runs").parts[0] for weights in tmp_path.glob("runs/**/*.safetensors")}
+    assert len(folders) == 2 and len(names["history"]) == 1

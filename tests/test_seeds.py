@@ -29,6 +29,29 @@ def test_what_three_pairs_say():
     assert seeds.judge([1, 2], [2, 1])["needed"] == float("inf")
 
 
+def test_what_is_shown(capsys):
+    """A difference has a star on either side of 0; the end of a run is its last five updates, whichever have a metric."""
+    shown = {"up": ([1, 2, 3], [11, 12.1, 13]), "down": ([11, 12.1, 13], [1, 2, 3]), "level": ([1, 2, 3], [3, 2, 1.5])}
+    seeds.show(shown)
+    rows = [row for row in capsys.readouterr().out.splitlines() if "±" in row]
+    assert ["*" in row for row in rows] == [True, True, False]
+    lines = [{"loss": i} | ({"eval": i} if i % 4 == 0 else {}) for i in range(1, 13)]
+    assert (seeds.end(lines, "loss"), seeds.end(lines, "eval"), seeds.end(lines[:3], "eval")) == (10, 10, None)
+
+
+@pytest.mark.parametrize("sign", [" ", "="])
+def test_a_changed_reward_is_run_again(tmp_path, sign):
+    """However its flag is written."""
+    program, reward = tmp_path / "program.py", tmp_path / "reward.py"
+    program.touch()
+    names = set()
+    for text in ("a = 1", "a = 2", "a = 2"):
+        reward.write_text(text)
+        [run] = seeds.plan(f"{program} --reward-fn{sign}{reward}:score", 1, tmp_path)
+        names.add(run.file.name)
+    assert len(names) == 2
+
+
 def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, capsys, pictures):
     """The ends are those of the last five updates, and differ by the bonus times the seed; clocks are left out."""
     program = tmp_path / "program.py"

@@ -1,15 +1,17 @@
 """Settings: the command line, other libraries' spellings, values that are refused, and what follows from them."""
 
+import dataclasses
 import json
 import math
 import pickle
 import shutil
+import sys
 
 import datasets
 import pydantic
 import pytest
 from huggingface_hub import constants
-from runs import GOLD, lines_of, main, run
+from runs import GOLD, lines_of, main, run, write_rows
 from sources import ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -88,7 +90,7 @@ def none(prompts, **_):
     return [None] * len(prompts)
 
 
-def infinite(prompts, **_):
+def endless(prompts, **_):
     return [-math.inf] * len(prompts)
 """
 
@@ -108,12 +110,23 @@ def files(tmp_path_factory):
     for name, row in rows.items():
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 3)
     (folder / "nothing.jsonl").touch()
+    said = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
+    write_rows(folder / "answered.jsonl", [{"prompt": said[:n]} for n in (1, 2, 1)])
+    (folder / "long").mkdir()
+    for split, length in (("train", 3), ("validation", 81)):
+        write_rows(folder / f"long/{split}.jsonl", [{"prompt": "." * n} for n in (1, length, 1)])
+    for name, model in (("chat", "sft"), ("mute", "sft"), ("mute_judge", "reward_model")):
+        shutil.copytree(ROOT / "toy" / model, folder / name)
+    for file in folder.glob("mute*/*token*"):
+        file.unlink()
     (folder / "r.py").write_text(REWARDS)
     two = AutoConfig.from_pretrained(ROOT / "toy/base", num_labels=2)
     AutoModelForSequenceClassification.from_config(two).save_pretrained(folder / "two")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/base")
     tokenizer.save_pretrained(folder / "two")
     shutil.copytree(ROOT / "toy/sft", folder / "endless")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "chat")
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder / "endless")
     (folder / "endless/generation_config.json").write_text("{}")
@@ -124,6 +137,11 @@ GUESS = dict(model="toy/guess/sft", env="toy/guess/make.py:Game", dataset="toy/g
 NO_SPLIT = dict(dataset_test_split="none")
 WRONG = [
     (ppo, dict(response_length=159), "159"),
+    *[(m, dict(model="toy/sft", dataset="long", response_length=80), "81 tokens") for m in (ppo, rloo, grpo)],
+    *[(module, dict(model="chat", dataset="answered.jsonl"), "assistant") for module in (ppo, rloo, grpo)],
+    *[(module, dict(model="mute"), "mute has no tokenizer") for module in (ppo, rloo, grpo, dpo, sft, reward_model)],
+    (ppo, dict(reward_model="mute_judge"), "mute_judge has no tokenizer"),
+    *[(module, dict(dataset="nowhere.jsonl"), "there is no nowhere.jsonl") for module in MODULES],
     (ppo, dict(dataset="prompt.jsonl", max_prompt_length=2), "max-prompt-length"),
     (ppo, dict(dataset="empty.jsonl"), "dropped 3 of 3"),
     (ppo, dict(dataset="clash.jsonl"), "completions"),
@@ -137,13 +155,24 @@ WRONG = [
     (ppo, dict(ptx_coef=1.0), "pretrain-data"),
     (ppo, dict(response_length_min=54), "response-length-min"),
     (rloo, dict(pretrain_data="toy/data/sft"), "ptx-coef"),
-    (ppo, dict(use_score_norm=True), "use-score-scaling"),
+    (ppo, dict(vf_coef=0, critic_warmup_updates=1), "--vf-coef 0"),
+    (rloo, dict(kl_coef=0, adaptive_kl=True), "--kl-coef 0"),
+    (ppo, dict(stop_token=("none",), missing_eos_penalty=2), "--stop-token none"),
+    (rloo, dict(reward_fn=(GOLD,), reward_model="toy/reward_model/"), "--reward-fn"),
+    (rloo, dict(dataset_test_split="none", num_eval_prompts=3), "--dataset-test-split none"),
+    (sft, dict(dataset_test_split="none", eval_steps=3), "--dataset-test-split none"),
+    (dpo, dict(lr_scheduler_type="constant", warmup_ratio=0.2), "--lr-scheduler-type constant"),
+    (sft, dict(model="toy/sft", from_scratch="toy/sft"), "--model"),
+    (reward_model, dict(dataset="same.jsonl", dataset_config="en"), "is a file"),
+    (ppo, dict(exp_name="mine"), "--output-dir"),
+    (ppo, dict(batch_size=8, per_device_train_batch_size=4, gradient_accumulation_steps=2), "beside --batch-size"),
+    (sft, dict(batch_size=8, per_device_train_batch_size=4, micro_batch_size=2), "beside --batch-size"),
     (ppo, dict(reward_weights=(1.0, 2.0)), "reward-weights"),
     (ppo, dict(reward_fn=(GOLD, GOLD)), "gold_score"),
     (ppo, dict(reward_fn=("gold_score",)), "file.py:name"),
     (ppo, dict(reward_fn=("r.py:one",)), "a list of 64 rewards"),
     (ppo, dict(reward_fn=("r.py:none",)), "None"),
-    (rloo, dict(reward_fn=("r.py:infinite",)), "infinite"),
+    *[(module, dict(reward_fn=("r.py:endless",)), "infinite reward") for module in (ppo, rloo, grpo)],
     (grpo, dict(max_turns=2), "--env"),
     (ppo, dict(dataset="null.jsonl"), "'prompt' holds None"),
     (sft, dict(dataset="nothing.jsonl"), "empty"),
@@ -161,6 +190,13 @@ WRONG = [
     (grpo, dict(mask_truncated_completions=True, stop_token=("none",)), "--stop-token none"),
     (grpo, GUESS | dict(stop_token=("none",)), "--env"),
     (grpo, GUESS | dict(response_length_min=4), "--env"),
+    (grpo, GUESS | dict(reward_fn=(GOLD,)), "--env"),
+    (grpo, dict(baseline="none", scale_rewards="batch"), "--baseline none"),
+    (grpo, dict(loss_type="cispo", epsilon=0.1), "--loss-type cispo"),
+    (grpo, dict(loss_type="cispo", delta=9), "--loss-type cispo"),
+    (grpo, dict(delta=1.25, epsilon_high=0.28), "--delta"),
+    (dpo, dict(reference_free=True, precompute_ref=True), "--reference-free"),
+    (ddpo, dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=20), "min-count"),
     (ddpo, dict(reward_fn=("r.py:one",)), "a list of"),
     (ddpo, dict(train_batch_size=3), "no multiple"),
     (ddpo, dict(train_gradient_accumulation_steps=5), "no multiple"),
@@ -185,6 +221,71 @@ def found(value, folder):
     return value
 
 
+BY_DATA = {"text_column", "truncation_mode"}  # read if the data have no other column, or pairs that are too long
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_no_setting_is_ignored(module, tiny, tmp_path, monkeypatch):
+    """What a default run never reads is refused, if it is changed alone; but it may say once more that it is off."""
+    read = set()
+    writers = ("asdict", "_asdict_inner", "replace", "_replace", "check_args", "check_common_args", "refuse_unused")
+
+    def note(args, name):
+        if sys._getframe(1).f_code.co_name not in writers:
+            read.add(name)
+        return object.__getattribute__(args, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Args, "__getattribute__", note)
+        run(module, tmp_path, **tiny[module.__name__])
+    ignored = []
+    monkeypatch.setattr(module, "start", lambda args: sys.exit(ignored.append(setting.name)))  # all checks are made
+    for setting in dataclasses.fields(module.Args):
+        default = getattr(module.Args(), setting.name)
+        value = {bool: not default, tuple: ("7",)}.get(type(default), "7")  # a number, if it is to be one
+        if setting.name not in read | BY_DATA and value is not False:
+            with pytest.raises(SystemExit):
+                module.train(module.Args(**{"output_dir": str(tmp_path), setting.name: value}))
+    assert ignored == []
+
+
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        (
+            ppo,
+            "--kl-target 6 --lora-alpha 32 --missing-eos-penalty 1 --stop-token none --gradient-accumulation-steps 1",
+        ),
+        (rloo, "--reward-fn toy/make.py:gold_score --reward-model toy/reward_model --kl-coef 0 --no-adaptive-kl"),
+        (grpo, "--baseline none --scale-rewards none --loss-type cispo --epsilon 0.2"),
+        (grpo, "--dataset-test-split none --eval-steps 50 --num-generations 8 --epsilon-high 0.28 --delta 4"),
+        (dpo, "--lr-scheduler-type constant --warmup-ratio 0 --loss-type ipo --label-smoothing 0"),
+        (sft, "--lr-scheduler-type constant --per-device-train-batch-size 2 --gradient-accumulation-steps 8"),
+        (ddpo, "--exp-name ddpo --output-dir runs/x --wandb-project-name rlhf"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_says_once_more_that_it_is_off_is_not_refused(module, words, monkeypatch):
+    """Nor is a value that is the default, beside whatever switches the setting off."""
+    monkeypatch.setattr(module, "train", module.check_args)
+    main(module, *words.split())
+
+
+def test_without_stop_tokens_no_response_pays_for_having_none(tmp_path, tiny):
+    *_, line = run(ppo, tmp_path, stop_token=("none",), **tiny["ppo"])
+    assert line["objective/scores"] == line["rewards/reward_model/mean"]
+
+
+@pytest.mark.parametrize("module", [ppo, sft], ids=name_of)
+def test_a_run_whose_batch_was_counted_goes_on(module, tmp_path, tiny):
+    """Its settings then have what was asked for, and what followed from it."""
+    counted = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    settings = {name: x for name, x in tiny[module.__name__].items() if name != "batch_size"}
+    before = run(module, tmp_path, **settings, **counted)
+    main(module, "--resume", tmp_path)
+    assert lines_of(tmp_path) == before
+
+
 @pytest.mark.parametrize("module", [ppo, rloo, grpo, ddpo], ids=name_of)
 def test_processes_that_a_reward_function_starts_find_it(module, tmp_path, monkeypatch):
     """Under the name of its file, in which two functions share what they remember; so with its neighbour, which is not
@@ -207,7 +308,9 @@ def test_a_run_with_a_broken_policy_ends(tmp_path, tiny):
 # --- Names on the hub
 
 
-@pytest.mark.parametrize("name", ["./sft", "runs/a/model", "/tmp/none/a.py"])
+@pytest.mark.parametrize(
+    "name", ["./sft", "runs/a/model", "/tmp/none/a.py", "a.csv", "data/a.parquet", "a.json", "a.py"]
+)
 def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
     with pytest.raises(SystemExit, match=f"no {name}"):
         ppo.locate(name)

@@ -254,7 +254,7 @@ def make_reward(spec: str, args: Args) -> Reward:
     function = grpo.load_function(spec)
 
     def reward(answers: list[Answer]) -> list[float | None]:
-        rows = deepcopy([answer.row for answer in answers])  # which the function may change
+        rows = [deepcopy(answer.row) for answer in answers]  # which the function may change, each by itself
         given = {column: [row[column] for row in rows] for column in rows[0]}
         given["prompts"] = given[args.prompt_column]
         given["prompts_text"] = [x.tokenizer.decode(x.prompt_ids) if x.tokenizer else x.prompt for x in answers]

@@ -23,6 +23,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import runpy
 import shlex
 import statistics
@@ -50,7 +51,7 @@ class Run(NamedTuple):
 def plan(command: str, seeds: int, folder: Path) -> list[Run]:
     """The runs of a side."""
     words = shlex.split(command)
-    files = [Path(word.partition(":")[0]) for word in words]  # the script, and those of file.py:name
+    files = [Path(part) for word in words for part in re.split("[=:]", word)]  # the script, and those of file.py:name
     texts = [file.read_bytes() for file in files if file.is_file()]
     digest = hashlib.sha256(b"".join(texts) + command.encode()).hexdigest()[:8]
     name = f"{Path(words[0]).stem}-{digest}"

@@ -2,7 +2,7 @@
 
 python exercises/bugs/play.py                      which there are, and what people complain of
 python exercises/bugs/play.py 3                    trains with number 3 and without it, a minute or two, and draws both
-python exercises/bugs/play.py 3 --answer gae:140   is it in this function and line? (outside of functions: loop:300)
+python exercises/bugs/play.py 3 --answer sample:90  is it in this function and line? (outside of functions: loop:300)
 python exercises/bugs/play.py 3 --check            after your repair: what must hold of such a file, and does not
 python exercises/bugs/play.py 3 --reveal           the change, where it shipped, and why it shows as it does
 
@@ -102,7 +102,7 @@ def judge(bug: dict, answer: str) -> str:
     lines = changed(healthy(bug["script"]), text)
     function, _, line = answer.partition(":")
     if function not in {place(text, n) for n in range(1, 1 + text.count("\n"))}:
-        return f"There is no function {function}; what is outside of functions is called loop."
+        return f"{bug['script']}.py has no function {function}; what is outside of functions is called loop."
     if function not in {place(text, right) for right in lines}:
         return f"No, {function} is as it should be."
     if not line.isdigit() or all(abs(int(line) - right) > 2 for right in lines):
