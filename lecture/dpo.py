@@ -72,14 +72,14 @@ class Args:
 def encode(prompt, completion):
     """Token ids of a text, and where its completion begins.
 
-    The two are encoded apart, as in use, when the prompt is encoded before a completion exists: a
-    token that straddles the border, as it may in the whole text, would never be met again.
+    The completion has the tokens that it has in the whole text. Encoded alone it could have others:
+    SentencePiece puts a space before every text.
     """
     head = tokenizer(prompt)["input_ids"]
-    tail = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    if tail[-1:] != [tokenizer.eos_token_id]:
-        tail = tail + [tokenizer.eos_token_id]
-    return head + tail, len(head)
+    ids = tokenizer(prompt + completion)["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids = ids + [tokenizer.eos_token_id]
+    return ids, len(head)
 
 
 def pad(texts):

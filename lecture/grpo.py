@@ -235,8 +235,10 @@ for update in (bar := trange(1, num_updates + 1)):
     attention_mask = torch.cat([attention_mask, mask], 1)  # (B, P+T)
 
     # 2. Score
-    completions = [row[real] for row, real in zip(responses, mask)]
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    wholes = [row[real.bool()] for row, real in zip(ids, attention_mask)]
+    heads = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(wholes, skip_special_tokens=True)  # alone, some lose a space
+    texts = [text.removeprefix(head) for head, text in zip(heads, texts)]
     columns = {name: [examples[i][name] for i in drawn] for name in examples[0]}
     said = reward(prompts=columns["prompt"], completions=texts, **columns)
     scores = torch.tensor([float(x) for x in said], device=device)  # (B,)

@@ -64,10 +64,8 @@ class Args:
 
 # %% 1. Encode
 def encode(prompt, completion):
-    """Token ids of a text. The two are encoded apart, as in use: there the prompt is encoded before
-    a completion exists."""
-    ids = tokenizer(prompt)["input_ids"]
-    ids = ids + tokenizer(completion, add_special_tokens=False)["input_ids"]
+    """Token ids of a whole text, with its EOS."""
+    ids = tokenizer(prompt + completion)["input_ids"]
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids = ids + [tokenizer.eos_token_id]
     return ids[: args.max_length]

@@ -64,15 +64,15 @@ class Args:
 def encode(prompt, completion):
     """Token ids of a text, and where its completion begins.
 
-    The two are encoded apart, as in use, when the prompt is encoded before a completion exists: a
-    token that straddles the border, as it may in the whole text, would never be met again.
+    The completion has the tokens that it has in the whole text. Encoded alone it could have others:
+    SentencePiece puts a space before every text.
     """
     head = tokenizer(prompt)["input_ids"]
-    tail = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    if tail[-1:] != [tokenizer.eos_token_id]:
-        tail = tail + [tokenizer.eos_token_id]
+    ids = tokenizer(prompt + completion)["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids = ids + [tokenizer.eos_token_id]
     start = max(1, len(head))  # nothing predicts the first token of a text
-    return (head + tail)[: args.max_length], start
+    return ids[: args.max_length], start
 
 
 def pad(texts):
