@@ -61,7 +61,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -293,6 +293,7 @@ def encode_preference(
     if prompt and all(isinstance(x, str) for x in (prompt, chosen, rejected)):
         alone = encode_text(prompt, tokenizer)
         shared = min(shared_length(alone, a), shared_length(alone, b))
+        warn_of_joined_tokens(len(alone) - shared)
     start = a[:shared]
     if not start:  # something to continue
         start = [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
@@ -637,6 +638,15 @@ def shared_length(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
+def warn_of_joined_tokens(n: int) -> None:
+    """Warns if the last n tokens of a prompt, as it is read alone, are none in the text that goes on behind it."""
+    if n:
+        warnings.warn(
+            "some prompts end within a token of the whole text (in a space?): training reads that token; a rollout, "
+            "which reads the prompt alone, never does"
+        )
+
+
 def encode_whole(
     prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}
 ) -> list[int]:
@@ -942,26 +952,42 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
         require(kinds, f"{name} is not a {', '.join(formats)} file")
         require(path.stat().st_size, f"{name} is empty")
         options = {"path": kinds[-1], "data_files": glob.escape(str(path.resolve())), "split": split}
+        if kinds[-1] == "csv":
+            options |= csv_options(pandas.read_csv(path, nrows=0).columns)
     else:
         is_plain = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
         require(is_plain, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
     try:
         data = datasets.load_dataset(**options)
+        if data.info.builder_name == "csv" and "features" not in options:
+            data = datasets.load_dataset(**options, **csv_options(data.column_names))
     except datasets.exceptions.DatasetGenerationError as error:
         sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
-    exact = dict(data.features)
     if data.info.builder_name == "csv":
-        options |= {"keep_default_na": False, "na_values": [""]}  # an empty cell is no value; NA and None are texts
-        kinds = datasets.Features(dict.fromkeys(exact, datasets.Value("string")))
-        texts = datasets.load_dataset(**options, features=kinds)
-        exact |= {column: kinds[column] for column in exact if list(map(str, data[column])) != list(texts[column])}
-    elif data.info.builder_name == "json":
-        for column, feature in data.features.items():
-            if re.search("time|date|float", str(feature)):
-                exact[column] = datasets.Json()
-    if exact == data.features:
+        return with_numbers(data)
+    is_exact = lambda kind: not re.search("time|date|float", str(kind))  # noqa: E731
+    if data.info.builder_name != "json" or all(map(is_exact, data.features.values())):
         return data
-    return datasets.load_dataset(**options, features=datasets.Features(exact))
+    kinds = {column: kind if is_exact(kind) else datasets.Json() for column, kind in data.features.items()}
+    return datasets.load_dataset(**options, features=datasets.Features(kinds))
+
+
+def csv_options(columns: Sequence[str]) -> dict:
+    """The options by which the library reads these columns of a csv file as texts. An empty cell has no value; NA and
+    None are texts."""
+    features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
+    return {"features": features, "keep_default_na": False, "na_values": [""]}
+
+
+def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
+    """The columns of a csv file, as numbers where Python prints all of them as they are written."""
+    for kind, number in (("int64", int), ("float64", float)):
+        for column, feature in data.features.items():
+            texts = data[column] if feature.dtype == "string" else []
+            with suppress(ValueError, TypeError):  # of a text, or of a cell without a value
+                if texts and all(str(number(x)) == x and abs(number(x)) < 2**63 for x in texts):
+                    data = data.cast_column(column, datasets.Value(kind))
+    return data
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
@@ -1143,10 +1169,10 @@ def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
     ids = tokenizer(text)["input_ids"]
     if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has its own
         ids = ids[1:]
-    ends = [token for token in (tokenizer.eos_token, tokenizer.sep_token) if token]
-    is_own = text.endswith(tuple(ends)) and ids[-2:-1] != ids[-1:]
-    if len(ids) > 1 and ids[-1] in tokenizer.convert_tokens_to_ids(ends) and not is_own:
-        ids = ids[:-1]
+    for end in (tokenizer.eos_token, tokenizer.sep_token):
+        is_own = end and text.endswith(end) and ids[-2:-1] != ids[-1:]
+        if len(ids) > 1 and tokenizer.decode(ids[-1]) == end and not is_own:
+            ids = ids[:-1]
     return ids
 
 
