@@ -1040,7 +1040,7 @@ def play(
             ended[i] = is_over and int(responses[i, t]) in policy.stop_token_ids
             going[i] = not is_over and num_turns[i] != args.max_turns
             if going[i]:
-                queues[i] = encode_answer(answer, games[i], examples[i][args.prompt_column], policy)
+                queues[i] = encode_answer(answer, games[i], examples[i], policy, args)
             starts[i] = t + 1 + len(queues[i])
         if not all_reduce(going.sum()):  # all processes stop together, since sharded weights need all of them
             break
@@ -1052,20 +1052,22 @@ def play(
     return [x.to(prompts.device) for x in found]
 
 
-def encode_answer(answer: str, game: object, prompt: str | list[dict], policy: nn.Module) -> list[int]:
+def encode_answer(answer: str, game: object, example: dict, policy: nn.Module, args: Args) -> list[int]:
     """Token ids of an answer; in a conversation, with what the chat template puts between two turns of the policy.
 
     By so much is one rendered conversation longer than another, where a text with thoughts, which some templates delete
     later, stands for what the policy said. An answer's role is "user", or the environment's own `role`.
     """
-    if not isinstance(prompt, str):
-        render = partial(policy.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+    prompt = example[args.prompt_column]
+    if isinstance(prompt, list):
+        write = partial(render, tokenizer=policy.tokenizer, options=template_options(example), is_prompt=True)
+        turns = as_turns(prompt, "user")
         turn = {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}
-        begun = render(prompt).removesuffix("<think>\n")  # with which some let every turn begin
+        begun = write(turns).removesuffix("<think>\n")  # with which some let every turn begin
         stops = policy.tokenizer.batch_decode([[stop] for stop in policy.stop_token_ids])
-        after = render([*prompt, turn, {"role": getattr(game, "role", "user"), "content": answer}])
+        after = write([*turns, turn, {"role": getattr(game, "role", "user"), "content": answer}])
         before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # the one that fits
-        is_fit = after.startswith(before) and after != render([*prompt, turn])
+        is_fit = after.startswith(before) and after != write([*turns, turn])
         require(is_fit, "--env: the chat template changes earlier turns, has another stop token, or drops an answer")
         answer = after.removeprefix(before)
     return policy.tokenizer(answer, add_special_tokens=False)["input_ids"]
@@ -1302,11 +1304,12 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
 
 def read_rewards(values: object, n: int, spec: str) -> list[float]:
     """What a reward function has returned for n rows, NaN for None; ends the program if that is no list of numbers."""
-    is_list = hasattr(values, "__len__") and not isinstance(values, (str, dict)) and len(values) == n
-    require(is_list, f"{spec} should return a list of {n} rewards, not {values!r:.80}")
-    is_text = any(isinstance(x, str) for x in values)
+    is_list = hasattr(values, "__iter__") and not isinstance(values, (str, dict))
+    rewards = list(values) if is_list else []
+    require(len(rewards) == n, f"{spec} should return a list of {n} rewards, not {values!r:.80}")
+    is_text = any(isinstance(x, str) for x in rewards)
     require(not is_text, f"{spec} should return numbers, not texts: {values!r:.80}")
-    return [math.nan if x is None else float(x) for x in values]
+    return [math.nan if x is None else float(x) for x in rewards]
 
 
 def try_reward_fns(reward_fns: RewardFns, prompts: datasets.Dataset, policy: nn.Module, args: Args) -> None:

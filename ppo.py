@@ -1258,11 +1258,12 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
 
 def read_rewards(values: object, n: int, spec: str) -> list[float]:
     """What a reward function has returned for n rows, NaN for None; ends the program if that is no list of numbers."""
-    is_list = hasattr(values, "__len__") and not isinstance(values, (str, dict)) and len(values) == n
-    require(is_list, f"{spec} should return a list of {n} rewards, not {values!r:.80}")
-    is_text = any(isinstance(x, str) for x in values)
+    is_list = hasattr(values, "__iter__") and not isinstance(values, (str, dict))
+    rewards = list(values) if is_list else []
+    require(len(rewards) == n, f"{spec} should return a list of {n} rewards, not {values!r:.80}")
+    is_text = any(isinstance(x, str) for x in rewards)
     require(not is_text, f"{spec} should return numbers, not texts: {values!r:.80}")
-    return [math.nan if x is None else float(x) for x in values]
+    return [math.nan if x is None else float(x) for x in rewards]
 
 
 def try_reward_fns(reward_fns: RewardFns, prompts: datasets.Dataset, policy: nn.Module, args: Args) -> None:

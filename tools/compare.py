@@ -46,7 +46,8 @@ import pydantic
 import torch
 import tyro
 from evaluate import Answer, Count, Name, Natural, NonNegative, Reward
-from evaluate import load_model, load_rows, make_reward, require, respond, turn_end
+from evaluate import as_turns, encode_text, load_model, load_rows, make_reward, render_whole, require, respond
+from evaluate import template_options
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
@@ -185,12 +186,26 @@ def references(answers: list[Answer], args: Args) -> list[Answer]:
         text = answer.row[args.reference_column]
         if isinstance(text, list):  # of messages, the last of which is the answer
             text = text[-1]["content"]
-        end = tokenizer.eos_token
-        if isinstance(answer.row[args.prompt_column], list):
-            end, _ = turn_end(tokenizer)
-        ids = tokenizer(text + (end or ""), add_special_tokens=False)["input_ids"]
+        ids = answer_tokens(answer, text, tokenizer, args)
         found.append(replace(answer, text=text, ids=ids, ended=True, tokenizer=tokenizer))
     return found
+
+
+def answer_tokens(answer: Answer, text: str, tokenizer: AutoTokenizer, args: Args) -> list[int]:
+    """Token ids of another answer to the same prompt, with the token that ends it, as they are behind that prompt."""
+    prompt = answer.row[args.prompt_column]
+    end = tokenizer.eos_token or ""
+    if isinstance(prompt, list) and tokenizer.chat_template:
+        turns = [*as_turns(prompt, "user"), {"role": "assistant", "content": text}]
+        ids = tokenizer(render_whole(turns, tokenizer, template_options(answer.row)), add_special_tokens=False)[
+            "input_ids"
+        ]
+    else:
+        ids = encode_text(answer.prompt + text + end, tokenizer)
+    start = len(answer.prompt_ids)
+    if ids[:start] == answer.prompt_ids:
+        return ids[start:]
+    return tokenizer(text + end, add_special_tokens=False)["input_ids"]
 
 
 # --- 2. Judge ---------------------------------------------------------------------------------------------------------

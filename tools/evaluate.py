@@ -23,7 +23,6 @@ It leaves evaluation.json (the figures and the settings) and answers.jsonl (of e
 """
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -262,8 +261,8 @@ def make_reward(spec: str, args: Args) -> Reward:
         given["completion_ids"] = [list(answer.ids) for answer in answers]
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        values = read_rewards(function(**given), len(rows), spec)
-        return [None if math.isnan(x) else x for x in values]
+        values = list(function(**given))
+        return [None if x is None else number for x, number in zip(values, read_rewards(values, len(rows), spec))]
 
     return reward
 
