@@ -60,7 +60,7 @@ TESTS = {  # a word in the title of a part of a script: the tests of that part
 OWN_TESTS = {  # after these, whatever the part
     "ppo": "additions loops lecture parity",
     "rloo": "rloo additions loops lecture parity",
-    "grpo": "grpo env lecture",
+    "grpo": "grpo env additions lecture",
     "ddpo": "ddpo ddpo_trl lecture",
     "rewards/calculator": "env verifiers",
 }

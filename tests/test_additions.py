@@ -9,6 +9,7 @@ from numbers_of_others import close, golden
 from tiny import tiny_model, tiny_rollout
 from torch import nn
 
+import grpo
 import ppo
 import rloo
 
@@ -63,7 +64,7 @@ def test_moving_average_against_openrlhf():
         close(ema.weight[0].detach(), step["ema"])
 
 
-@pytest.mark.parametrize("module", [ppo, rloo], ids=["ppo", "rloo"])
+@pytest.mark.parametrize("module", [ppo, rloo, grpo], ids=["ppo", "rloo", "grpo"])
 def test_the_router_loss_is_the_librarys(module):
     """With advantages 0 nothing but it has a gradient: the coefficient times that of the model's own aux_loss."""
     policy = tiny_model("mixtral")
@@ -76,9 +77,12 @@ def test_the_router_loss_is_the_librarys(module):
         rollout.advantages = zeros
         critic = ppo.Critic(deepcopy(policy.base_model), nn.Linear(16, 1))
         ppo.gradient_and_sums(policy, critic, rollout, index, args)
-    else:
+    elif module is rloo:
         rollout.advantages = zeros[:, :1]
         rloo.gradient_and_sums(policy, rollout, index, args)
+    else:
+        rollout.advantages, rollout.loss_mask = zeros[:, :1], rollout.mask
+        grpo.mini_batch_gradient(policy, rollout, index, args)
     ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
     (0.5 * policy(**rollout.inputs(), output_router_logits=True).aux_loss).backward()

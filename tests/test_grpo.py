@@ -163,6 +163,18 @@ def test_what_changes_nothing(loss_type, level):
         assert stats == pytest.approx(cut_stats)
 
 
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_micro_batch_of_which_nothing_is_in_the_loss(loss_type, level):
+    """It adds nothing: the gradient is a number, and (but for bnpo, which counts it) that of the other rows alone."""
+    in_loss = torch.arange(12)[:, None] >= 4
+    settings = dict(in_loss=in_loss, loss_type=loss_type, importance_sampling_level=level, beta=0.1)
+    cut, stats = an_update(SCORES, micro_batch_size=4, **settings)
+    assert cut.isfinite().all() and cut.norm() > 1e-3 and all(map(math.isfinite, stats.values()))
+    if loss_type != "bnpo":
+        close(an_update(SCORES, micro_batch_size=12, **settings)[0], cut)
+
+
 @pytest.mark.parametrize("loss_type", [x for x in LOSSES if x != "bnpo"])
 @pytest.mark.parametrize("heard", [0, 4])
 def test_equal_scores_need_no_backward_pass(loss_type, heard, monkeypatch):
