@@ -67,7 +67,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -267,20 +267,25 @@ def train(args: Args) -> None:
         with run.clock("rollout"):
             rollout, num_draws = sample_groups(policy, prompts, reward_fns, memory["num_draws"], args)  # 1 and 2
             memory["num_draws"] += num_draws
-        with run.clock("score"):
-            if args.beta:
-                with adapter_off(policy, reference):
-                    rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
-            if args.importance_sampling_level == "sequence" and ratio_rounding(args) > 1e-3:
-                rollout.old_logprobs = read_again(policy, rollout, rollout.written, args)
         rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
         if args.baseline == "none":
             rollout.advantages = rollout.scores[:, None]
         rollout.loss_mask = rollout.written
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
+        with run.clock("score"):
+            stats, parts = {}, None
+            if args.importance_sampling_level == "sequence" and ratio_rounding(args) > 1e-3:
+                parts = first_pass(rollout, args)
+                rollout.old_logprobs, error = read_again(policy, rollout, rollout.written, parts, args)
+                check_first_ratio(error, update, args)
+                stats["policy/sampler_error"] = error
+            if args.beta:
+                with adapter_off(policy, reference):
+                    rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args, parts)
         with run.clock("update"):
-            stats = optimize(policy, optimizer, rollout, args)  # 4 and 5
+            stats |= optimize(policy, optimizer, rollout, args)  # 4 and 5
+        check_first_ratio(stats["policy/first_ratio_error"], update, args)
         stats |= rollout_stats(rollout, args)
         memory["num_tokens"] += rollout.inputs()["attention_mask"].sum().item()
         stats["sampled_batches"] = num_draws
@@ -361,16 +366,20 @@ class Rollout:
         return index[lengths[index].argsort(stable=True)]
 
     @torch.no_grad()
-    def map(self, function: Callable[["Rollout"], Tensor], args: Args) -> Tensor:
+    def map(
+        self, function: Callable[["Rollout"], Tensor], args: Args, micro_batches: list[Tensor] | None = None
+    ) -> Tensor:
         """What a function gives for b episodes at a time, (b, T) or (b,), put together for all B.
 
-        Without gradient, under autocast. Micro-batches are of similar length, so that little is computed on padding;
-        each process takes its share.
+        Without gradient, under autocast. Micro-batches, unless they are given, are of similar length, so that little is
+        computed on padding; each process takes its share.
         """
         B, T = self.mask.shape
-        order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
+        if micro_batches is None:
+            order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
+            micro_batches = order.split(args.micro_batch_size)
         parts = []
-        for index in order.split(args.micro_batch_size):
+        for index in micro_batches:
             with autocast(args):
                 x = function(self.select(index))
             if x.dim() == 2:
@@ -378,7 +387,7 @@ class Rollout:
             parts.append(x)
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
-        result[order] = share
+        result[torch.cat(micro_batches)] = share
         return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
@@ -597,16 +606,22 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     return token_logprobs(logits, r.responses)
 
 
-def read_again(policy: nn.Module, rollout: Rollout, mask: Tensor, args: Args) -> Tensor:
-    """(B, T) log-probabilities as the update will read them, without a cache: the rounding of tokens adds up over a
-    response, and both sides of its ratio should round alike.
+def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
+    """The micro-batches of the first pass of the update, in their order, as it will draw them."""
+    with torch.random.fork_rng(devices=[]):
+        mini = list(islice(mini_batches(rollout, args), args.num_mini_batches))
+    return [index for mini_batch in mini for index, _ in taught_first(mini_batch, rollout, args)]
 
-    Ends the program if the sampler's differ from them by more than rounding explains.
-    """
-    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
+
+def read_again(
+    policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
+) -> tuple[Tensor, float]:
+    """(B, T) log-probabilities read as the update will read them: without a cache, and beside the same rows, with the
+    same padding. So they round alike, and the first ratio is exactly 1, where a sum over the tokens of a response would
+    make much of their rounding. Also, the mean of |ratio - 1| between them and the sampler's."""
+    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
-    check_first_ratio((ratio - 1).abs().mean().item(), ratio_rounding(args))
-    return logprobs
+    return logprobs, (ratio - 1).abs().mean().item()
 
 
 def score_responses(rollout: Rollout, reward_fns: RewardFns, args: Args) -> tuple[dict[str, Tensor], Tensor]:
@@ -818,7 +833,7 @@ def mini_batch_gradient(
             "clip_ratio/low_mean": is_low,
             "clip_ratio/high_mean": is_high,
             "clip_ratio/region_mean": is_low | is_high,
-            "ratio_error": (ratio - 1).abs(),
+            "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
         }
         for name, x in stats.items():
             where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)  # what a row has one of counts once
@@ -846,10 +861,7 @@ def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollo
         optimizer.zero_grad()
         stats = mini_batch_gradient(policy, rollout, mini_batch, args)
         if not sums:
-            lower, upper = clip_bounds(args)
-            is_token = args.importance_sampling_level == "token"
-            bound = ratio_rounding(args) if is_token else min(1 - lower, upper - 1) / 4
-            check_first_ratio(stats["ratio_error"], bound)  # it is 1: nothing has moved yet
+            first_error = stats["ratio_error"]  # the ratio is 1 but for rounding: nothing has moved yet
         stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
         if math.isfinite(stats["grad_norm"]):  # else the weights would be NaN for good
             optimizer.step()
@@ -857,7 +869,8 @@ def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollo
         sums.update(stats)
     optimizer.zero_grad()
     del sums["ratio_error"]
-    return {name: x / num_steps for name, x in sums.items()} | {"val/skipped_steps": num_steps - steps}
+    means = {name: x / num_steps for name, x in sums.items()}
+    return means | {"policy/first_ratio_error": first_error, "val/skipped_steps": num_steps - steps}
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
@@ -1407,15 +1420,18 @@ def ratio_rounding(args: Args) -> float:
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
-def check_first_ratio(error: float, bound: float) -> None:
-    """Ends the program if the mean of |ratio - 1| before the first step is beyond the bound: the policy in the update
-    must be the one that sampled."""
+def check_first_ratio(error: float, update: int, args: Args) -> None:
+    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
+    sampled: ends the program in the first update. A run that has trained goes on, with a warning."""
+    if error <= ratio_rounding(args):
+        return
     require(
-        error <= bound,
-        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
-        "see different distributions. Usual causes: a model that ignores position_ids or the attention mask, dropout "
-        "that is on, different temperatures, weights that are not finite; with bf16, rounding",
+        update > 1,
+        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {ratio_rounding(args):g}): "
+        "rollout and update see different distributions. Usual causes: a model that ignores position_ids or the "
+        "attention mask, dropout that is on, different temperatures, weights that are not finite; with bf16, rounding",
     )
+    warnings.warn("rollout and update see different distributions: see policy/first_ratio_error and sampler_error")
 
 
 # --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------

@@ -301,6 +301,7 @@ def train(args: Args) -> None:
         rollout.advantages = masked_whiten(advantages, rollout.mask) if args.whiten_advantages else advantages
         with run.clock("update"):
             stats = optimize(policy, critic, ema, optimizer, rollout, texts, args)  # 5 and 6
+        check_first_ratio(stats["policy/first_ratio_error"], update, args)
         stats |= rollout_stats(rollout)
         stats["val/explained_variance"] = explained_variance(rollout)
         stats["lr"] = policy_group["lr"]
@@ -378,16 +379,20 @@ class Rollout:
         return index[lengths[index].argsort(stable=True)]
 
     @torch.no_grad()
-    def map(self, function: Callable[["Rollout"], Tensor], args: Args) -> Tensor:
+    def map(
+        self, function: Callable[["Rollout"], Tensor], args: Args, micro_batches: list[Tensor] | None = None
+    ) -> Tensor:
         """What a function gives for b episodes at a time, (b, T) or (b,), put together for all B.
 
-        Without gradient, under autocast. Micro-batches are of similar length, so that little is computed on padding;
-        each process takes its share.
+        Without gradient, under autocast. Micro-batches, unless they are given, are of similar length, so that little is
+        computed on padding; each process takes its share.
         """
         B, T = self.mask.shape
-        order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
+        if micro_batches is None:
+            order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
+            micro_batches = order.split(args.micro_batch_size)
         parts = []
-        for index in order.split(args.micro_batch_size):
+        for index in micro_batches:
             with autocast(args):
                 x = function(self.select(index))
             if x.dim() == 2:
@@ -395,7 +400,7 @@ class Rollout:
             parts.append(x)
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
-        result[order] = share
+        result[torch.cat(micro_batches)] = share
         return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
@@ -826,7 +831,7 @@ def optimize(
         here = gradient_and_sums(policy, critic, rollout, mini_batch, args)
         means = {name: x / here["tokens"] for name, x in here.items()}
         if not sums:
-            check_first_ratio(means["ratio_error"], ratio_rounding(args))  # the ratio is 1: nothing has moved yet
+            first_error = means["ratio_error"]  # the ratio is 1 but for rounding: nothing has moved yet
         sums.update(here)  # a Counter adds
         if args.target_kl and means["policy/approxkl_avg"] > 1.5 * args.target_kl:
             break
@@ -844,6 +849,7 @@ def optimize(
                 move_average(ema, policy, args.ema_decay)
     optimizer.zero_grad()
     means = {name: x / sums["tokens"] for name, x in sums.items() if name not in ("tokens", "ratio_error")}
+    means["policy/first_ratio_error"] = first_error
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
     means["val/skipped_steps"] = args.num_ppo_epochs * args.num_mini_batches - steps
     return means | {name: x / max(1, steps) for name, x in per_step.items()}
@@ -1367,15 +1373,18 @@ def ratio_rounding(args: Args) -> float:
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
-def check_first_ratio(error: float, bound: float) -> None:
-    """Ends the program if the mean of |ratio - 1| before the first step is beyond the bound: the policy in the update
-    must be the one that sampled."""
+def check_first_ratio(error: float, update: int, args: Args) -> None:
+    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
+    sampled: ends the program in the first update. A run that has trained goes on, with a warning."""
+    if error <= ratio_rounding(args):
+        return
     require(
-        error <= bound,
-        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
-        "see different distributions. Usual causes: a model that ignores position_ids or the attention mask, dropout "
-        "that is on, different temperatures, weights that are not finite; with bf16, rounding",
+        update > 1,
+        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {ratio_rounding(args):g}): "
+        "rollout and update see different distributions. Usual causes: a model that ignores position_ids or the "
+        "attention mask, dropout that is on, different temperatures, weights that are not finite; with bf16, rounding",
     )
+    warnings.warn("rollout and update see different distributions: see policy/first_ratio_error and sampler_error")
 
 
 # --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------

@@ -69,7 +69,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -272,10 +272,14 @@ def train(args: Args) -> None:
         with run.clock("rollout"):
             rollout = sample_batch(policy, examples, args)  # 1
         with run.clock("score"):
+            stats, parts = {}, None
             if not args.token_level_kl and ratio_rounding(args) > 1e-3:
-                rollout.old_logprobs = read_again(policy, rollout, rollout.mask, args)
+                parts = first_pass(rollout, args)
+                rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, parts, args)
+                check_first_ratio(error, update, args)
+                stats["policy/sampler_error"] = error
             with adapter_off(policy, reference):  # 2
-                rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
+                rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args, parts)
             rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
             rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
         rollout.kl_coef = memory["kl_coef"] if args.adaptive_kl else args.kl_coef
@@ -288,7 +292,8 @@ def train(args: Args) -> None:
             actions = action_mask(rollout.mask, args.token_level_kl)
             rollout.advantages = masked_whiten(rollout.advantages, actions)
         with run.clock("update"):
-            stats = optimize(policy, ema, optimizer, rollout, texts, args)  # 5 and 6
+            stats |= optimize(policy, ema, optimizer, rollout, texts, args)  # 5 and 6
+        check_first_ratio(stats["policy/first_ratio_error"], update, args)
         stats |= rollout_stats(rollout)
         stats["objective/equal_groups"] = equal_groups(rollout.scores, args.rloo_k).float().mean().item()
         stats["val/clipfrac_avg"] = 0.0  # of a critic; dashboards made for TRL expect the name
@@ -364,16 +369,20 @@ class Rollout:
         return index[lengths[index].argsort(stable=True)]
 
     @torch.no_grad()
-    def map(self, function: Callable[["Rollout"], Tensor], args: Args) -> Tensor:
+    def map(
+        self, function: Callable[["Rollout"], Tensor], args: Args, micro_batches: list[Tensor] | None = None
+    ) -> Tensor:
         """What a function gives for b episodes at a time, (b, T) or (b,), put together for all B.
 
-        Without gradient, under autocast. Micro-batches are of similar length, so that little is computed on padding;
-        each process takes its share.
+        Without gradient, under autocast. Micro-batches, unless they are given, are of similar length, so that little is
+        computed on padding; each process takes its share.
         """
         B, T = self.mask.shape
-        order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
+        if micro_batches is None:
+            order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
+            micro_batches = order.split(args.micro_batch_size)
         parts = []
-        for index in order.split(args.micro_batch_size):
+        for index in micro_batches:
             with autocast(args):
                 x = function(self.select(index))
             if x.dim() == 2:
@@ -381,7 +390,7 @@ class Rollout:
             parts.append(x)
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
-        result[order] = share
+        result[torch.cat(micro_batches)] = share
         return all_reduce(result)  # each process has left zeros in the rows of the others
 
 
@@ -544,16 +553,22 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     return token_logprobs(logits, r.responses)
 
 
-def read_again(policy: nn.Module, rollout: Rollout, mask: Tensor, args: Args) -> Tensor:
-    """(B, T) log-probabilities as the update will read them, without a cache: the rounding of tokens adds up over a
-    response, and both sides of its ratio should round alike.
+def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
+    """The micro-batches of the first pass of the update, in their order, as it will draw them."""
+    with torch.random.fork_rng(devices=[]):
+        mini = list(islice(mini_batches(rollout, args), args.num_mini_batches))
+    return [index for mini_batch in mini for index in mini_batch]
 
-    Ends the program if the sampler's differ from them by more than rounding explains.
-    """
-    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
+
+def read_again(
+    policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
+) -> tuple[Tensor, float]:
+    """(B, T) log-probabilities read as the update will read them: without a cache, and beside the same rows, with the
+    same padding. So they round alike, and the first ratio is exactly 1, where a sum over the tokens of a response would
+    make much of their rounding. Also, the mean of |ratio - 1| between them and the sampler's."""
+    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
-    check_first_ratio((ratio - 1).abs().mean().item(), ratio_rounding(args))
-    return logprobs
+    return logprobs, (ratio - 1).abs().mean().item()
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -758,7 +773,6 @@ def gradient_and_sums(
             "policy/clipfrac_avg": pg_clipped,
             "val/ratio": ratio,
             "ratio_squared": ratio**2,
-            "ratio_error": (ratio - 1).abs(),
             "actions": torch.ones_like(ratio),
         }
         for name, x in action_stats.items():
@@ -790,9 +804,7 @@ def optimize(
         optimizer.zero_grad()
         here = gradient_and_sums(policy, rollout, mini_batch, args)
         if not sums:
-            check_first_ratio(here["token_error"] / here["tokens"], ratio_rounding(args))  # it is 1: nothing has moved
-            if not args.token_level_kl:
-                check_first_ratio(here["ratio_error"] / here["actions"], args.cliprange / 4)
+            first_error = here["token_error"] / here["tokens"]  # the ratio is 1 but for rounding: nothing has moved yet
         sums.update(here)  # a Counter adds
         if args.target_kl and here["policy/approxkl_avg"] / here["actions"] > 1.5 * args.target_kl:
             break
@@ -809,7 +821,8 @@ def optimize(
                 move_average(ema, policy, args.ema_decay)
     optimizer.zero_grad()
     means = {name: x / sums["actions"] for name, x in sums.items()}
-    for name in ("actions", "tokens", "ratio_error", "token_error"):  # these are for this function alone
+    means["policy/first_ratio_error"] = first_error
+    for name in ("actions", "tokens", "token_error"):  # these are for this function alone
         del means[name]
     means["policy/entropy_avg"] = sums["policy/entropy_avg"] / sums["tokens"]
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
@@ -1292,15 +1305,18 @@ def ratio_rounding(args: Args) -> float:
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
-def check_first_ratio(error: float, bound: float) -> None:
-    """Ends the program if the mean of |ratio - 1| before the first step is beyond the bound: the policy in the update
-    must be the one that sampled."""
+def check_first_ratio(error: float, update: int, args: Args) -> None:
+    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
+    sampled: ends the program in the first update. A run that has trained goes on, with a warning."""
+    if error <= ratio_rounding(args):
+        return
     require(
-        error <= bound,
-        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): rollout and update "
-        "see different distributions. Usual causes: a model that ignores position_ids or the attention mask, dropout "
-        "that is on, different temperatures, weights that are not finite; with bf16, rounding",
+        update > 1,
+        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {ratio_rounding(args):g}): "
+        "rollout and update see different distributions. Usual causes: a model that ignores position_ids or the "
+        "attention mask, dropout that is on, different temperatures, weights that are not finite; with bf16, rounding",
     )
+    warnings.warn("rollout and update see different distributions: see policy/first_ratio_error and sampler_error")
 
 
 # --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------

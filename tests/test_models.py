@@ -129,13 +129,29 @@ def test_ratios_of_responses_under_bfloat16(saved, train, script, monkeypatch):
         r.old_logprobs += 0.04
         return r
 
-    errors = []
     monkeypatch.setattr(script, "sample_batch", sample_roughly)
-    monkeypatch.setattr(script, "check_first_ratio", lambda error, bound: errors.append(error))
     settings = dict(importance_sampling_level="sequence", loss_type="grpo") if script is grpo else {}
-    train(script, model=saved("llama"), bf16=True, **settings)
-    of_sampler, *of_update = errors
-    assert of_sampler == pytest.approx(1 - math.exp(-0.04), abs=5e-3) and max(of_update) < 5e-3
+    (line,) = train(script, model=saved("llama"), bf16=True, **settings)
+    assert line["policy/sampler_error"] == pytest.approx(1 - math.exp(-0.04), abs=5e-3)
+    assert line["policy/first_ratio_error"] == 0
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["one mini-batch", "two mini-batches"])
+@pytest.mark.parametrize("script", [rloo, grpo], ids=lambda module: module.__name__)
+def test_the_first_ratio_of_responses_under_bfloat16_is_1(train, script, parts):
+    """Exactly, in each update: whichever rows the mini-batches draw, both sides are read beside the same neighbours."""
+    settings = dict(batch_size=16, total_episodes=48, num_mini_batches=parts, micro_batch_size=3, num_ppo_epochs=2)
+    if script is grpo:  # in some groups all scores are equal: their rows are read last
+        settings |= dict(importance_sampling_level="sequence", num_generations=2, reward_fn=(f"{__file__}:is_short",))
+    lines = train(script, model="toy/sft", bf16=True, **settings)
+    assert [line["policy/first_ratio_error"] for line in lines] == [0, 0, 0]
+    assert any(line["policy/sampler_error"] > 0 for line in lines)
+    assert all(line["policy/approxkl_avg"] > 0 for line in lines)  # the later ratios are others
+
+
+def is_short(completions, **columns):
+    """A reward of which some groups are all of one mind."""
+    return [float(len(text) < 30) for text in completions]
 
 
 @pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo, sft], ids=lambda module: module.__name__)
