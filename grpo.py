@@ -65,7 +65,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import cache, lru_cache, partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -245,6 +245,7 @@ def train(args: Args) -> None:
     """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
     check_args(args)
     start(args)
+    asked = args
 
     policy = load_policy(args)
     reference = place(make_reference(args, policy) if args.beta else None, args)  # before another is made
@@ -261,7 +262,7 @@ def train(args: Args) -> None:
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     memory = {"num_draws": 0, "num_tokens": 0}  # what lasts from update to update besides weights
-    run = Run(args, num_updates, optimizer, schedule, memory, model=policy)
+    run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy)
     for update in run.steps():
         set_seed(make_seed(args.seed, update))
         with run.clock("rollout"):
@@ -287,6 +288,7 @@ def train(args: Args) -> None:
             stats |= optimize(policy, optimizer, rollout, args)  # 4 and 5
         check_first_ratio(stats["policy/first_ratio_error"], update, args)
         stats |= rollout_stats(rollout, args)
+        stats["rewards/unscored"] = unscored(rollout.rewards_by_name).sum().item()
         memory["num_tokens"] += rollout.inputs()["attention_mask"].sum().item()
         stats["sampled_batches"] = num_draws
         stats["num_tokens"] = memory["num_tokens"]
@@ -438,7 +440,7 @@ def read_prompts(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, T: int
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         policy(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
-        cache.reorder_cache(row_of)
+        cache.reorder_cache(row_of.to(prompts.device))  # once, not for each tensor of the cache
     return cache
 
 
@@ -537,7 +539,7 @@ def sample_groups(
     for draw in range(1 + args.dynamic_sampling):
         examples = batch(prompts, first_draw + draw, num_groups, args.seed)
         part = (play_batch if args.env else sample_batch)(policy, repeat(examples, G), args)
-        part.rewards_by_name, part.scores = score_responses(part, reward_fns, args)
+        part.rewards_by_name, part.scores = score_responses(part, reward_fns, args, G)
         parts.append(part)
         num_differing += int((~equal_groups(part.scores, G)).sum())
         if num_differing >= num_groups:
@@ -624,14 +626,33 @@ def read_again(
     return logprobs, (ratio - 1).abs().mean().item()
 
 
-def score_responses(rollout: Rollout, reward_fns: RewardFns, args: Args) -> tuple[dict[str, Tensor], Tensor]:
-    """What each reward function gives, (B,) by name, and the scores (B,)."""
+def score_responses(
+    rollout: Rollout, reward_fns: RewardFns, args: Args, G: int = 1
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What each reward function gives, (B,) by name, and the scores (B,) of groups of G responses to a prompt."""
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
-    is_given = torch.stack([~x.isnan() for x in rewards.values()])  # (K, B)
-    require(is_given.any(0).all(), "a response has no reward at all: each of --reward-fn gave None or NaN")
+    is_unscored = unscored(rewards)
+    require(not is_unscored.all(), "no response has a reward: each of --reward-fn gave None or NaN for all of them")
     scores = weighted_sum(rewards, args.reward_weights)
     require(scores.isfinite().all(), "one of --reward-fn gave an infinite reward")
-    return rewards, penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+    scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+    if is_unscored.any():
+        scores = fill_in(scores, is_unscored, G)
+    return rewards, scores
+
+
+def unscored(rewards: dict[str, Tensor]) -> Tensor:
+    """(B,) whether a response has no reward at all."""
+    return torch.stack([x.isnan() for x in rewards.values()]).all(0)
+
+
+def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
+    """(B,) scores, those of unscored responses the mean of their group's others, or if it has none, of the batch's: so
+    they move no baseline, and have no advantage in their group. [1, ?, 0, 0] with G = 4 -> [1, 1/3, 0, 0]"""
+    known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # the mean of equal scores is that score
+    means = known.view(-1, G).nanmean(1).repeat_interleave(G)
+    means = means.where(means.isfinite(), known.nanmean())
+    return torch.where(is_unscored, means.to(scores), scores)
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
@@ -1102,9 +1123,11 @@ def load_policy(args: Args) -> nn.Module:
     policy.stop_token_ids = find_stop_tokens(args, policy)
     stored = policy.generation_config  # for whoever samples from it later
     stored.eos_token_id = policy.stop_token_ids or None
-    if {stored.temperature or 1.0, stored.top_p or 1.0} != {1.0}:
-        stored.do_sample = True  # without which the library does not save these two
-    stored.validate(strict=True)  # now, and not when all is done
+    try:
+        stored.validate(strict=True)  # now, and not when all is done
+    except ValueError:
+        stored.do_sample = True  # without which the library does not save a temperature, a top_p, ...
+        stored.validate(strict=True)
     policy.environment = load_function(args.env) if args.env else None
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
@@ -1449,6 +1472,7 @@ def ask_hub() -> None:
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # of whichever library carries the request
+        print(f"{constants.ENDPOINT} does not answer: models and data are read from what was downloaded before")
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
 
@@ -1487,7 +1511,9 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {wrong[:3]}")
     model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # padding is known by position
+    padding = model.tokenizer.pad_token_id
+    if padding is None or padding >= model.get_input_embeddings().num_embeddings:
+        model.tokenizer.pad_token = model.tokenizer.eos_token  # padding is known by position
     return model.eval()
 
 
@@ -1802,11 +1828,13 @@ class Run:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
         memory: dict,
+        asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is what lasts from step to step besides weights, as JSON can hold it. Of the models in training,
-        `model` is saved in the end, and `ema` beside it."""
+        """`memory` is what lasts from step to step besides weights, as JSON can hold it; `asked` are the settings
+        before sizes were chosen. Of the models in training, `model` is saved in the end, and `ema` beside it."""
         self.args = args
+        self.asked = asked or args
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.schedule = schedule
@@ -1816,7 +1844,9 @@ class Run:
         self.seconds = {}  # of each phase of this step
         self.broken = 0  # updates in a row with a gradient that was not finite
         self.is_told_to_stop = False
-        now = time.strftime("%Y%m%d-%H%M%S")
+        self.is_logged = False  # whether a step was
+        self.saved = 0  # the step of the newest checkpoint
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # runs of one job may begin in the same second
         name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
         self.output = Path(name[0])
         if not RANK:
@@ -1828,7 +1858,8 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
+            settings = code_version() | {"chosen_here": chosen_here(self.asked)} | asdict(args)
+            (self.output / "args.new").write_text(json.dumps(settings, indent=2) + "\n")
             (self.output / "args.new").replace(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -1839,6 +1870,8 @@ class Run:
     def open_folder(self) -> None:
         """Makes the run's folder, which no other run may have, or opens it again."""
         if not self.args.resume:
+            sentence = f"{self.output} exists: choose another --output-dir, or go on with --resume {self.output}"
+            require(not self.output.exists(), sentence)
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
@@ -1867,13 +1900,48 @@ class Run:
             for number in (signal.SIGINT, signal.SIGTERM)
             if signal.getsignal(number) != signal.SIG_IGN
         }
+        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "moving"))
         try:
             while self.step < self.num_steps:
                 self.step += 1
+                self.state = "still"  # until the optimiser moves weights; "whole" when it has moved them for this step
+                self.before = deepcopy(self.memory), self.position()
                 yield self.step
+        except GeneratorExit:  # the loop was left by `break`, or by an error
+            self.rescue()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+    def rescue(self) -> None:
+        """Saves what an error would lose, and says how to go on: the state after this step, if all of its update was
+        made, or after the one before, if no weight has moved since. In the first step there is nothing to lose."""
+        if self.saved == self.step or (self.step == 1 and not self.is_logged):
+            return
+        try:
+            if self.state == "still":
+                self.step -= 1
+                self.memory, position = self.before
+                if not RANK:
+                    self.file.truncate(position)
+            if self.state != "moving" and self.saved != self.step:
+                self.wait_for_all()
+                self.save()
+        except BaseException as error:  # torch has one that is no Exception
+            print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
+        if self.saved and not RANK:
+            print(f"to go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
+
+    def wait_for_all(self) -> None:
+        """Waits until all processes are here; but not for long, since an error of one alone leaves others elsewhere."""
+        if WORLD_SIZE > 1:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"ended {RANK}", "")
+            store.wait([f"ended {rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=20))
+
+    def position(self) -> int:
+        """The bytes of metrics.jsonl so far."""
+        return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
         """What Ctrl-C and SIGTERM do. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
@@ -1892,6 +1960,8 @@ class Run:
         if self.args.device != "cpu":
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
+        if self.state == "moving":
+            self.state = "whole"
 
     def log(self, stats: dict[str, float], *shown: str) -> None:
         """One line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar. Ends a hopeless run."""
@@ -1904,6 +1974,8 @@ class Run:
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
             print(json.dumps(line), file=self.file, flush=True)
+        self.is_logged = True
+        self.state = "whole"
         if self.wandb:
             self.wandb.log(stats, step=self.step)
         require(
@@ -1934,10 +2006,13 @@ class Run:
         folder.mkdir(exist_ok=True)
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All weights in training and the optimiser's moments, by name; of sharded ones this process's part."""
+    def tensors(self, is_full: bool = False) -> dict[str, Tensor]:
+        """All weights in training and the optimiser's moments, by name; of sharded ones this process's part. Before the
+        first step there are no moments, unless it is to be full: then a step is made that moves nothing."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
+        if not self.optimizer.state and not is_full:
+            return weights
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         moments = get_optimizer_state_dict(self.models, self.optimizer, options=options)
         return weights | {name: x for name, x in moments.items() if isinstance(x, Tensor)}
@@ -1951,11 +2026,13 @@ class Run:
         files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
+            self.saved = self.step
             return
         num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
+        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.position(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
+        self.saved = self.step
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
             shutil.rmtree(old)
 
@@ -1969,8 +2046,12 @@ class Run:
         self.step = state["step"]
         for _ in range(self.step):
             self.schedule.step()
+        self.saved = self.step
         if not RANK:
-            self.file.truncate(state["bytes_of_metrics"])
+            lines = (self.output / "metrics.jsonl").read_bytes()
+            if len(lines) < state["bytes_of_metrics"]:
+                warnings.warn("metrics.jsonl lacks lines, as in a copy that was made while the run went on")
+            self.file.truncate(lines.rfind(b"\n", 0, state["bytes_of_metrics"]) + 1)
         print(f"continues after step {self.step}")
 
     def load(self, folder: Path) -> dict:
@@ -1982,11 +2063,12 @@ class Run:
         files = len(list(folder.glob("*.safetensors")))
         if files != state["files"]:
             raise OSError(f"{files} of {state['files']} files of weights are there")
-        if (self.output / "metrics.jsonl").stat().st_size < state["bytes_of_metrics"]:
-            raise EOFError("metrics.jsonl lacks its lines, as in a copy that was made while the run went on")
         reader = HuggingFaceStorageReader(folder)
         there = reader.read_metadata().state_dict_metadata
-        tensors = {name: x for name, x in self.tensors().items() if name in there or not name.startswith("state.")}
+        tensors = self.tensors(is_full=True)
+        unknown = sorted(set(there) - set(tensors))
+        require(not unknown, f"{folder} holds more than this run trains, such as {unknown[:2]}: resume it as it began")
+        tensors = {name: x for name, x in tensors.items() if name in there or not name.startswith("state.")}
         dcp.load(tensors, storage_reader=reader)
         for name, p in self.models.named_parameters():
             if f"state.{name}.step" not in there:
@@ -2002,8 +2084,7 @@ class Run:
         if RANK:
             return
         self.file.close()
-        card = f"Made by {Path(__file__).name}: settings in args.json, metrics in metrics.jsonl\n"
-        (self.output / "README.md").write_text(card)
+        (self.output / "README.md").write_text(model_card(self.args, self.asked, self.output))
         draw_curves(self.output)
         if self.wandb:
             self.wandb.finish()
@@ -2040,10 +2121,38 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
 
 
 def code_version() -> dict[str, str]:
-    """The version of this script, and the git revision of its folder, if there is one."""
+    """This script, its version, and the git revision of its folder, if there is one."""
     command = "git describe --always --dirty"  # dirty: with changes that are not committed
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {"version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+
+
+def chosen_here(asked: Args) -> list[str]:
+    """The settings that were left to this machine: when a run is resumed, maybe on another, they are chosen anew."""
+    sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
+    names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
+    return names + ["device"] * (asked.device == Args().device)
+
+
+def model_card(args: Args, asked: Args, folder: Path) -> str:
+    """What the model was made of, the settings that are not the default, and how it ended; first, as Hugging Face reads
+    them, the base model, if it is on the hub, and the script."""
+    made = code_version()
+    is_on_hub = args.model and locate(args.model) == args.model and not Path(args.model).exists()
+    head = f"base_model: {args.model}\n" if is_on_hub else ""
+    changed = {name: x for name, x in asdict(asked).items() if x != getattr(Args(), name)}
+    flags = " ".join(f"--{name.replace('_', '-')} {x}" for name, x in changed.items())
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
+    shown = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
+    return f"""---
+{head}tags: [{made["script"].removesuffix(".py")}]
+---
+Made by {made["script"]} (version {made["version"]}, {made["revision"]}): {args.model or "scratch"}, {args.dataset}
+
+Settings that are not the default: {flags or "none"} (all are in args.json)
+
+After {len(lines)} steps: {", ".join(f"{name} {x:.4g}" for name, x in shown.items())} (all are in metrics.jsonl)
+"""
 
 
 def draw_curves(folder: Path) -> None:
@@ -2067,8 +2176,10 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    for name in code_version():
-        del settings[name]
+    script = settings.get("script", Path(__file__).name)
+    require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that")
+    for name in [*code_version(), *settings.pop("chosen_here", [])]:
+        settings.pop(name, None)
     args = read(default=Args(**settings))
     require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
     is_counted_alike = getattr(args, "batch_size", None) == settings.get("batch_size")
