@@ -981,7 +981,7 @@ class Run:
             for number in (signal.SIGINT, signal.SIGTERM)
             if signal.getsignal(number) != signal.SIG_IGN
         }
-        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "moving"))
+        hook = self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "moving"))
         try:
             while self.step < self.num_steps:
                 self.step += 1
@@ -991,6 +991,7 @@ class Run:
         except GeneratorExit:  # the loop was left by `break`, or by an error
             self.rescue()
         finally:
+            hook.remove()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -999,6 +1000,7 @@ class Run:
         made, or after the one before, if no weight has moved since. In the first step there is nothing to lose."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
+        is_first = not RANK
         try:
             if self.state == "still":
                 self.step -= 1
@@ -1010,7 +1012,8 @@ class Run:
                 self.save()
         except BaseException as error:  # torch has one that is no Exception
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
-        if self.saved and not RANK:
+            is_first = True  # of those that get here
+        if self.saved and is_first:
             print(f"to go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:

@@ -157,11 +157,23 @@ def is_short(completions, **columns):
 @pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo, sft], ids=lambda module: module.__name__)
 def test_settings_of_sampling_that_the_library_would_not_save(saved, train, script, tmp_path):
     """As old models have them: they are saved, and a policy of which they are is sampled from."""
+    for number, settings in enumerate([{"temperature": 0.9, "top_p": 0.6}, {"top_k": 20}]):
+        model = saved("llama")
+        Path(model, "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | settings))
+        train(script, model=model)
+        after = GenerationConfig.from_pretrained(tmp_path / f"run{number}").to_dict()
+        assert after | settings | {"do_sample": True} == after
+
+
+@pytest.mark.parametrize("script", [ppo, grpo, dpo, sft, reward_model], ids=lambda module: module.__name__)
+def test_a_pad_token_without_an_embedding(saved, train, script):
+    """As tokenizers have it to which one was added later: another token pads, since padding is known by its place."""
     model = saved("llama")
-    Path(model, "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.9, "top_p": 0.6}')
-    train(script, model=model)
-    after = GenerationConfig.from_pretrained(tmp_path / "run0")
-    assert (after.do_sample, after.temperature, after.top_p) == (True, 0.9, 0.6)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(model)
+    assert tokenizer.pad_token_id == len(TOKENIZER)
+    assert train(script, model=model)
 
 
 def test_an_adapter_is_no_model(saved, train, tmp_path):

@@ -200,7 +200,7 @@ def test_processes_that_a_reward_function_starts_find_it(module, tmp_path, monke
 
 
 def test_a_run_with_a_broken_policy_ends(tmp_path, tiny):
-    with pytest.raises(SystemExit, match="not finite"):
+    with pytest.raises(SystemExit, match="NaN or infinite in five updates"):
         run(ppo, tmp_path, **tiny["ppo"] | dict(learning_rate=1e9, ratio_threshold=1e9, total_episodes=80))
 
 
@@ -213,8 +213,8 @@ def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
         ppo.locate(name)
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch):
-    """It is asked once, for five seconds at most; then the libraries are told to read their caches."""
+def test_a_hub_that_cannot_be_reached(monkeypatch, capsys):
+    """It is asked once, for five seconds at most; then the libraries are told to read their caches, and the user, too."""
 
     class Unreachable:
         asked = []
@@ -230,6 +230,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     try:
         assert ppo.locate("gpt2") == "gpt2"
         assert ppo.locate("owner/name") == "owner/name"
+        assert capsys.readouterr().out.count(constants.ENDPOINT) == 1
     finally:
         ppo.ask_hub.cache_clear()
     assert Unreachable.asked == [5]
