@@ -1000,7 +1000,7 @@ class Run:
         made, or after the one before, if no weight has moved since. In the first step there is nothing to lose."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
-        is_first = not RANK
+        is_heard = not RANK
         try:
             if self.state == "still":
                 self.step -= 1
@@ -1012,8 +1012,8 @@ class Run:
                 self.save()
         except BaseException as error:  # torch has one that is no Exception
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
-            is_first = True  # of those that get here
-        if self.saved and is_first:
+            is_heard = True  # the other processes may never come here
+        if self.saved and is_heard:
             print(f"to go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
@@ -1149,13 +1149,34 @@ class Run:
         if RANK:
             return
         self.file.close()
-        (self.output / "README.md").write_text(model_card(self.args, self.asked, self.output))
+        self.write_card()
         draw_curves(self.output)
         if self.wandb:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to go on from step {self.step}: --resume {self.output}")
+
+    def write_card(self) -> None:
+        """README.md: of what the model was made, the settings that are not the default, and how it ended. What stands
+        first is for Hugging Face: the script, and the base model, if it is on the hub."""
+        made = code_version()
+        base = self.args.model
+        is_on_hub = base and locate(base) == base and not Path(base).exists()
+        settings = asdict(self.asked).items()
+        flags = [f"--{name.replace('_', '-')} {x}" for name, x in settings if x != getattr(Args(), name)]
+        lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
+        last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
+        metrics = [f"{name} {x:.4g}" for name, x in last.items()]
+        card = [
+            f"---\ntags: [{Path(__file__).stem}]",
+            f"base_model: {base}\n---" if is_on_hub else "---",
+            f"Made by {made['script']}, version {made['version']} (revision {made['revision']}).\n",
+            f"Base model: {base or 'none'}. Data: {self.args.dataset}.\n",
+            f"Settings that are not the default: {' '.join(flags) or 'none'} (args.json has all).\n",
+            f"After {self.step} of {self.num_steps} steps: {', '.join(metrics)} (metrics.jsonl has all).\n",
+        ]
+        (self.output / "README.md").write_text("\n".join(card))
 
 
 def peak_memory_mb() -> float:
@@ -1191,27 +1212,6 @@ def chosen_here(asked: Args) -> list[str]:
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
     return names + ["device"] * (asked.device == Args().device)
-
-
-def model_card(args: Args, asked: Args, folder: Path) -> str:
-    """What the model was made of, the settings that are not the default, and how it ended; first, as Hugging Face reads
-    them, the base model, if it is on the hub, and the script."""
-    made = code_version()
-    is_on_hub = args.model and locate(args.model) == args.model and not Path(args.model).exists()
-    head = f"base_model: {args.model}\n" if is_on_hub else ""
-    changed = {name: x for name, x in asdict(asked).items() if x != getattr(Args(), name)}
-    flags = " ".join(f"--{name.replace('_', '-')} {x}" for name, x in changed.items())
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    shown = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
-    return f"""---
-{head}tags: [{made["script"].removesuffix(".py")}]
----
-Made by {made["script"]} (version {made["version"]}, {made["revision"]}): {args.model or "scratch"}, {args.dataset}
-
-Settings that are not the default: {flags or "none"} (all are in args.json)
-
-After {len(lines)} steps: {", ".join(f"{name} {x:.4g}" for name, x in shown.items())} (all are in metrics.jsonl)
-"""
 
 
 def draw_curves(folder: Path) -> None:

@@ -795,8 +795,8 @@ def checkpoint_layers(model: nn.Module) -> None:
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
     """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
     numbers per layer and hidden unit, and three times its logits; sampling, 2, the keys and values. They may fill an
-    eighth of the GPU. Without CUDA, where larger parts gain little, it is 256 MB, or four times the weights, up to 2
-    GB: each part goes once more through the gradient of all."""
+    eighth of what is free on the GPU. Without CUDA, where larger parts gain little, it is 256 MB, or four times the
+    weights, up to 2 GB: each part goes once more through the gradient of all."""
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
@@ -804,7 +804,10 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
     limit = max(2**26, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type == "cuda":
-        limit = torch.cuda.get_device_properties(args.device).total_memory // 32  # an eighth, in numbers of 4 bytes
+        free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
+        if WORLD_SIZE > 1:
+            dist.all_reduce(free, dist.ReduceOp.MIN)  # all go through as many parts
+        limit = int(free) // 32  # an eighth, in numbers of 4 bytes
     return max(1, limit // numbers)
 
 
@@ -1146,7 +1149,7 @@ class Run:
         made, or after the one before, if no weight has moved since. In the first step there is nothing to lose."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
-        is_first = not RANK
+        is_heard = not RANK
         try:
             if self.state == "still":
                 self.step -= 1
@@ -1158,8 +1161,8 @@ class Run:
                 self.save()
         except BaseException as error:  # torch has one that is no Exception
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
-            is_first = True  # of those that get here
-        if self.saved and is_first:
+            is_heard = True  # the other processes may never come here
+        if self.saved and is_heard:
             print(f"to go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
@@ -1314,13 +1317,34 @@ class Run:
         if RANK:
             return
         self.file.close()
-        (self.output / "README.md").write_text(model_card(self.args, self.asked, self.output))
+        self.write_card()
         draw_curves(self.output)
         if self.wandb:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to go on from step {self.step}: --resume {self.output}")
+
+    def write_card(self) -> None:
+        """README.md: of what the model was made, the settings that are not the default, and how it ended. What stands
+        first is for Hugging Face: the script, and the base model, if it is on the hub."""
+        made = code_version()
+        base = self.args.model
+        is_on_hub = base and locate(base) == base and not Path(base).exists()
+        settings = asdict(self.asked).items()
+        flags = [f"--{name.replace('_', '-')} {x}" for name, x in settings if x != getattr(Args(), name)]
+        lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
+        last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
+        metrics = [f"{name} {x:.4g}" for name, x in last.items()]
+        card = [
+            f"---\ntags: [{Path(__file__).stem}]",
+            f"base_model: {base}\n---" if is_on_hub else "---",
+            f"Made by {made['script']}, version {made['version']} (revision {made['revision']}).\n",
+            f"Base model: {base or 'none'}. Data: {self.args.dataset}.\n",
+            f"Settings that are not the default: {' '.join(flags) or 'none'} (args.json has all).\n",
+            f"After {self.step} of {self.num_steps} steps: {', '.join(metrics)} (metrics.jsonl has all).\n",
+        ]
+        (self.output / "README.md").write_text("\n".join(card))
 
 
 def peak_memory_mb() -> float:
@@ -1362,27 +1386,6 @@ def chosen_here(asked: Args) -> list[str]:
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
     return names + ["device"] * (asked.device == Args().device)
-
-
-def model_card(args: Args, asked: Args, folder: Path) -> str:
-    """What the model was made of, the settings that are not the default, and how it ended; first, as Hugging Face reads
-    them, the base model, if it is on the hub, and the script."""
-    made = code_version()
-    is_on_hub = args.model and locate(args.model) == args.model and not Path(args.model).exists()
-    head = f"base_model: {args.model}\n" if is_on_hub else ""
-    changed = {name: x for name, x in asdict(asked).items() if x != getattr(Args(), name)}
-    flags = " ".join(f"--{name.replace('_', '-')} {x}" for name, x in changed.items())
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    shown = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
-    return f"""---
-{head}tags: [{made["script"].removesuffix(".py")}]
----
-Made by {made["script"]} (version {made["version"]}, {made["revision"]}): {args.model or "scratch"}, {args.dataset}
-
-Settings that are not the default: {flags or "none"} (all are in args.json)
-
-After {len(lines)} steps: {", ".join(f"{name} {x:.4g}" for name, x in shown.items())} (all are in metrics.jsonl)
-"""
 
 
 def draw_curves(folder: Path) -> None:

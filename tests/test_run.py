@@ -167,9 +167,7 @@ def test_a_full_disk(whole, settings_of, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", PPO_FIRST)
-@pytest.mark.parametrize(
-    "damage", ["half", *(pytest.param(f"no {x}", marks=SLOW) for x in ("weights", "state"))]
-)
+@pytest.mark.parametrize("damage", ["half", *(pytest.param(f"no {x}", marks=SLOW) for x in ("weights", "state"))])
 def test_a_damaged_checkpoint(script, damage, whole, tmp_path, capsys):
     """It is named; without it the run goes on from the one before it."""
     copy = kill(whole(script), tmp_path / "cut", 2)
@@ -360,14 +358,14 @@ class Gone(Exception):
     """What ends a run."""
 
 
-def fail(monkeypatch, module, name, step):
-    """From this call on a function of the script fails. Where all do so in each step, the calls are counted by steps."""
+def fail(monkeypatch, module, name, first):
+    """From this call on a function of the script fails."""
     function = getattr(module, name)
     calls = []
 
     def failing(*args, **kwargs):
         calls.append(1)
-        if len(calls) >= step:
+        if len(calls) >= first:
             raise Gone
         return function(*args, **kwargs)
 
@@ -381,15 +379,14 @@ def test_an_error_saves_what_it_would_lose(script, where, whole, settings_of, tm
     The run goes on to the same bits."""
     module = MODULES[script]
     folder = tmp_path / "run"
-    step = 3
     with monkeypatch.context() as patch:
         if where == "before its update":
-            fail(patch, module, "set_seed", step + 1)  # the first thing in a step; once at the start
+            fail(patch, module, "set_seed", 4)  # the first thing in a step; once at the start
         else:
-            watch(patch, module.Run, "log", lambda _, run, *rest: run.step < step or pytest.fail("gone"))
+            watch(patch, module.Run, "log", lambda _, run, *rest: run.step < 3 or pytest.fail("gone"))
         with pytest.raises((Gone, pytest.fail.Exception)):
             run(module, folder, **settings_of(script) | dict(save_steps=99))
-    assert checkpoints(folder) == [step - (where == "before its update")]
+    assert checkpoints(folder) == [2 if where == "before its update" else 3]
     assert f"--resume {folder}\n" in capsys.readouterr().err
     resume(script, folder)
     assert_same_run(folder, whole(script))

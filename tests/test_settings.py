@@ -8,6 +8,7 @@ import shutil
 import datasets
 import pydantic
 import pytest
+import torch
 from huggingface_hub import constants
 from runs import GOLD, lines_of, main, run
 from sources import ROOT
@@ -214,7 +215,7 @@ def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch, capsys):
-    """It is asked once, for five seconds at most; then the libraries are told to read their caches, and the user, too."""
+    """It is asked once, for five seconds at most; then the user is told so, and the libraries to read their caches."""
 
     class Unreachable:
         asked = []
@@ -284,6 +285,11 @@ def test_micro_batches_are_as_large_as_memory_allows():
     assert fit(gradient_checkpointing=True) > 1.1 * fit()
     assert fit(body) > 1.1 * fit()
     assert ppo.rows_that_fit(policy, 64, ppo.Args(device="cpu"), is_trained=False) > 5 * fit()
+    with pytest.MonkeyPatch.context() as patch:  # on a GPU that another program shares
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**36))
+        half_empty = fit(device="cuda")
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**36))
+        assert fit(device="cuda") == pytest.approx(2 * half_empty, rel=0.02)
     lengths = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args, **_: lengths.append(tokens) or 4)
