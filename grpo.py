@@ -275,7 +275,8 @@ def train(args: Args) -> None:
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
         with run.clock("score"):
-            stats, parts = {}, None
+            stats = {}
+            parts = None
             if args.importance_sampling_level == "sequence" and ratio_rounding(args) > 1e-3:
                 parts = first_pass(rollout, args)
                 rollout.old_logprobs, error = read_again(policy, rollout, rollout.written, parts, args)

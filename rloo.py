@@ -273,7 +273,8 @@ def train(args: Args) -> None:
         with run.clock("rollout"):
             rollout = sample_batch(policy, examples, args)  # 1
         with run.clock("score"):
-            stats, parts = {}, None
+            stats = {}
+            parts = None
             if not args.token_level_kl and ratio_rounding(args) > 1e-3:
                 parts = first_pass(rollout, args)
                 rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, parts, args)

@@ -268,7 +268,7 @@ def test_runs_begun_in_the_same_second(tmp_path, monkeypatch):
     assert len({run.output for run in runs}) == 5
 
 
-@pytest.mark.parametrize("script", ["rloo", "grpo", "dpo"])
+@pytest.mark.parametrize("script", ["rloo", pytest.param("grpo", marks=SLOW), pytest.param("dpo", marks=SLOW)])
 def test_another_script_resumes_no_run(script, whole, tmp_path):
     """It says so, before it writes anything."""
     copy = kill(whole("ppo"), tmp_path / "cut", 1)
@@ -278,7 +278,7 @@ def test_another_script_resumes_no_run(script, whole, tmp_path):
     assert before == {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("script", [name for name in MODULES if name != "ddpo"])
+@pytest.mark.parametrize("script", ["ppo", *(pytest.param(x, marks=SLOW) for x in MODULES if x not in ("ppo", "ddpo"))])
 def test_a_resumed_run_takes_the_sizes_of_its_machine(script, whole, tmp_path):
     """And the device, where they were left to the machine on which the run began."""
     copy = kill(whole(script), tmp_path / "cut", 1)
@@ -372,7 +372,7 @@ def fail(monkeypatch, module, name, first):
     monkeypatch.setattr(module, name, failing)
 
 
-@pytest.mark.parametrize("script", MODULES)
+@pytest.mark.parametrize("script", PPO_FIRST)
 @pytest.mark.parametrize("where", ["before its update", "after its update"])
 def test_an_error_saves_what_it_would_lose(script, where, whole, settings_of, tmp_path, monkeypatch, capsys):
     """In step 3 of a run without checkpoints: the steps before it are not lost, nor is step 3 once its weights are new.
@@ -460,7 +460,7 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script, number, tmp_path, s
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("script", MODULES)
+@pytest.mark.parametrize("script", PPO_FIRST)
 def test_a_checkpoint_before_any_step_was_made(script, tmp_path, settings_of, monkeypatch):
     """Of moments that are not there none are saved: the steps that follow do not depend on when checkpoints are made."""
     for number in (1, 99):
