@@ -63,7 +63,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import cache, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -190,6 +190,7 @@ def train(args: Args) -> None:
     """Trains the UNet of a pipeline; leaves the pipeline, metrics, curves and pictures in the run's folder."""
     check_args(args)
     start(args)
+    asked = args
 
     chain = load_chain(args)
 
@@ -200,7 +201,7 @@ def train(args: Args) -> None:
     optimizer = make_optimizer(args, chain.policy)
     schedule = get_scheduler("constant", optimizer)
     memory = {"scores": {}}  # what lasts from epoch to epoch besides weights: the last scores of each prompt
-    run = Run(args, args.num_epochs, optimizer, schedule, memory, model=chain.policy)
+    run = Run(args, args.num_epochs, optimizer, schedule, memory, asked, model=chain.policy)
     for epoch in run.steps():
         set_seed(make_seed(args.seed, epoch))
         examples = batch(prompts, epoch - 1, batch_size, args.seed)
@@ -218,6 +219,7 @@ def train(args: Args) -> None:
         rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
         with run.clock("update"):
             stats = optimize(chain, optimizer, rollout, args)  # 4 and 5
+        check_first_ratio(stats["first_ratio_error"], epoch, args)
         stats |= rollout_stats(rollout)
         stats["epoch"] = epoch
         stats["step"] = epoch * num_steps
@@ -523,7 +525,7 @@ def optimize(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, a
         optimizer.zero_grad()
         means = mini_batch_gradient(chain, rollout, rows, steps, args)
         if num_steps == 0:
-            check_first_ratio(means["ratio_error"], args)  # it is 1: nothing has moved yet
+            first_error = means["ratio_error"]  # the ratio is 1 but for rounding: nothing has moved yet
         norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
         if norm.isfinite():  # else the weights would be NaN for good
             optimizer.step()
@@ -531,7 +533,7 @@ def optimize(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, a
         num_steps += 1
     optimizer.zero_grad()
     del sums["ratio_error"]
-    return {name: x / num_steps for name, x in sums.items()}
+    return {name: x / num_steps for name, x in sums.items()} | {"first_ratio_error": first_error}
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
@@ -744,18 +746,23 @@ def choose_sizes(args: Args, chain: Chain) -> tuple[int, int]:
     return images, args.train_num_inner_epochs * images // mini_batch
 
 
-def check_first_ratio(error: float, args: Args) -> None:
-    """Ends the program if the mean of |ratio - 1| before the first step is more than rounding: the policy in the update
-    must be the one that sampled. Float32 moves it by 1e-7, with --sample-eta 0.01 by 5e-6 (measured on a CPU). Beyond
-    1e-4, TRL's clip range, rounding alone would decide what is clipped; bf16, with 8 binary digits, may do that."""
+def check_first_ratio(error: float, epoch: int, args: Args) -> None:
+    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
+    sampled: ends the program in the first epoch. A run that has trained goes on, with a warning.
+
+    Float32 moves the ratio by 1e-7, with --sample-eta 0.01 by 5e-6 (measured on a CPU). Beyond 1e-4, TRL's clip range,
+    rounding alone would decide what is clipped; bf16, with 8 binary digits, may do that."""
     bound = 1e-4
     if args.bf16:
         bound = 2e-2
+    if error <= bound:
+        return
     require(
-        error <= bound,
+        epoch > 1,
         f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): sampling and update "
         "see different distributions. Usual causes: dropout that is on, weights that are not finite",
     )
+    warnings.warn("sampling and update see different distributions: see first_ratio_error among the metrics")
 
 
 # --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
@@ -781,6 +788,7 @@ def ask_hub() -> None:
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # of whichever library carries the request
+        print(f"{constants.ENDPOINT} does not answer: models and data are read from what was downloaded before")
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
 
@@ -963,11 +971,13 @@ class Run:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
         memory: dict,
+        asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is what lasts from step to step besides weights, as JSON can hold it. Of the models in training,
-        `model` is saved in the end, and `ema` beside it."""
+        """`memory` is what lasts from step to step besides weights, as JSON can hold it; `asked` are the settings
+        before sizes were chosen. Of the models in training, `model` is saved in the end, and `ema` beside it."""
         self.args = args
+        self.asked = asked or args
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.schedule = schedule
@@ -977,7 +987,9 @@ class Run:
         self.seconds = {}  # of each phase of this step
         self.broken = 0  # updates in a row with a gradient that was not finite
         self.is_told_to_stop = False
-        now = time.strftime("%Y%m%d-%H%M%S")
+        self.is_logged = False  # whether a step was
+        self.saved = 0  # the step of the newest checkpoint
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # runs of one job may begin in the same second
         name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
         self.output = Path(name[0])
         if not RANK:
@@ -989,7 +1001,8 @@ class Run:
         if args.resume:
             self.restore()
         if not RANK:
-            (self.output / "args.new").write_text(json.dumps(code_version() | asdict(args), indent=2) + "\n")
+            settings = code_version() | {"chosen_here": chosen_here(self.asked)} | asdict(args)
+            (self.output / "args.new").write_text(json.dumps(settings, indent=2) + "\n")
             (self.output / "args.new").replace(self.output / "args.json")  # whole, or not at all
         self.wandb = None
         if args.track and not RANK:
@@ -1000,6 +1013,8 @@ class Run:
     def open_folder(self) -> None:
         """Makes the run's folder, which no other run may have, or opens it again."""
         if not self.args.resume:
+            sentence = f"{self.output} exists: choose another --output-dir, or go on with --resume {self.output}"
+            require(not self.output.exists(), sentence)
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
@@ -1028,13 +1043,51 @@ class Run:
             for number in (signal.SIGINT, signal.SIGTERM)
             if signal.getsignal(number) != signal.SIG_IGN
         }
+        hook = self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "moving"))
         try:
             while self.step < self.num_steps:
                 self.step += 1
+                self.state = "still"  # until the optimiser moves weights; "whole" when it has moved them for this step
+                self.before = deepcopy(self.memory), self.position()
                 yield self.step
+        except GeneratorExit:  # the loop was left by `break`, or by an error
+            self.rescue()
         finally:
+            hook.remove()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+    def rescue(self) -> None:
+        """Saves what an error would lose, and says how to go on: the state after this step, if all of its update was
+        made, or after the one before, if no weight has moved since. In the first step there is nothing to lose."""
+        if self.saved == self.step or (self.step == 1 and not self.is_logged):
+            return
+        is_heard = not RANK
+        try:
+            if self.state == "still":
+                self.step -= 1
+                self.memory, position = self.before
+                if not RANK:
+                    self.file.truncate(position)
+            if self.state != "moving" and self.saved != self.step:
+                self.wait_for_all()
+                self.save()
+        except BaseException as error:  # torch has one that is no Exception
+            print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
+            is_heard = True  # the other processes may never come here
+        if self.saved and is_heard:
+            print(f"to go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
+
+    def wait_for_all(self) -> None:
+        """Waits until all processes are here; but not for long, since an error of one alone leaves others elsewhere."""
+        if WORLD_SIZE > 1:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"ended {RANK}", "")
+            store.wait([f"ended {rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=20))
+
+    def position(self) -> int:
+        """The bytes of metrics.jsonl so far."""
+        return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
         """What Ctrl-C and SIGTERM do. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
@@ -1053,6 +1106,8 @@ class Run:
         if self.args.device != "cpu":
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
+        if self.state == "moving":
+            self.state = "whole"
 
     def log(self, stats: dict[str, float], *shown: str) -> None:
         """One line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar. Ends a hopeless run."""
@@ -1065,6 +1120,8 @@ class Run:
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
             print(json.dumps(line), file=self.file, flush=True)
+        self.is_logged = True
+        self.state = "whole"
         if self.wandb:
             self.wandb.log(stats, step=self.step)
         require(
@@ -1077,9 +1134,12 @@ class Run:
         """True after every so many steps, and after the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All weights in training and the optimiser's moments, by name; of sharded ones this process's part."""
+    def tensors(self, is_full: bool = False) -> dict[str, Tensor]:
+        """All weights in training and the optimiser's moments, by name; of sharded ones this process's part. Before the
+        first step there are no moments, unless it is to be full: then a step is made that moves nothing."""
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
+        if not self.optimizer.state and not is_full:
+            return weights
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         moments = get_optimizer_state_dict(self.models, self.optimizer, options=options)
         return weights | {name: x for name, x in moments.items() if isinstance(x, Tensor)}
@@ -1093,11 +1153,13 @@ class Run:
         files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
+            self.saved = self.step
             return
         num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
+        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.position(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
+        self.saved = self.step
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
             shutil.rmtree(old)
 
@@ -1111,8 +1173,12 @@ class Run:
         self.step = state["step"]
         for _ in range(self.step):
             self.schedule.step()
+        self.saved = self.step
         if not RANK:
-            self.file.truncate(state["bytes_of_metrics"])
+            lines = (self.output / "metrics.jsonl").read_bytes()
+            if len(lines) < state["bytes_of_metrics"]:
+                warnings.warn("metrics.jsonl lacks lines, as in a copy that was made while the run went on")
+            self.file.truncate(lines.rfind(b"\n", 0, state["bytes_of_metrics"]) + 1)
         print(f"continues after step {self.step}")
 
     def load(self, folder: Path) -> dict:
@@ -1124,11 +1190,12 @@ class Run:
         files = len(list(folder.glob("*.safetensors")))
         if files != state["files"]:
             raise OSError(f"{files} of {state['files']} files of weights are there")
-        if (self.output / "metrics.jsonl").stat().st_size < state["bytes_of_metrics"]:
-            raise EOFError("metrics.jsonl lacks its lines, as in a copy that was made while the run went on")
         reader = HuggingFaceStorageReader(folder)
         there = reader.read_metadata().state_dict_metadata
-        tensors = {name: x for name, x in self.tensors().items() if name in there or not name.startswith("state.")}
+        tensors = self.tensors(is_full=True)
+        unknown = sorted(set(there) - set(tensors))
+        require(not unknown, f"{folder} holds more than this run trains, such as {unknown[:2]}: resume it as it began")
+        tensors = {name: x for name, x in tensors.items() if name in there or not name.startswith("state.")}
         dcp.load(tensors, storage_reader=reader)
         for name, p in self.models.named_parameters():
             if f"state.{name}.step" not in there:
@@ -1144,14 +1211,34 @@ class Run:
         if RANK:
             return
         self.file.close()
-        card = f"Made by {Path(__file__).name}: settings in args.json, metrics in metrics.jsonl\n"
-        (self.output / "README.md").write_text(card)
+        self.write_card()
         draw_curves(self.output)
         if self.wandb:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to go on from step {self.step}: --resume {self.output}")
+
+    def write_card(self) -> None:
+        """README.md: of what the model was made, the settings that are not the default, and how it ended. What stands
+        first is for Hugging Face: the script, and the base model, if it is on the hub."""
+        made = code_version()
+        base = self.args.model
+        is_on_hub = base and locate(base) == base and not Path(base).exists()
+        settings = asdict(self.asked).items()
+        flags = [f"--{name.replace('_', '-')} {x}" for name, x in settings if x != getattr(Args(), name)]
+        lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
+        last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
+        metrics = [f"{name} {x:.4g}" for name, x in last.items()]
+        card = [
+            f"---\ntags: [{Path(__file__).stem}]",
+            f"base_model: {base}\n---" if is_on_hub else "---",
+            f"Made by {made['script']}, version {made['version']} (revision {made['revision']}).\n",
+            f"Base model: {base or 'none'}. Data: {self.args.dataset}.\n",
+            f"Settings that are not the default: {' '.join(flags) or 'none'} (args.json has all).\n",
+            f"After {self.step} of {self.num_steps} steps: {', '.join(metrics)} (metrics.jsonl has all).\n",
+        ]
+        (self.output / "README.md").write_text("\n".join(card))
 
 
 def peak_memory_mb() -> float:
@@ -1176,10 +1263,17 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
 
 
 def code_version() -> dict[str, str]:
-    """The version of this script, and the git revision of its folder, if there is one."""
+    """This script, its version, and the git revision of its folder, if there is one."""
     command = "git describe --always --dirty"  # dirty: with changes that are not committed
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {"version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+
+
+def chosen_here(asked: Args) -> list[str]:
+    """The settings that were left to this machine: when a run is resumed, maybe on another, they are chosen anew."""
+    sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
+    names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
+    return names + ["device"] * (asked.device == Args().device)
 
 
 def draw_curves(folder: Path) -> None:
@@ -1203,8 +1297,10 @@ def read_command_line() -> Args:
     if args.resume is None:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
-    for name in code_version():
-        del settings[name]
+    script = settings.get("script", Path(__file__).name)
+    require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that")
+    for name in [*code_version(), *settings.pop("chosen_here", [])]:
+        settings.pop(name, None)
     args = read(default=Args(**settings))
     require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
     is_counted_alike = getattr(args, "batch_size", None) == settings.get("batch_size")

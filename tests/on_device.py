@@ -64,8 +64,13 @@ def reads_of_sampling() -> int:
     policy = ppo.load_policy(ppo.Args()).to(DEVICE)
     policy.stop_token_ids = [-1]
     prompts = torch.ones(4, 8, dtype=torch.long).to(DEVICE)
+    reorder_cache = ppo.OneTypeCache.reorder_cache
+    ppo.OneTypeCache.reorder_cache = lambda cache, rows: sent.add(rows.device.type) or reorder_cache(cache, rows)
+    sent = set()
     with count() as counted:
         ppo.sample(policy, prompts, prompts > 0, torch.rand(4, 64).to(DEVICE), 1.0)
+    ppo.OneTypeCache.reorder_cache = reorder_cache
+    assert sent == {DEVICE}, "the rows of a cache are sent to the device once for each of its tensors"
     return counted.total()
 
 

@@ -38,4 +38,7 @@ if __name__ == "__main__":
         if is_new and script != "ddpo":
             note(module)
         sys.argv = [f"{script}.py", *words]
-        module.train(module.read_command_line())
+        try:
+            module.train(module.read_command_line())
+        except SystemExit as error:  # of all processes; the next job may go on with the run
+            print(error)

@@ -140,6 +140,25 @@ def test_token_level_kl_against_openrlhf():
     close(advantages, o["reinforce_returns"] - i["rm_reward"].clamp(-10, 10)[:, None], mask)
 
 
+# --- responses without a reward
+
+
+def test_a_response_without_a_reward():
+    """It is as if it were not in its group: the others have the baseline that they would have alone, and it has no
+    advantage. Where a whole group has none, nothing is learnt from it."""
+    none = float("nan")
+    scores = torch.tensor([1.0, none, 0.0, 0.0, none, none, none, none, 57.1, 57.1, none, 57.1])
+    filled = grpo.fill_in(scores, scores.isnan(), 4)
+    expected = torch.tensor([2 / 3, 0, -1 / 3, -1 / 3, *[0.0] * 8])
+    close(grpo.group_advantages(filled, 4, "none"), expected)
+    close(grpo.group_advantages(filled, 4, "group")[4:], torch.zeros(8), rtol=0, atol=0)
+    assert grpo.equal_groups(filled, 4).tolist() == [False, True, True]
+    alone = rloo.leave_one_out(torch.tensor([1.0, 0.0, 0.0]), 3)
+    ours = rloo.leave_one_out(filled, 4)
+    close(ours[[0, 2, 3]] / ours[0], alone / alone[0])
+    assert ours[1].abs() < 1e-6 and ours[4:].abs().max() < 1e-5
+
+
 # --- group_advantages
 
 

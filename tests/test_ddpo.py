@@ -59,12 +59,15 @@ def test_a_step_is_that_of_diffusers(eta, kind, config):
 
 @pytest.mark.parametrize("change", [2e-4, math.nan])
 def test_a_ratio_that_is_off_is_an_error(change):
-    """Sampling with one model and training another is not seen in the reward."""
+    """Sampling with one model and training another is not seen in the reward. A run that has trained goes on."""
     chain, args = toy_chain()
     rollout = toy_rollout(chain, args)
     rollout.old_logprobs[1:] += change
+    error = ddpo.optimize(chain, torch.optim.SGD(trained(chain)), rollout, args)["first_ratio_error"]
     with pytest.raises(SystemExit, match="before any step was made"):
-        ddpo.optimize(chain, torch.optim.SGD(trained(chain)), rollout, args)
+        ddpo.check_first_ratio(error, 1, args)
+    with pytest.warns(UserWarning, match="first_ratio_error"):
+        ddpo.check_first_ratio(error, 2, args)
 
 
 @pytest.mark.parametrize("lora_r", [0, 2])

@@ -129,23 +129,51 @@ def test_ratios_of_responses_under_bfloat16(saved, train, script, monkeypatch):
         r.old_logprobs += 0.04
         return r
 
-    errors = []
     monkeypatch.setattr(script, "sample_batch", sample_roughly)
-    monkeypatch.setattr(script, "check_first_ratio", lambda error, bound: errors.append(error))
     settings = dict(importance_sampling_level="sequence", loss_type="grpo") if script is grpo else {}
-    train(script, model=saved("llama"), bf16=True, **settings)
-    of_sampler, *of_update = errors
-    assert of_sampler == pytest.approx(1 - math.exp(-0.04), abs=5e-3) and max(of_update) < 5e-3
+    (line,) = train(script, model=saved("llama"), bf16=True, **settings)
+    assert line["policy/sampler_error"] == pytest.approx(1 - math.exp(-0.04), abs=5e-3)
+    assert line["policy/first_ratio_error"] == 0
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["one mini-batch", "two mini-batches"])
+@pytest.mark.parametrize("script", [rloo, grpo], ids=lambda module: module.__name__)
+def test_the_first_ratio_of_responses_under_bfloat16_is_1(train, script, parts):
+    """Exactly, in each update: whichever rows the mini-batches draw, both sides are read beside the same neighbours."""
+    settings = dict(batch_size=16, total_episodes=48, num_mini_batches=parts, micro_batch_size=3, num_ppo_epochs=2)
+    if script is grpo:  # in some groups all scores are equal: their rows are read last
+        settings |= dict(importance_sampling_level="sequence", num_generations=2, reward_fn=(f"{__file__}:is_short",))
+    lines = train(script, model="toy/sft", bf16=True, **settings)
+    assert [line["policy/first_ratio_error"] for line in lines] == [0, 0, 0]
+    assert any(line["policy/sampler_error"] > 0 for line in lines)
+    assert all(line["policy/approxkl_avg"] > 0 for line in lines)  # the later ratios are others
+
+
+def is_short(completions, **columns):
+    """A reward of which some groups are all of one mind."""
+    return [float(len(text) < 30) for text in completions]
 
 
 @pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo, sft], ids=lambda module: module.__name__)
 def test_settings_of_sampling_that_the_library_would_not_save(saved, train, script, tmp_path):
     """As old models have them: they are saved, and a policy of which they are is sampled from."""
+    for number, settings in enumerate([{"temperature": 0.9, "top_p": 0.6}, {"top_k": 20}]):
+        model = saved("llama")
+        Path(model, "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | settings))
+        train(script, model=model)
+        after = GenerationConfig.from_pretrained(tmp_path / f"run{number}").to_dict()
+        assert after | settings | {"do_sample": True} == after
+
+
+@pytest.mark.parametrize("script", [ppo, grpo, dpo, sft, reward_model], ids=lambda module: module.__name__)
+def test_a_pad_token_without_an_embedding(saved, train, script):
+    """As tokenizers have it to which one was added later: another token pads, since padding is known by its place."""
     model = saved("llama")
-    Path(model, "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.9, "top_p": 0.6}')
-    train(script, model=model)
-    after = GenerationConfig.from_pretrained(tmp_path / "run0")
-    assert (after.do_sample, after.temperature, after.top_p) == (True, 0.9, 0.6)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(model)
+    assert tokenizer.pad_token_id == len(TOKENIZER)
+    assert train(script, model=model)
 
 
 def test_an_adapter_is_no_model(saved, train, tmp_path):

@@ -16,7 +16,7 @@ from itertools import islice
 import pytest
 import torch
 from replay import write_model
-from runs import cut, lines_of, main, untimed, words_of
+from runs import checkpoints, cut, lines_of, main, untimed, words_of
 from safetensors.torch import load_file
 from sources import ROOT, SCRIPTS
 
@@ -108,6 +108,23 @@ def stops_once(prompts, completions, **_):
         open(mark, "w").close()
         os.kill(os.getpid(), signal.SIGTERM)
     return length(prompts, completions)
+
+
+def fails_once(prompts, completions, **_):
+    # in update 3, says nothing of any response, to all processes
+    mark = f"{__file__}.failed.{os.environ['RANK']}"
+    folder = os.path.dirname(__file__)
+    if open(f"{folder}/broken/metrics.jsonl").read().count("\\n") == 2 and not os.path.exists(mark):
+        open(mark, "w").close()
+        return [None] * len(prompts)
+    return length(prompts, completions)
+
+
+def fails_alone(prompts, completions, **_):
+    folder = os.path.dirname(__file__)
+    if os.environ["RANK"] == "1" and open(f"{folder}/alone/metrics.jsonl").read().count("\\n") == 2:
+        raise ValueError("mine")
+    return length(prompts, completions)
 """
 
 
@@ -175,11 +192,15 @@ def runs(world, request):
     cut(world / "by-one", world / "one-to-two", 1)
     early = words_for("ppo", world, world / "early", **SAVED, reward_fn=("reward.py:stops_once",))
     whole = words_for("ppo", world, world / "whole", **SAVED, reward_fn=("reward.py:stops_once",))
+    unsaved = SAVED | dict(save_steps=99)
+    broken = words_for("ppo", world, world / "broken", **unsaved, reward_fn=("reward.py:fails_once",))
     jobs["two"] += [
         ["ppo", ["--resume", str(world / "one-to-two"), "--zero-stage", "3"]],
         ["ppo", [*early, "--zero-stage", "3"]],
         ["ppo", [*whole, "--zero-stage", "3"]],
         ["ppo", ["--resume", str(world / "early")]],
+        ["ppo", [*broken, "--zero-stage", "3"]],
+        ["ppo", ["--resume", str(world / "broken")]],
     ]
     (world / "jobs.json").write_text(json.dumps(jobs["two"]))
     process = torchrun(world, ROOT / "tests/on_many_processes.py", world / "jobs.json")
@@ -262,6 +283,17 @@ def test_interrupted_and_resumed(runs):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_an_error_of_all_processes(runs):
+    """It saves the update before, from which the run goes on to the same bits."""
+    out = runs / "broken"
+    assert (runs / "said").read_text().count(f"from step 2: --resume {out}\n") == 1
+    lines = [{name.replace("fails", "stops"): x for name, x in line.items()} for line in untimed(lines_of(out))]
+    assert lines == untimed(lines_of(runs / "whole"))
+    a = load_file(out / "model.safetensors")
+    b = load_file(runs / "whole/model.safetensors")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_two_processes_go_on_as_one(runs):
     """With the shards of stage 3."""
     alone = cut(runs / "whole", runs / "two-to-one", 1)
@@ -290,6 +322,18 @@ def test_a_signal_to_torchrun(world):
     assert 2 <= len(lines_of(out)) < 50, said[-3000:]
     assert said.count(f"--resume {out}\n") == 1
     assert said.count("saved in ") == 1
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process(world):
+    """It ends the run, though the other one waits for its rewards; a checkpoint stays."""
+    out = world / "alone"
+    words = words_for("ppo", world, out, **SAVED, reward_fn=("reward.py:fails_alone",))
+    process = torchrun(world, "ppo.py", *words)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode and "ValueError: mine" in said
+    assert f"from step 2: --resume {out}\n" in said
+    assert checkpoints(out) == [1, 2]
 
 
 # --- Without processes

@@ -17,6 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import yaml
 from filelock import FileLock, Timeout
 from runs import checkpoints, cut, in_background, lines_of, main, run, untimed, watch, words_of
 from safetensors.torch import load_file
@@ -166,9 +167,7 @@ def test_a_full_disk(whole, settings_of, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", PPO_FIRST)
-@pytest.mark.parametrize(
-    "damage", ["half", *(pytest.param(f"no {x}", marks=SLOW) for x in ("weights", "state", "metrics"))]
-)
+@pytest.mark.parametrize("damage", ["half", *(pytest.param(f"no {x}", marks=SLOW) for x in ("weights", "state"))])
 def test_a_damaged_checkpoint(script, damage, whole, tmp_path, capsys):
     """It is named; without it the run goes on from the one before it."""
     copy = kill(whole(script), tmp_path / "cut", 2)
@@ -178,17 +177,34 @@ def test_a_damaged_checkpoint(script, damage, whole, tmp_path, capsys):
         weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     elif damage == "no weights":
         weights.unlink()
-    elif damage == "no state":
-        (newest / "state.json").write_text("")
     else:
-        lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (copy / "metrics.jsonl").write_text(lines[0])
+        (newest / "state.json").write_text("")
     with pytest.raises(BaseException):  # torch has one that is no Exception
         resume(script, copy)
     assert str(newest) in capsys.readouterr().out
     shutil.rmtree(newest)
     resume(script, copy)
     assert_same_run(copy, whole(script))
+
+
+def test_metrics_that_lack_a_line(whole, tmp_path):
+    """As in a copy that was made while the run went on: the run goes on, with the lines that are whole."""
+    copy = kill(whole("ppo"), tmp_path / "cut", 2)
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text(lines[0] + lines[1][:30])
+    with pytest.warns(UserWarning, match="lacks lines"):
+        resume("ppo", copy)
+    expected = untimed(lines_of(whole("ppo")))
+    assert untimed(lines_of(copy)) == [expected[0], expected[2]]
+
+
+def test_a_checkpoint_of_more_than_is_trained(whole, tmp_path):
+    """Weights that the resumed run would forget."""
+    copy = kill(whole("ppo"), tmp_path / "cut", 2)
+    before = (copy / "args.json").read_text()
+    with pytest.raises(SystemExit, match="critic.body"):
+        resume("ppo", copy, "--critic", "shared")
+    assert (copy / "args.json").read_text() == before
 
 
 @pytest.mark.parametrize("script", ["sft", pytest.param("ppo", marks=SLOW)])
@@ -217,7 +233,7 @@ def test_a_checkpoint_adds_little_memory(script, monkeypatch, tmp_path):
     writers = []
     sizes = [2**i for i in range(10, 29)] * 3
     tensors = {str(i): torch.empty(size, dtype=torch.bfloat16, device="meta") for i, size in enumerate(sizes)}
-    module.Run.save(SimpleNamespace(output=tmp_path, tensors=lambda: tensors))
+    module.Run.save(SimpleNamespace(output=tmp_path, step=1, tensors=lambda: tensors))
     files = Counter()
     for name, number in writers[0].fqn_to_index_mapping.items():
         files[number] += tensors[name].nbytes
@@ -238,11 +254,49 @@ def test_one_run_to_a_folder(whole, settings_of, tmp_path):
     """A new run finds its folder used, a resumed one finds it locked; neither changes a file of the other."""
     copy = kill(whole("ppo"), tmp_path / "copy", 1)
     before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file() and file.name != ".lock"}
-    with pytest.raises(FileExistsError):
+    with pytest.raises(SystemExit, match="--output-dir.*--resume"):
         main(ppo, *words_of(**settings_of("ppo"), output_dir=copy))
     with FileLock(copy / ".lock"), pytest.raises(Timeout):
         resume("ppo", copy)
     assert before == {file: file.read_bytes() for file in before}
+
+
+def test_runs_begun_in_the_same_second(tmp_path, monkeypatch):
+    """As those of a job with many parts."""
+    monkeypatch.chdir(tmp_path)
+    runs = [ppo.Run(ppo.Args(), 1, None, None, {}) for _ in range(5)]
+    assert len({run.output for run in runs}) == 5
+
+
+@pytest.mark.parametrize("script", ["rloo", pytest.param("grpo", marks=SLOW), pytest.param("dpo", marks=SLOW)])
+def test_another_script_resumes_no_run(script, whole, tmp_path):
+    """It says so, before it writes anything."""
+    copy = kill(whole("ppo"), tmp_path / "cut", 1)
+    before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
+    with pytest.raises(SystemExit, match="ppo.py"):
+        resume(script, copy)
+    assert before == {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("script", ["ppo", *(pytest.param(x, marks=SLOW) for x in MODULES if x not in ("ppo", "ddpo"))])
+def test_a_resumed_run_takes_the_sizes_of_its_machine(script, whole, tmp_path):
+    """And the device, where they were left to the machine on which the run began."""
+    copy = kill(whole(script), tmp_path / "cut", 1)
+    before = json.loads((copy / "args.json").read_text())
+    elsewhere = {name: "cuda" if name == "device" else 1 for name in before["chosen_here"]}
+    (copy / "args.json").write_text(json.dumps(before | elsewhere))
+    resume(script, copy)
+    assert {"device", "micro_batch_size"} <= elsewhere.keys()
+    assert before == json.loads((copy / "args.json").read_text()) | {"resume": None}
+    assert_same_run(copy, whole(script))
+
+
+def test_a_resumed_run_keeps_sizes_that_were_asked_for(settings_of, tmp_path):
+    asked = dict(micro_batch_size=3, local_rollout_forward_batch_size=5)
+    run(ppo, tmp_path / "run", **settings_of("ppo") | asked)
+    resume("ppo", kill(tmp_path / "run", tmp_path / "cut", 1))
+    after = json.loads((tmp_path / "cut/args.json").read_text())
+    assert asked == {name: after[name] for name in asked}
 
 
 def test_flags_win_over_the_settings_of_a_resumed_run(whole, tmp_path):
@@ -297,6 +351,86 @@ def test_a_signal_ends_the_run_after_its_step(script, heeded, whole, settings_of
     assert_same_run(folder, whole(script))
 
 
+# --- Errors
+
+
+class Gone(Exception):
+    """What ends a run."""
+
+
+def fail(monkeypatch, module, name, first):
+    """From this call on a function of the script fails."""
+    function = getattr(module, name)
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) >= first:
+            raise Gone
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, failing)
+
+
+@pytest.mark.parametrize("script", PPO_FIRST)
+@pytest.mark.parametrize("where", ["before its update", "after its update"])
+def test_an_error_saves_what_it_would_lose(script, where, whole, settings_of, tmp_path, monkeypatch, capsys):
+    """In step 3 of a run without checkpoints: the steps before it are not lost, nor is step 3 once its weights are new.
+    The run goes on to the same bits."""
+    module = MODULES[script]
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if where == "before its update":
+            fail(patch, module, "set_seed", 4)  # the first thing in a step; once at the start
+        else:
+            watch(patch, module.Run, "log", lambda _, run, *rest: run.step < 3 or pytest.fail("gone"))
+        with pytest.raises((Gone, pytest.fail.Exception)):
+            run(module, folder, **settings_of(script) | dict(save_steps=99))
+    assert checkpoints(folder) == [2 if where == "before its update" else 3]
+    assert f"--resume {folder}\n" in capsys.readouterr().err
+    resume(script, folder)
+    assert_same_run(folder, whole(script))
+
+
+@pytest.mark.parametrize("script", ["ppo", "grpo"])
+def test_an_error_of_the_rewards(script, whole, settings_of, tmp_path, monkeypatch):
+    """They fail when the responses are there already: their draws are not counted."""
+    module = MODULES[script]
+    with monkeypatch.context() as patch:
+        watch(patch, module, "score_responses", lambda *_: len(lines_of(tmp_path / "run")) < 2 or pytest.fail("gone"))
+        with pytest.raises(pytest.fail.Exception):
+            run(module, tmp_path / "run", **settings_of(script) | dict(save_steps=99))
+    assert checkpoints(tmp_path / "run") == [2]
+    resume(script, tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole(script))
+
+
+def test_an_error_in_an_evaluation(whole, settings_of, tmp_path, monkeypatch):
+    """It comes before the step is logged: the weights go on as they would have, without that line."""
+    with monkeypatch.context() as patch:
+        fail(patch, ppo, "evaluate", 1)  # in step 2
+        with pytest.raises(Gone):
+            run(ppo, tmp_path / "run", **settings_of("ppo") | dict(save_steps=99))
+    assert checkpoints(tmp_path / "run") == [2]
+    resume("ppo", tmp_path / "run")
+    first, _, third = untimed(lines_of(whole("ppo")))
+    assert untimed(lines_of(tmp_path / "run")) == [first, third]
+    weights = weights_of(whole("ppo"))
+    assert all(torch.equal(x, weights[name]) for name, x in weights_of(tmp_path / "run").items())
+
+
+def test_an_error_in_the_middle_of_an_update(whole, settings_of, tmp_path, monkeypatch, capsys):
+    """No checkpoint is made of half a step: the run goes on from the one before."""
+    with monkeypatch.context() as patch:
+        fail(patch, ppo, "gradient_and_sums", 8)  # the last of the four of step 2
+        with pytest.raises(Gone):
+            run(ppo, tmp_path / "run", **settings_of("ppo"))
+    assert checkpoints(tmp_path / "run") == [1]
+    assert f"from step 1: --resume {tmp_path / 'run'}\n" in capsys.readouterr().err
+    resume("ppo", tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole("ppo"))
+
+
 # --- Numbers that are none
 
 
@@ -326,14 +460,28 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script, number, tmp_path, s
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+@pytest.mark.parametrize("script", PPO_FIRST)
+def test_a_checkpoint_before_any_step_was_made(script, tmp_path, settings_of, monkeypatch):
+    """Of moments that are not there none are saved: the steps that follow do not depend on when checkpoints are made."""
+    for number in (1, 99):
+        with monkeypatch.context() as patch:
+            break_gradients(patch, range(1, 3 if script == "ppo" else 2))
+            settings = settings_of(script) | dict(save_steps=number)
+            if script in ("ppo", "rloo"):
+                settings |= dict(num_ppo_epochs=1, num_mini_batches=1)
+            run(MODULES[script], tmp_path / str(number), **settings)
+    assert_same_run(tmp_path / "1", tmp_path / "99")
+
+
 def test_gradients_that_are_never_finite(tmp_path, tiny, monkeypatch):
-    """The run ends after five of them in a row."""
+    """The run ends after five of them in a row, and can go on."""
     settings = tiny["ppo"] | dict(total_episodes=72, num_ppo_epochs=1)
     with monkeypatch.context() as patch:
         break_gradients(patch, range(99))
         with pytest.raises(SystemExit, match="NaN"):
             run(ppo, tmp_path / "all", **settings)
     assert len(lines_of(tmp_path / "all")) == 5
+    assert checkpoints(tmp_path / "all") == [5]
     break_gradients(monkeypatch, [2 * update for update in (1, 2, 3, 4, 6, 7, 8, 9)])  # the critic's
     assert len(run(ppo, tmp_path / "some", **settings)) == 9
 
@@ -348,7 +496,11 @@ def test_what_a_run_leaves_behind(tmp_path, tiny, pictures):
     text = pipeline("text-generation", model=str(tmp_path))("The film", max_new_tokens=5)[0]["generated_text"]
     assert text.startswith("The film")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "ppo.py" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["tags"] == ["ppo"]
+    assert "toy/sft" in card and tiny["ppo"]["dataset"] in card
+    assert "--num-ppo-epochs 2" in card and "--batch-size 8" in card and "micro-batch-size" not in card
+    assert f"objective/scores {lines_of(tmp_path)[-1]['objective/scores']:.4g}" in card
 
 
 @pytest.mark.parametrize("script", MODULES)

@@ -179,8 +179,35 @@ def test_several_add_up_with_their_weights(policy, write):
     assert stats == expected
 
 
+def test_a_response_of_which_no_function_says_anything(policy, write):
+    """It has the mean score of the others of its group, or of the batch."""
+    spec = write(SEVERAL, "") + "even"
+    rewards, scores = ask(policy, spec)
+    assert rewards["even"].isnan().tolist() == [False, True, False, True]
+    assert scores.tolist() == [2, 2, 2, 2]
+
+
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}
 GROUPS = {"ppo": {}, "rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_responses_without_a_reward_are_counted(name, tmp_path, write, tiny):
+    """The run goes on. One in which no response has a reward ends."""
+    code = """
+    def some(completions, **_):
+        return [None if i % 4 == 1 else float(len(text)) for i, text in enumerate(completions)]
+
+    def none(completions, **_):
+        return [None] * len(completions)
+    """
+    file = write(code, "")
+    settings = tiny[name] | dict(model="toy/sft", missing_eos_penalty=0.0) | GROUPS[name]
+    lines = run(SCRIPTS[name], tmp_path / "out", **settings, reward_fn=(file + "some",))
+    assert [line["rewards/unscored"] for line in lines] == [2, 2, 2]
+    assert all(line["objective/scores"] > 0 for line in lines)
+    with pytest.raises(SystemExit, match="None"):
+        run(SCRIPTS[name], tmp_path / "none", **settings, reward_fn=(file + "none",))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

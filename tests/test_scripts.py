@@ -22,7 +22,8 @@ MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRI
 # What bears the same name in several scripts has the same text, but for these, which differ on purpose
 OF_THE_ALGORITHM = """
     Args train policy_forward mini_batch_gradient gradient_and_sums optimize rollout_stats evaluate report
-    show_samples load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs as_pairs encode_pair
+    show_samples first_pass load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs as_pairs
+    encode_pair
     default_rate"""
 OF_IMAGES = """
     join add_adapter sample_batch mini_batches warn_about make_reward_fns function_reward load_prompts check_first_ratio

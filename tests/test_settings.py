@@ -10,6 +10,7 @@ import sys
 import datasets
 import pydantic
 import pytest
+import torch
 from huggingface_hub import constants
 from runs import GOLD, lines_of, main, run, write_rows
 from sources import ROOT
@@ -301,7 +302,7 @@ def test_processes_that_a_reward_function_starts_find_it(module, tmp_path, monke
 
 
 def test_a_run_with_a_broken_policy_ends(tmp_path, tiny):
-    with pytest.raises(SystemExit, match="not finite"):
+    with pytest.raises(SystemExit, match="NaN or infinite in five updates"):
         run(ppo, tmp_path, **tiny["ppo"] | dict(learning_rate=1e9, ratio_threshold=1e9, total_episodes=80))
 
 
@@ -316,8 +317,8 @@ def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name):
         ppo.locate(name)
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch):
-    """It is asked once, for five seconds at most; then the libraries are told to read their caches."""
+def test_a_hub_that_cannot_be_reached(monkeypatch, capsys):
+    """It is asked once, for five seconds at most; then the user is told so, and the libraries to read their caches."""
 
     class Unreachable:
         asked = []
@@ -333,6 +334,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     try:
         assert ppo.locate("gpt2") == "gpt2"
         assert ppo.locate("owner/name") == "owner/name"
+        assert capsys.readouterr().out.count(constants.ENDPOINT) == 1
     finally:
         ppo.ask_hub.cache_clear()
     assert Unreachable.asked == [5]
@@ -386,6 +388,11 @@ def test_micro_batches_are_as_large_as_memory_allows():
     assert fit(gradient_checkpointing=True) > 1.1 * fit()
     assert fit(body) > 1.1 * fit()
     assert ppo.rows_that_fit(policy, 64, ppo.Args(device="cpu"), is_trained=False) > 5 * fit()
+    with pytest.MonkeyPatch.context() as patch:  # on a GPU that another program shares
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**36))
+        half_empty = fit(device="cuda")
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**36))
+        assert fit(device="cuda") == pytest.approx(2 * half_empty, rel=0.02)
     lengths = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args, **_: lengths.append(tokens) or 4)

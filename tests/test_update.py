@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import run
+from runs import run, watch
 from torch import nn
 from transformers import GPT2LMHeadModel
 
@@ -59,18 +59,30 @@ def test_steps_that_are_left_out(monkeypatch, name):
 # --- the first ratio
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_policy_that_samples_otherwise_is_caught(tmp_path, tiny, monkeypatch, name):
-    """Dropout in the update but not in the rollout: the first ratio is off, and the run stops and says so."""
+def test_a_policy_that_samples_otherwise_is_caught(tmp_path, tiny, monkeypatch, name, bf16):
+    """Dropout in the update but not in the rollout: the first ratio is off, and the run stops and says so. One that has
+    trained already goes on, with a warning."""
     forward = GPT2LMHeadModel.forward
+    script = SCRIPTS[name]
+    logged = []
+    first = 0  # updates before it
 
     def with_dropout(*args, **kwargs):
         output = forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            output.logits = torch.dropout(output.logits, 0.05, True)
+        if torch.is_grad_enabled() and len(logged) >= first:
+            output.logits = torch.dropout(output.logits, 0.2, True)
         return output
 
     monkeypatch.setattr(GPT2LMHeadModel, "forward", with_dropout)
-    settings = tiny[name] | dict(model="toy/sft")
+    watch(monkeypatch, script.Run, "log", lambda *_: logged.append(1))
+    settings = tiny[name] | dict(model="toy/sft", bf16=bf16)
     with pytest.raises(SystemExit, match="ratio"):
-        run(SCRIPTS[name], tmp_path / "run", **settings)
+        run(script, tmp_path / "run", **settings)
+    first = 1
+    with pytest.warns(UserWarning, match="first_ratio_error"):
+        lines = run(script, tmp_path / "other", **settings)
+    assert len(lines) == 3
+    errors = [line["policy/first_ratio_error"] for line in lines]
+    assert errors[0] < script.ratio_rounding(script.Args(bf16=bf16)) < errors[1]
