@@ -196,6 +196,7 @@ def train(args: Args) -> None:
 
     prompts = load_prompts(args)
     batch_size, num_steps = choose_sizes(args, chain)
+    print_prompts(prompts, chain.pipe.tokenizer, args)
     reward_fns = make_reward_fns(args)
 
     optimizer = make_optimizer(args, chain.policy)
@@ -709,6 +710,16 @@ def load_prompts(args: Args) -> list[dict]:
     rows = data.to_list()
     require(all(isinstance(row[column], str) for row in rows), f"the column {column!r} has values that are no texts")
     return rows
+
+
+def print_prompts(prompts: list[dict], tokenizer: transformers.CLIPTokenizer, args: Args) -> None:
+    """Two lines: how many prompts there are and how long, and the first as the text encoder reads it."""
+    limit = tokenizer.model_max_length
+    ids = tokenizer([row[args.prompt_column] for row in prompts])["input_ids"]
+    lengths = [len(x) for x in ids]
+    sizes = f"{min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
+    print(f"prompts: {len(ids)}, of {sizes}; cut {sum(length > limit for length in lengths)} to {limit}")
+    print(f"the first, as the text encoder reads it: {tokenizer.decode(ids[0][:limit])}")
 
 
 def check_args(args: Args) -> None:

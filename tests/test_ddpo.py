@@ -198,6 +198,13 @@ def test_weights_of_rewards(rewards):
     close(stats["rewards/sometimes/mean"], 6.5)
 
 
+def test_the_first_prompt_is_shown(tmp_path, capsys):
+    """As the text encoder reads it."""
+    run(ddpo, tmp_path / "run", **TINY | dict(num_epochs=1))
+    out = capsys.readouterr().out
+    assert f"prompts: {len(PROMPTS)}" in out and "<|startoftext|>a vertical bar" in out
+
+
 @pytest.mark.parametrize("per_prompt", [False, True])
 def test_equal_rewards(per_prompt, tmp_path, rewards):
     """Nothing is learnt from them. In float32 the mean of 16 times 57.1 is another number."""
