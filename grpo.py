@@ -1798,7 +1798,7 @@ def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bo
         except SystemExit as error:
             sys.exit(f"{error} (row {number} of {split})")
 
-    if len(data) > 10_000:  # some seconds
+    if data.data.nbytes > 2e6:  # which take some seconds
         datasets.enable_progress_bars()
     columns = [] if keep else data.column_names
     encoded = data.map(encode_row, with_indices=True, remove_columns=columns, desc="encoding")

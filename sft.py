@@ -523,7 +523,8 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     """The texts of a split, in whichever of the three formats its columns are, cut to `limit` tokens. Those that have
     nothing to predict are dropped and counted."""
     completion_only = args.completion_only_loss
-    prompt, completion, column = args.prompt_column, args.completion_column, text_column(data, args)
+    messages, prompt, completion = args.messages_column, args.prompt_column, args.completion_column
+    column = text_column(data, args)
     if column == completion:
         check_columns(data, {"--prompt-column": prompt})
         is_judged = str(data.features.get("label")) == "Value('bool')"
@@ -535,7 +536,7 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     def encode(row: dict) -> dict:
         text = read_value(row, column)
         options = template_options(row)
-        if column == args.messages_column:
+        if column == messages:
             ids, labels = encode_messages(text, tokenizer, completion_only, options)
         elif column == completion:
             start = read_value(row, prompt)
@@ -980,7 +981,7 @@ def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bo
         except SystemExit as error:
             sys.exit(f"{error} (row {number} of {split})")
 
-    if len(data) > 10_000:  # some seconds
+    if data.data.nbytes > 2e6:  # which take some seconds
         datasets.enable_progress_bars()
     columns = [] if keep else data.column_names
     encoded = data.map(encode_row, with_indices=True, remove_columns=columns, desc="encoding")
