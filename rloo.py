@@ -1279,8 +1279,9 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
         f"the longest prompt ({longest} tokens) and --response-length {args.response_length} exceed the {limit} tokens "
         "that policy and reward model can read",
     )
-    kinds = {column: getattr(kind, "dtype", type(kind).__name__) for column, kind in prompts.features.items()}
-    print("reward functions get the columns", ", ".join(f"{column} ({kind})" for column, kind in kinds.items()))
+    kinds = {column: getattr(kind, "dtype", type(kind).__name__) for column, kind in train.features.items()}
+    others = [f"{column} ({kind})" for column, kind in kinds.items() if column != args.prompt_column]
+    print("columns for reward functions:", ", ".join(others) or "none")
     return prompts, test_prompts.take(args.num_eval_prompts).to_list()
 
 
