@@ -1669,7 +1669,6 @@ def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bo
 
     The library keeps the files, and reads them again if neither the data nor `encode` have changed.
     """
-
     split = str(data.split)
 
     def encode_row(row: dict, number: int) -> dict:
@@ -1700,10 +1699,13 @@ def template_options(row: dict) -> dict:
     """What the row's columns `tools` and `chat_template_kwargs` (TRL) give to the chat template, as they are or as
     JSON."""
     given = {}
-    for column in ("tools", "chat_template_kwargs"):
-        value = row.get(column) or {}
+    for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        value = row.get(column) or kind()
         if isinstance(value, str):
-            value = json.loads(value)
+            with suppress(ValueError):  # of what is no JSON
+                value = json.loads(value)
+        is_fit = isinstance(value, kind) and all(isinstance(x, dict) for x in value if kind is list)
+        require(is_fit, f"the column {column!r} has a meaning for chat templates (TRL), and {value!r:.80} has another")
         given[column] = without_none(value)
     options = given["chat_template_kwargs"]
     return options | {"tools": given["tools"]} if given["tools"] else options
@@ -1726,15 +1728,13 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
     """
     if isinstance(text, str):
         return [{"role": role, "content": text}]
+    standard = {"human": "user", "gpt": "assistant", "developer": "system"}
     turns = []
     for message in text:
         require(isinstance(message, dict), f"a conversation is a list of messages, and {message!r:.80} is none")
         turn = without_none(message)
-        name = turn.pop("from", None)
-        said = turn.pop("value", None)
-        turn = {"role": name, "content": said} | turn
-        role = turn["role"]
-        content = turn["content"]
+        role = turn.pop("from", turn.get("role"))
+        content = turn.pop("value", turn.get("content"))
         if isinstance(content, list):
             content = [part.get("text") if isinstance(part, dict) else None for part in content]
             is_text = None not in content
@@ -1744,7 +1744,6 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
             content = ""
         is_message = isinstance(role, str) and isinstance(content, str)
         require(is_message, f"a message has a role and a content, both of them texts, unlike {message!r:.80}")
-        standard = {"human": "user", "gpt": "assistant", "developer": "system"}
         turns.append(turn | {"role": standard.get(role, role), "content": content})
     return turns
 
@@ -1785,10 +1784,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
             said["content"] = said["content"].rpartition("</think>")[2]
         for key, value in said.items():
             if key in ("content", "tool_calls", *thoughts):
-                sentence = (
-                    f"the chat template leaves out {key!r} of message {number}, of role {role!r}, or a part of it"
-                )
-                require(is_there(value), sentence)
+                place = f"{key!r} of message {number}, of role {role!r}"
+                require(is_there(value), f"the chat template leaves out {place}, or a part of it")
             elif key not in ("name", "tool_call_id") and not is_there(value):
                 warnings.warn(f"the chat template does not write the key {key!r} of messages, so no model reads it")
     for tool in options.get("tools", []):

@@ -219,6 +219,15 @@ def test_tools_in_evaluation_and_chat(folder, monkeypatch, capsys):
     assert asked == [{"thinking": True, "tools": TOOLS}]
 
 
+@pytest.mark.parametrize("column", ["hammer, saw", ["hammer"], {"a": "hammer"}], ids=["text", "texts", "dict"])
+def test_a_column_of_tools_that_are_none(column, tmp_path):
+    data = ppo.load_split(
+        write_rows(tmp_path / "d.jsonl", [dict(prompt=told("The film?"), tools=column)]), None, "train"
+    )
+    with pytest.raises(SystemExit, match="'tools'.*row 0"):
+        ppo.encode_prompts(data, make_tokenizer(), ppo.Args())
+
+
 @pytest.mark.parametrize("module", ON_TEXTS, ids=lambda m: m.__name__)
 def test_columns_that_are_refused(module, folder):
     """Pictures; and tools beside prompts that are texts, which no template reads."""
