@@ -1830,9 +1830,7 @@ def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
 def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}) -> list[int]:
     """Token ids of a text, or of a conversation up to where the assistant is to speak; `options` are the template's."""
     if isinstance(prompt, str):
-        require(
-            not options, "the columns tools and chat_template_kwargs are for conversations, and the prompt is a text"
-        )
+        require(not options, "the columns tools and chat_template_kwargs are for conversations, and the prompt is a text")
         return encode_text(prompt, tokenizer)
     turns = as_turns(prompt, "user")
     if not turns:

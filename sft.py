@@ -277,7 +277,8 @@ def encode_messages(
     """A conversation; with completion_only, the labels are the assistant's turns behind the first num_given messages,
     and the tokens that end them.
 
-    Where a turn stands is seen in the text, which is encoded once: a label is a token whose last letter is of a turn.
+    Where a turn stands is seen in the text, which is encoded as one. A token that a turn begins within is a label, and
+    one that it ends within is none.
     """
     turns = as_turns(messages, "user")
     if not turns:
@@ -285,7 +286,9 @@ def encode_messages(
     end, behind = turn_end(tokenizer)
     text = render_whole(turns, tokenizer, options)
     check_rendered(text, turns, tokenizer, options)
-    is_label = bytearray(len(text))
+    encode = lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]  # noqa: E731
+    ids = encode(text)
+    labels = [IGNORE] * len(ids)
     for i in range(max(1, num_given), len(turns)):
         if turns[i]["role"] != "assistant":
             continue
@@ -294,18 +297,14 @@ def encode_messages(
         turn = text
         if i < len(turns) - 1:
             turn = render(turns[: i + 1], tokenizer, options).removesuffix(behind)
-        if turn.startswith(asked) and text.startswith(turn):
-            start = shared_length(head, turn)
-            is_label[start : len(turn)] = b"\1" * (len(turn) - start)
-        else:
+        if not turn.startswith(asked) or not text.startswith(turn):
             warnings.warn("the chat template rewrites turns as a conversation goes on: such answers are not trained")
+            continue
+        first = shared_length(encode(os.path.commonprefix([head, turn])), ids)
+        last = shared_length(encode(turn), ids)
+        labels[first:last] = ids[first:last]
     if not completion_only:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return (ids, ids) if end else (with_eos(ids, tokenizer), with_eos(ids, tokenizer))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = encoded["input_ids"]
-    places = encoded["offset_mapping"]
-    labels = [x if stop > start and is_label[stop - 1] else IGNORE for x, (start, stop) in zip(ids, places)]
+        labels = ids
     return (ids, labels) if end else (with_eos(ids, tokenizer), with_eos(labels, tokenizer))
 
 
