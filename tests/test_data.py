@@ -172,6 +172,21 @@ def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
     assert ids == reward_model.encode_whole(told[:2], told[2:], mistral)
 
 
+def test_a_tokenizer_need_not_know_offsets(tokenizer, monkeypatch):
+    kind = type(tokenizer)
+    call = kind.__call__
+
+    def without_offsets(self, *texts, **options):
+        if "return_offsets_mapping" in options:
+            raise NotImplementedError
+        return call(self, *texts, **options)
+
+    monkeypatch.setattr(kind, "__call__", without_offsets)
+    assert (
+        labelled(*sft.encode_messages(turns("The film", "is good."), tokenizer, True), tokenizer) == " is good.<|end|>"
+    )
+
+
 def test_thoughts_that_a_template_leaves_out(tokenizer):
     """Those of the last answer would not be trained; earlier ones may go."""
     tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from replay import SETTINGS, agree, evaluated, ids_of, read_text, share_of_rate, toy_rows, write_data, write_model
-from runs import run, untimed, watch
+from runs import run, untimed, watch, write_rows
 from safetensors.torch import load_file
 from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
+import reward_model
 
 # --- encoding
 
@@ -56,6 +57,18 @@ def test_cut_to_fit(mode, prompt):
     pair = dpo.Preference([1, 2, 3, 4], [5, 6, 7], [5, 6, 8])
     assert dpo.cut_to_fit(pair, 4, 2, mode) == dpo.Preference(prompt, [5, 6], [5, 6])
     assert dpo.cut_to_fit(pair, 7, 2, mode) == pair
+
+
+@pytest.mark.parametrize("module", [dpo, reward_model], ids=lambda module: module.__name__)
+def test_a_micro_batch_has_room_for_prompts(module, tmp_path, monkeypatch):
+    """Two texts a pair, each with its prompt."""
+    rows = [dict(prompt="The film is good. " * 9, chosen="Good.", rejected="Bad.")] * 4
+    sizes = []
+    fit = module.rows_that_fit
+    monkeypatch.setattr(module, "rows_that_fit", lambda model, n, args: sizes.append(n) or fit(model, n, args))
+    run(module, tmp_path / "out", dataset=write_rows(tmp_path / "d.jsonl", rows), batch_size=4)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    assert sizes == [2 * (len(tokenizer(rows[0]["prompt"] + "Good.")["input_ids"]) + 1)]  # and EOS
 
 
 # --- by hand
