@@ -201,15 +201,15 @@ class Recipe:
 
     read: Callable[[dict], dict]
     hub: str
-    next: str  # the command that reads its rows, for {data}
+    next: str  # the command that reads its rows: {data}, and {instruct} for a model that was taught to chat
     config: str | None = None  # on the hub
     splits: tuple[str, str | None] = ("train", None)  # to train and to evaluate on
     form: str | None = None  # of a prompt as a plain text; by default a transcript, as HH's
 
 
-GRPO = "grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --bf16 --dataset {data} --response-length 256 --reward-fn "
+GRPO = "grpo.py --model Qwen/Qwen2.5-0.5B{instruct} --bf16 --dataset {data} --response-length 256 --reward-fn "
 PAIRS = "reward_model.py --model ./sft --bf16 --dataset {data}   # or dpo.py, with the same flags"
-SFT = "sft.py --model HuggingFaceTB/SmolLM2-135M --bf16 --dataset {data}"
+SFT = "sft.py --model HuggingFaceTB/SmolLM2-135M{instruct} --bf16 --dataset {data}"
 HELD = ("train", "test")
 QUESTION = "Question: {}\nAnswer:"
 
@@ -358,7 +358,12 @@ def main() -> None:
     write(args.folder / "train.jsonl", train)
     if validation:
         write(args.folder / "validation.jsonl", validation)
-    print(f"{train[0][:500]}\n\npython {recipe.next.format(data=args.folder)}" if train else "no row is left")
+    instruct = "" if args.chat is None else "-Instruct"
+    print(
+        f"{train[0][:500]}\n\npython {recipe.next.format(data=args.folder, instruct=instruct)}"
+        if train
+        else "no row is left"
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from runs import run, write_rows
 from sources import ROOT, load, text_of
 from test_docs import code_lines, commands, read
 
+import grpo
+
 data = load("recipes/data.py", "recipes_data")
 
 
@@ -327,6 +329,12 @@ SMALL |= {"num_sample_generations": 0, "bf16": False, "device": "cpu", "num_mini
 SMALL |= {"max_length": 128, "max_prompt_length": 120}
 
 
+def small(args):
+    """Of SMALL what a script has; scripts that sample count episodes, not passes over the data."""
+    changes = {name: value for name, value in SMALL.items() if hasattr(args, name)}
+    return changes | ({"num_train_epochs": None} if "total_episodes" in changes else {})
+
+
 def numbered(row, i):
     """The row with another number in its question and answers, so that rows differ."""
     return json.loads(
@@ -352,13 +360,13 @@ def made(tmp_path_factory):
 
 def tiny_version(args, made, tmp_path, chats):
     """The settings of a command, for a tiny model and sixteen rows."""
-    changes = {name: value for name, value in SMALL.items() if hasattr(args, name)}
-    family = "qwen 2.5" if "Qwen" in args.model or "SmolLM" in args.model or args.dataset in chats else None
+    changes = small(args)
+    name = args.dataset.removeprefix("data/")
+    family = "qwen 2.5" if "Qwen" in args.model or "SmolLM" in args.model or name in chats else None
     changes["model"] = made(family) if family else str(ROOT / "toy/sft")
     if "reward_model" in getattr(args, "reward_fn", ()):
         changes["reward_model"] = made(family, True) if family else str(ROOT / "toy/reward_model")
     folder = tmp_path / Path(args.dataset).name
-    name = args.dataset.removeprefix("data/")
     row = ROWS[name][0] if name in ROWS else NATIVE[args.dataset]
     rows = [numbered(row, i) for i in range(16)]
     if name in ROWS:
@@ -371,6 +379,27 @@ def tiny_version(args, made, tmp_path, chats):
     else:
         changes["dataset"] = write_rows(tmp_path / "rows.jsonl", rows)
     return changes
+
+
+SLOW = pytest.mark.slow
+FEW = ("gsm8k", "hh", "tldr-sft")
+
+
+@pytest.mark.parametrize("chat", ["texts", "chat"])
+@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=SLOW) for name in ROWS])
+def test_the_command_that_is_printed(name, chat, made, tmp_path, monkeypatch, capsys):
+    """It reads the rows, for two updates; a model that was taught to chat is named where the rows are messages."""
+    if (name, chat) == ("imdb", "chat"):
+        return
+    chats = {name} if chat == "chat" else set()
+    make(name, tmp_path / "made", *["--chat"] * len(chats))
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert ("Instruct" in command) == (chat == "chat") or "./sft" in command
+    command = command.replace(str(tmp_path / "made/out"), f"data/{name}")
+    module, args = read(shlex.split(command, comments=True)[1:], monkeypatch)
+    settings = dataclasses.asdict(args) | tiny_version(args, made, tmp_path, chats) | {"dataset_test_split": "none"}
+    settings.pop("output_dir")
+    assert len(run(module, tmp_path / "run", **settings)) == 2
 
 
 PAGE = "recipes/README.md"
@@ -393,7 +422,7 @@ def test_commands_of_the_page(number, made, tmp_path, monkeypatch):
     settings = dataclasses.asdict(args) | changes | {"dataset_test_split": "none"}
     settings.pop("output_dir")
     lines = run(module, tmp_path / "run", **settings)
-    assert len(lines) >= 2
+    assert len(lines) == 2
 
 
 # --- Tasks without a network
@@ -441,6 +470,20 @@ def test_a_task_of_numbers(tmp_path):
     assert score(completions=["no tags: " + row["answer"], "<answer>0"], **given) == [0, 0]
     with pytest.raises(ValueError, match="version"):
         score(prompts=["What is 0 + 0?"], completions=["5"], task=[row["task"]])
+
+
+def test_a_task_is_trained_on(made, tmp_path):
+    """For two updates, by the command of the page."""
+    pytest.importorskip("reasoning_gym")
+    make_task("letter_counting", tmp_path / "data", "--max-words", 5, "--instruction", "direct", "--size", 20)
+    settings = small(grpo.Args) | {
+        "model": made("qwen 2.5"),
+        "dataset": str(tmp_path / "data"),
+        "max_prompt_length": 512,
+    }
+    reward = str(ROOT / "rewards/reasoning.py:score")
+    lines = run(grpo, tmp_path / "run", **settings, reward_fn=(reward,), dataset_test_split="none")
+    assert len(lines) == 2
 
 
 @pytest.mark.parametrize(
