@@ -203,6 +203,7 @@ class Recipe:
     hub: str
     next: str  # the command that reads its rows: {data}, and {instruct} for a model that was taught to chat
     config: str | None = None  # on the hub
+    part: str | None = None  # folder of the data set to read, if not all of them
     splits: tuple[str, str | None] = ("train", None)  # to train and to evaluate on
     form: str | None = None  # of a prompt as a plain text; by default a transcript, as HH's
 
@@ -244,7 +245,7 @@ RECIPES = {
     ),
     "orca": Recipe(orca, "Intel/orca_dpo_pairs", PAIRS),
     "safe-rlhf": Recipe(safe_rlhf, "PKU-Alignment/PKU-SafeRLHF", PAIRS, splits=HELD),
-    "stack": Recipe(stack, "lvwerra/stack-exchange-paired", PAIRS, form="Question: {}\n\nAnswer:"),
+    "stack": Recipe(stack, "lvwerra/stack-exchange-paired", PAIRS, part="data/reward", form="Question: {}\n\nAnswer:"),
     "imdb": Recipe(imdb, "stanfordnlp/imdb", SFT, splits=HELD),
     "alpaca": Recipe(alpaca, "tatsu-lab/alpaca", SFT, form="### Instruction:\n{}\n\n### Response:\n"),
     "no-robots": Recipe(no_robots, "HuggingFaceH4/no_robots", SFT, splits=HELD),
@@ -301,25 +302,27 @@ def load(recipe: Recipe, source: str | None) -> dict[str, datasets.Dataset]:
         return found if isinstance(found, dict) else {"train": found}
     if source and not path.exists():
         sys.exit(f"error: --source {source}: there is no such folder or file")
+    options = {"data_dir": recipe.part} if recipe.part and (not source or (path / recipe.part).exists()) else {}
     try:
         names = datasets.get_dataset_config_names(str(path))
-        return datasets.load_dataset(str(path), recipe.config if recipe.config in names else None)
+        return datasets.load_dataset(str(path), recipe.config if recipe.config in names else None, **options)
     except Exception as error:
         if source:
             raise
         sys.exit(f"error: {recipe.hub} is not to be had from the hub ({error}). --source names a copy on disk")
 
 
-def convert(rows: datasets.Dataset, recipe: Recipe, chat: str | None, skip: bool) -> list[str]:
-    """The rows of a split as lines of JSON."""
+def convert(rows: datasets.Dataset, recipe: Recipe, args: argparse.Namespace) -> list[str]:
+    """The rows of a split as lines of JSON, which memory has to hold."""
+    rows = rows.take(min(len(rows), args.rows or len(rows)))
     lines, num_misfits = {}, 0
     for number, row in enumerate(rows):
         try:
             ours = recipe.read(row)
-            ours = as_texts(ours, recipe.form) if chat is None else as_messages(ours, chat)
+            ours = as_texts(ours, recipe.form) if args.chat is None else as_messages(ours, args.chat)
             lines[json.dumps(ours, ensure_ascii=False)] = None
         except Misfit as error:
-            if not skip:
+            if not args.skip:
                 sys.exit(f"error: row {number}: {error} (--skip leaves such rows out)")
             num_misfits += 1
     print(f"{len(lines)} of {len(rows)} rows; {num_misfits} did not fit, the others came twice")
@@ -340,6 +343,7 @@ def main() -> None:
     parser.add_argument("--chat", nargs="?", const="", metavar="SYSTEM", help="messages, with this system message")
     parser.add_argument("--source", help="the data set's own rows on disk, instead of the hub")
     parser.add_argument("--held-out", type=int, default=0, help="rows to evaluate on, where the data set has none")
+    parser.add_argument("--rows", type=int, help="read no more of a split than these")
     parser.add_argument("--skip", action="store_true", help="leave out rows that do not fit")
     args = parser.parse_args()
 
@@ -349,10 +353,10 @@ def main() -> None:
     first = first if first in splits else "train"
     if first not in splits:
         sys.exit(f"error: there is no split {recipe.splits[0]!r}, but {', '.join(splits)}")
-    train = convert(splits[first], recipe, args.chat, args.skip)
+    train = convert(splits[first], recipe, args)
     validation = train[len(train) - args.held_out :]
     if second in splits:
-        validation = convert(splits[second], recipe, args.chat, args.skip)
+        validation = convert(splits[second], recipe, args)
     else:
         train = train[: len(train) - args.held_out]
     write(args.folder / "train.jsonl", train)

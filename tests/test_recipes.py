@@ -278,6 +278,7 @@ def test_rows_held_back_and_rows_that_come_twice(tmp_path):
     train, validation = make("orca", tmp_path / "none", "--held-out", "2", rows=pairs)
     assert (len(train), len(validation)) == (3, 2)
     assert not make("orca", tmp_path / "all", rows=pairs)[1]
+    assert len(make("orca", tmp_path / "few", "--rows", "2", rows=pairs)[0]) == 2
 
 
 def test_copies_on_disk_of_several_kinds(tmp_path, monkeypatch):
