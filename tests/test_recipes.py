@@ -463,8 +463,7 @@ def test_a_task_of_numbers(tmp_path):
     assert not {turn["content"] for turn in shown} & set(questions)
     assert judged(train, "{}") == [1.0] * len(train)
     assert len(train) == 40 and judged(train, "none") == [0.0] * 40
-    near = next(i for i, row in enumerate(train) if row["answer"] == "10")
-    assert 0 < judged(train, "100")[near] < 1 and judged(train, "100", "right")[near] == 0
+    assert 0 < judged(train[:1], "{} apples")[0] < 1 and judged(train[:1], "{} apples", "right") == [0.0]
     score = load("rewards/reasoning.py").score
     row = train[0]
     given = {"prompts": [row["prompt"]] * 2, "task": [row["task"]] * 2}
