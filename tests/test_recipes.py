@@ -426,6 +426,15 @@ def test_commands_of_the_page(number, made, tmp_path, monkeypatch):
     assert len(lines) == 2
 
 
+def test_the_memory_of_the_page_is_the_formulas(monkeypatch):
+    """Else run benchmarks/memory.py --recipes."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    memory = load("benchmarks/memory.py", "memory")
+    cells = {row.split("]")[0][3:]: row.split("|")[-2] for row in text_of(PAGE).splitlines() if row.startswith("| [")}
+    for name, (shape, plan) in memory.RECIPES.items():
+        assert f"{memory.peak(shape, plan) / memory.GB:.0f}" in re.findall(r"\d+", cells[name.split(",")[0]]), name
+
+
 # --- Tasks without a network
 
 
