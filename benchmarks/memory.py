@@ -4,6 +4,7 @@
     python benchmarks/memory.py --ladder    # what each step saves when memory runs out
     python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
     python benchmarks/memory.py --starting  # 1, 2 and 4 processes until the first update, on Linux; three minutes
+    python benchmarks/memory.py --recipes   # on paper: the commands of recipes/README.md
 
 The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; W processes, S of which share one set of
 shards; b rows of P + T tokens in a micro-batch, of which T are the response; B rows sampled at once:
@@ -206,6 +207,36 @@ def climb() -> None:
         before = now
     print("| | GB | saved |\n|---|---:|---:|")
     print("\n".join("| " + " | ".join(row) + " |" for row in rows))
+
+
+QWEN = Shape(24, 896, 151936, 128, 494e6, tied=True)
+PYTHIA = SHAPES["1B (Pythia's)"]
+ON_POLICY = {"bf16": True, "rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}
+RECIPES = {  # with the sizes of the commands in recipes/README.md; a pair is two rows
+    "TL;DR, PPO, one GPU": (PYTHIA, Plan(**ON_POLICY)),
+    "TL;DR, PPO, 8 GPUs, stage 2": (PYTHIA, Plan(**ON_POLICY, stage=2, shards=8)),
+    "TL;DR, RLOO, one GPU": (PYTHIA, Plan(**ON_POLICY, trained=1)),
+    "TL;DR, RLOO, 8 GPUs, stage 2": (PYTHIA, Plan(**ON_POLICY, trained=1, stage=2, shards=8)),
+    "IMDB": (
+        Shape(12, 768, 50257, 768, 124e6, tied=True),
+        Plan(1, 1, rows=16, rollout_rows=128, prompt=16, response=16),
+    ),
+    "descriptiveness": (
+        Shape(6, 128, 50304, 128, 14.1e6),
+        Plan(1, 2, rows=64, rollout_rows=64, prompt=64, response=53),
+    ),
+    "GSM8K": (QWEN, Plan(1, 0, rows=8, rollout_rows=160, prompt=256, response=512)),
+    "Countdown, RLOO": (QWEN, Plan(1, 1, rows=4, rollout_rows=64, prompt=128, response=1024)),
+    "UltraFeedback, reward model": (QWEN, Plan(1, 0, rows=8, prompt=2048, response=0, checkpointing=True)),
+    "UltraFeedback, DPO": (QWEN, Plan(1, 1, rows=4, prompt=512, response=512, checkpointing=True)),
+    "smoltldr": (Shape(30, 576, 49152, 192, 134.5e6, tied=True), Plan(1, 0, rows=8, prompt=512, response=96)),
+}
+
+
+def of_recipes() -> None:
+    """The memory of each command of recipes/README.md."""
+    rows = [[name, f"{peak(shape, plan) / GB:.0f}"] for name, (shape, plan) in RECIPES.items()]
+    print(table(["recipe", "GB"], rows))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -459,6 +490,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="small models on this machine, beside the formulas")
     parser.add_argument("--ladder", action="store_true", help="what to try when memory runs out, for a 7B policy")
     parser.add_argument("--starting", action="store_true", help="1, 2 and 4 processes until the first update")
+    parser.add_argument("--recipes", action="store_true", help="the commands of recipes/README.md")
     parser.add_argument("--output", type=Path, help="JSON file of the last two")
     args = parser.parse_args()
     if args.measure:
@@ -467,6 +499,8 @@ def main() -> None:
         starting(args.output or RESULTS / "memory-starting.json")
     elif args.ladder:
         climb()
+    elif args.recipes:
+        of_recipes()
     else:
         for title, plan in PLANS.items():
             print(f"{title}: GB on each GPU; bfloat16, micro-batches of 4 rows, 32 sampled at once, 512 + 512 tokens\n")

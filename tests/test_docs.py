@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import learning  # noqa: E402
 import tables  # noqa: E402
 
-PLACES = ("benchmarks", "experiments", "tools", "tests", "tests/golden")
+PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/golden")
 FOLDERS = (".", "docs", "docs/diffs", "lecture", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 OTHER_TOOLS = {
@@ -55,6 +55,8 @@ def arguments(script):
 WITH_PROGRAMS = (*PLACES, "exercises", "exercises/bugs", "lecture", "toy/guess", "toy/shells")
 PROGRAMS = [str(path.relative_to(ROOT)) for folder in WITH_PROGRAMS for path in (ROOT / folder).glob("*.py")]
 ARGUMENTS = {path: arguments(path) for path in [*SCRIPTS, *PROGRAMS]}
+# The settings of the tasks that pages name, in reasoning_gym
+ARGUMENTS["recipes/tasks.py"] |= {"--max-terms", "--max-digits", "--max-words"}
 ALL_FLAGS = set().union(*ARGUMENTS.values())
 
 

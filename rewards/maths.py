@@ -1,0 +1,35 @@
+"""Mathematical answers, compared as mathematics by math-verify (`pip install math-verify==0.9.0`): 1/2 is 0.5, and
+(x+1)^2 is x^2+2x+1.
+
+    python recipes/data.py math data/math --chat "Put the answer into \\boxed{}."
+    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --bf16 --dataset data/math --reward-fn rewards/maths.py:score
+
+Of a text the library takes the last \\boxed{}, or else the last formula or number that it finds: a policy earns its
+reward without any form, and by chance. For numbers verifiers.py:right_number is stricter, and needs no package. Nothing
+is run as Python, and what takes longer than SECONDS (9^9^9, or the comparison of two large formulas) counts as wrong.
+"""
+
+from math_verify import parse, verify
+
+SECONDS = 2
+LONGEST = 4000  # characters at the end of a completion that are read
+
+
+def read(text: str) -> list:
+    """The answer in a text, which may be a formula without dollar signs."""
+    return parse(text, parsing_timeout=SECONDS) or parse(f"${text}$", parsing_timeout=SECONDS)
+
+
+def score(completions: list, answer: list, **_) -> list[float | None]:
+    """1 if the answer of the completion equals that in the column `answer`, else 0. None for a row without an answer.
+
+    The column may hold numbers, formulas, or texts that end with the answer, such as MATH's solutions.
+    """
+    rewards = []
+    for completion, wanted in zip(completions, answer, strict=True):
+        text = completion if isinstance(completion, str) else "".join(part["content"] or "" for part in completion)
+        right = read(str(wanted)) if wanted is not None else []
+        given = parse(text[-LONGEST:], parsing_timeout=SECONDS)
+        is_right = verify(right, given, timeout_seconds=SECONDS)
+        rewards.append(float(is_right) if right else None)
+    return rewards

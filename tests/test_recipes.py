@@ -1,0 +1,541 @@
+"""recipes/: data sets in the form that they really have become rows that the scripts read and train on."""
+
+import dataclasses
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from families import save_family
+from runs import run, write_rows
+from sources import ROOT, load, text_of
+from test_docs import code_lines, commands, read
+
+import grpo
+
+data = load("recipes/data.py", "recipes_data")
+
+
+def said(*texts):
+    """A conversation that the user begins."""
+    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * len(texts), texts)]
+
+
+def shared_by(from_human, *texts):
+    """The same as ShareGPT has it."""
+    return [{"from": who, "value": text} for who, text in zip(["human", "gpt"] * len(texts), (from_human, *texts))]
+
+
+POST = "SUBREDDIT: r/cats\n\nTITLE: A cat\n\nPOST: It sat on the mat.\n\nTL;DR:"
+SOLVE = "Solve it step by step.\n\nWhat is 2 + 3?\n\nEnd with Answer: and the number."
+# Rows as the data sets have them; what they become as texts, and as messages with the system message "S"
+ROWS = {
+    "gsm8k": (
+        {"question": "What is 2 + 3?", "answer": "It is <<2+3=5>>5.\n#### 5"},
+        {"prompt": "Question: What is 2 + 3?\nAnswer:", "answer": "It is <<2+3=5>>5.\n#### 5"},
+        {"prompt": "What is 2 + 3?", "answer": "It is <<2+3=5>>5.\n#### 5"},
+    ),
+    "math": (
+        {"problem": "What is $2 + 3$?", "level": "Level 1", "solution": "It is $\\boxed{5}$.", "type": "Algebra"},
+        {"prompt": "Question: What is $2 + 3$?\nAnswer:", "answer": "It is $\\boxed{5}$."},
+        {"prompt": "What is $2 + 3$?", "answer": "It is $\\boxed{5}$."},
+    ),
+    "dapo": (
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"content": SOLVE, "role": "user"}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": "5", "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": "9a9b6eb4"},
+        },
+        {"prompt": SOLVE + "\n\n", "answer": "5"},
+        {"prompt": SOLVE, "answer": "5"},
+    ),
+    "countdown": (
+        {"target": 98, "nums": [44, 19, 35]},
+        {"prompt": r"Question: Make 98 of the numbers 44, 19, 35, [^:]*\nAnswer:", "target": 98, "nums": [44, 19, 35]},
+        {"prompt": r"Make 98 of the numbers 44, 19, 35, .*", "target": 98, "nums": [44, 19, 35]},
+    ),
+    "ultrafeedback": (
+        {
+            "chosen": said("Hi?", "Yes.", "So?", "Good"),
+            "rejected": said("Hi?", "Yes.", "So?", "Bad"),
+            "score_chosen": 8.0,
+        },
+        {
+            "prompt": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: So?\n\nAssistant:",
+            "chosen": " Good",
+            "rejected": " Bad",
+        },
+        {"prompt": said("Hi?", "Yes.", "So?"), "chosen": "Good", "rejected": "Bad"},
+    ),
+    "ultrafeedback-h4": (
+        {
+            "prompt": "Hi?",
+            "prompt_id": "f0e37e9f",
+            "chosen": said("Hi?", "Good"),
+            "rejected": said("Hi?", "Bad"),
+            "messages": said("Hi?", "Good"),
+            "score_chosen": 6.0,
+            "score_rejected": 4.0,
+        },
+        {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": " Good", "rejected": " Bad"},
+        {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
+    ),
+    "hh": (
+        {
+            "chosen": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: A cat,\n\nand a dog?\n\nAssistant: Good",
+            "rejected": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: A cat,\n\nand a dog?\n\nAssistant: Bad",
+        },
+        {
+            "prompt": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: A cat,\n\nand a dog?\n\nAssistant:",
+            "chosen": " Good",
+            "rejected": " Bad",
+        },
+        {"prompt": said("Hi?", "Yes.", "A cat,\n\nand a dog?"), "chosen": "Good", "rejected": "Bad"},
+    ),
+    "tldr": (
+        {
+            "prompt": POST,
+            "chosen": said(POST, "Good"),
+            "rejected": said(POST, "Bad"),
+            "info": {"id": "t3_1", "post": "It sat on the mat.", "article": None},
+            "summaries": [{"text": " Good", "note": None}, {"text": " Bad", "note": None}],
+            "choice": 0,
+        },
+        {"prompt": POST, "chosen": " Good", "rejected": " Bad"},
+        {"prompt": POST, "chosen": "Good", "rejected": "Bad"},
+    ),
+    "tldr-sft": (
+        {
+            "prompt": POST,
+            "messages": said(POST, "A cat sat."),
+            "id": "t3_1",
+            "subreddit": "cats",
+            "summary": "A cat sat.",
+        },
+        {"prompt": POST, "completion": " A cat sat."},
+        {"prompt": POST, "completion": "A cat sat."},
+    ),
+    "orca": (
+        {"system": "", "question": "Hi?", "chosen": "Good", "rejected": "Bad"},
+        {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": " Good", "rejected": " Bad"},
+        {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
+    ),
+    "safe-rlhf": (
+        {"prompt": "Hi?", "response_0": "Bad", "response_1": "Good", "better_response_id": 1, "safer_response_id": 0},
+        {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": " Good", "rejected": " Bad"},
+        {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
+    ),
+    "stack": (
+        {"qid": 1, "question": "Hi?", "date": "2020", "metadata": ["url"], "response_j": "Good", "response_k": "Bad"},
+        {"prompt": "Question: Hi?\n\nAnswer:", "chosen": " Good", "rejected": " Bad"},
+        {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
+    ),
+    "imdb": (
+        {"text": "I saw this film<br />and liked it.", "label": 1},
+        {"text": "I saw this film<br />and liked it.", "prompt": "I saw this film<br"},
+        None,
+    ),
+    "alpaca": (
+        {"instruction": "Name it.", "input": "a cat", "output": "Tom", "text": "Below is an instruction ..."},
+        {"prompt": "### Instruction:\nName it.\n\na cat\n\n### Response:\n", "completion": "Tom"},
+        {"prompt": "Name it.\n\na cat", "completion": "Tom"},
+    ),
+    "no-robots": (
+        {"prompt": "Hi?", "prompt_id": "2dc7ea89", "messages": said("Hi?", "Good"), "category": "Chat"},
+        {"text": "\n\nHuman: Hi?\n\nAssistant: Good"},
+        {"messages": said("Hi?", "Good")},
+    ),
+    "capybara": (
+        {"source": "Dove", "conversation": [{"input": "Hi?", "output": "Yes."}, {"input": "So?", "output": "Good"}]},
+        {"text": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: So?\n\nAssistant: Good"},
+        {"messages": said("Hi?", "Yes.", "So?", "Good")},
+    ),
+    "sharegpt": (
+        {"conversations": shared_by("Hi?", "Yes.", "So?", "Good"), "source": None, "id": None},
+        {"text": "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: So?\n\nAssistant: Good"},
+        {"messages": said("Hi?", "Yes.", "So?", "Good")},
+    ),
+}
+ROWS["descriptiveness"] = ROWS["tldr"]
+COLUMNS = {  # what each must have
+    "dapo": ["prompt", "reward_model"],
+    "tldr-sft": ["messages"],
+    "orca": ["question", "chosen", "rejected"],
+    "math": ["problem", "solution"],
+    "alpaca": ["instruction", "input", "output"],
+    "safe-rlhf": ["prompt", "response_0", "response_1", "better_response_id"],
+    "stack": ["question", "response_j", "response_k"],
+    "gsm8k": ["question", "answer"],
+    "countdown": ["target", "nums"],
+    "imdb": ["text"],
+    "no-robots": ["messages"],
+    "capybara": ["conversation"],
+    "sharegpt": ["conversations"],
+} | {name: ["chosen", "rejected"] for name in ("ultrafeedback", "ultrafeedback-h4", "hh", "tldr", "descriptiveness")}
+recipes = pytest.mark.parametrize("name", ROWS)
+
+
+def make(name, folder, *flags, rows=None, held_out=()):
+    """Runs the program on rows of a data set; the lines of train.jsonl, and of validation.jsonl."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    write_rows(source / "train.jsonl", rows or [ROWS[name][0]])
+    if held_out:
+        write_rows(source / "test.jsonl", held_out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["data.py", name, str(folder / "out"), "--source", str(source), *flags])
+        data.main()
+    files = [folder / "out" / f"{split}.jsonl" for split in ("train", "validation")]
+    return [[json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [] for file in files]
+
+
+def test_all_data_sets_are_tested():
+    assert set(ROWS) == set(COLUMNS) == set(data.RECIPES)
+
+
+@recipes
+def test_rows_become_texts(name, tmp_path):
+    """Prompt and answer are joined as one would write them; of countdown only the numbers matter."""
+    _, expected, _ = ROWS[name]
+    [row], _ = make(name, tmp_path)
+    if name == "countdown":
+        assert re.fullmatch(expected["prompt"], row["prompt"])
+        row = row | {"prompt": expected["prompt"]}
+    assert row == expected
+
+
+@recipes
+def test_rows_become_messages(name, tmp_path):
+    _, _, expected = ROWS[name]
+    if expected is None:
+        with pytest.raises(SystemExit, match="--chat"):
+            make(name, tmp_path, "--chat", "S")
+        return
+    [row], _ = make(name, tmp_path, "--chat", "S")
+    first, *rest = row.pop("messages", None) or row.pop("prompt")
+    assert first == {"role": "system", "content": "S"}
+    wanted = dict(expected)
+    asked = wanted.pop("messages", None) or wanted.pop("prompt")
+    if isinstance(asked, str):
+        assert [turn["role"] for turn in rest] == ["user"]
+        assert re.fullmatch(asked if name == "countdown" else re.escape(asked), rest[0]["content"])
+    else:
+        assert rest == asked
+    for column in {"completion", "chosen", "rejected"} & set(wanted):
+        wanted[column] = [{"role": "assistant", "content": wanted[column]}]
+    assert row == wanted
+
+
+@pytest.mark.parametrize("name, column", [(name, column) for name in COLUMNS for column in COLUMNS[name]])
+@pytest.mark.parametrize("change", ["gone", "null"])
+def test_a_row_that_does_not_fit_names_its_column(name, column, change):
+    row = dict(ROWS[name][0])
+    row[column] = None
+    if change == "gone":
+        del row[column]
+    with pytest.raises(data.Misfit, match=f"'{column}'"):
+        data.RECIPES[name].read(row)
+
+
+WITHIN = {  # a turn without a text, a conversation without turns, answers to different prompts, ...
+    "sharegpt": {"conversations": shared_by("Hi?", None)},
+    "capybara": {"conversation": [{"input": "Hi?", "output": None}]},
+    "no-robots": {"messages": []},
+    "dapo": {"prompt": said("Hi?"), "reward_model": {"style": "rule"}},
+    "hh": {"chosen": "Human: Hi?", "rejected": "\n\nHuman: Hi?\n\nAssistant: Bad"},
+    "ultrafeedback": {"chosen": said("Hi?", "Good"), "rejected": said("Ha?", "Bad")},
+    "safe-rlhf": {"prompt": "Hi?", "response_0": "Bad", "response_1": "Good", "better_response_id": 2},
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_what_does_not_fit_within_a_column(name, tmp_path):
+    """It ends the program with a sentence that names the column; with --skip it is left out."""
+    rows = [ROWS[name][0], WITHIN[name]]
+    column = {"dapo": "reward_model", "safe-rlhf": "better_response_id"}.get(name, next(iter(WITHIN[name])))
+    with pytest.raises(SystemExit, match=f"row 1: .*'{column}"):
+        make(name, tmp_path / "strict", rows=rows)
+    kept, _ = make(name, tmp_path / "skip", "--skip", rows=rows)
+    assert len(kept) == 1
+
+
+def test_a_system_message_of_the_row_stays(tmp_path):
+    row = ROWS["orca"][0] | {"system": "Be brief."}
+    [ours], _ = make("orca", tmp_path, "--chat", "S", rows=[row])
+    assert [turn["content"] for turn in ours["prompt"]] == ["Be brief.", "Hi?"]
+
+
+def test_rows_held_back_and_rows_that_come_twice(tmp_path):
+    """A split of the data set's own is kept apart; where there is none, some rows are."""
+    rows = [ROWS["gsm8k"][0] | {"question": f"What is {i} + 3?"} for i in (1, 2, 2, 3)]
+    train, validation = make("gsm8k", tmp_path / "own", rows=rows[:3], held_out=rows[3:])
+    assert [row["prompt"][18:19] for row in train + validation] == ["1", "2", "3"] and len(validation) == 1
+    pairs = [ROWS["orca"][0] | {"question": f"Is it {i}?"} for i in range(5)]
+    train, validation = make("orca", tmp_path / "none", "--held-out", "2", rows=pairs)
+    assert (len(train), len(validation)) == (3, 2)
+    assert not make("orca", tmp_path / "all", rows=pairs)[1]
+    assert len(make("orca", tmp_path / "few", "--rows", "2", rows=pairs)[0]) == 2
+
+
+def test_copies_on_disk_of_several_kinds(tmp_path, monkeypatch):
+    """A file, a folder that save_to_disk left, and a clone whose README names its configurations and splits."""
+    import datasets
+
+    row = ROWS["ultrafeedback-h4"][0]
+    both = datasets.DatasetDict({split: datasets.Dataset.from_list([row]) for split in ("train_prefs", "test_prefs")})
+    both.save_to_disk(tmp_path / "saved")
+    clone = tmp_path / "clone"
+    (clone / "data").mkdir(parents=True)
+    splits = [f"  - split: {split}\n    path: data/{split}*\n" for split in ("train_sft", "train_prefs", "test_prefs")]
+    (clone / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n" + "".join(splits) + "---\n"
+    )
+    for split in ("train_sft", "train_prefs", "test_prefs"):
+        write_rows(clone / "data" / f"{split}.jsonl", [row] * (1 if split != "train_sft" else 2))
+    write_rows(tmp_path / "one.jsonl", [row])
+    for source, num_held_out in (("saved", 1), ("clone", 1), ("one.jsonl", 0)):
+        out = tmp_path / f"of_{source}"
+        monkeypatch.setattr(sys, "argv", ["data.py", "ultrafeedback-h4", str(out), "--source", str(tmp_path / source)])
+        data.main()
+        assert len((out / "train.jsonl").read_text().splitlines()) == 1
+        assert (out / "validation.jsonl").exists() == bool(num_held_out)
+
+
+def test_without_hub_and_copy(tmp_path, monkeypatch):
+    """It says what to do; so it does for a copy that is not there."""
+    monkeypatch.setattr(sys, "argv", ["data.py", "gsm8k", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="openai/gsm8k.*--source"):
+        data.main()
+    monkeypatch.setattr(sys, "argv", ["data.py", "gsm8k", str(tmp_path / "out"), "--source", "nowhere"])
+    with pytest.raises(SystemExit, match="nowhere"):
+        data.main()
+    assert not (tmp_path / "out").exists()
+
+
+# --- The page: each command, for two updates of a tiny model of its family
+
+NATIVE = {  # data sets that a command reads from the hub as they are
+    "trl-lib/tldr": {"prompt": POST, "completion": " A cat sat."},
+    "trl-internal-testing/tldr-preference-sft-trl-style": ROWS["tldr-sft"][0],
+    "Asap7772/cog_behav_all_strategies": {"query": "Make 5 of 2, 3.", "completion": " <answer>2 + 3</answer>"},
+    "mlabonne/smoltldr": {"prompt": "A long story.", "completion": "A story."},
+}
+SMALL = {"batch_size": 8, "micro_batch_size": 4, "local_rollout_forward_batch_size": 8, "response_length": 4}
+SMALL |= {"total_episodes": 16, "response_length_min": None, "num_train_epochs": 1.0, "rloo_k": 2, "num_generations": 2}
+SMALL |= {"num_sample_generations": 0, "bf16": False, "device": "cpu", "num_mini_batches": 1, "save_steps": 100}
+SMALL |= {"max_length": 128, "max_prompt_length": 120}
+
+
+def small(args):
+    """Of SMALL what a script has; scripts that sample count episodes, not passes over the data."""
+    changes = {name: value for name, value in SMALL.items() if hasattr(args, name)}
+    return changes | ({"num_train_epochs": None} if "total_episodes" in changes else {})
+
+
+def numbered(row, i):
+    """The row with another number in its question and answers, so that rows differ."""
+    return json.loads(
+        re.sub(r"(Hi\?|A cat|2 \+ 3|film|Name it|\[44|2, 3|story)", rf"\1 {i}", json.dumps(row)).replace(
+            "[44 ", "[44, "
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(kind, name) -> the folder of a tiny model of a family, or of 16 rows of a data set, made once."""
+    folder = tmp_path_factory.mktemp("made")
+    models = {}
+
+    def make_it(name, is_reward=False):
+        if name not in models:
+            models[name] = save_family(name, folder / name.replace(" ", "_"))
+        return models[name][is_reward]
+
+    return make_it
+
+
+def tiny_version(args, made, tmp_path, chats):
+    """The settings of a command, for a tiny model and sixteen rows."""
+    changes = small(args)
+    name = args.dataset.removeprefix("data/")
+    family = "qwen 2.5" if "Qwen" in args.model or "SmolLM" in args.model or name in chats else None
+    changes["model"] = made(family) if family else str(ROOT / "toy/sft")
+    if "reward_model" in getattr(args, "reward_fn", ()):
+        changes["reward_model"] = made(family, True) if family else str(ROOT / "toy/reward_model")
+    folder = tmp_path / Path(args.dataset).name
+    row = ROWS[name][0] if name in ROWS else NATIVE[args.dataset]
+    rows = [numbered(row, i) for i in range(16)]
+    if name in ROWS:
+        with pytest.MonkeyPatch.context() as patch:
+            source = write_rows(tmp_path / f"{name}.jsonl", rows)
+            chat = ["--chat", "S"] if name in chats else []
+            patch.setattr(sys, "argv", ["data.py", name, str(folder), "--source", source, *chat])
+            data.main()
+        changes["dataset"] = str(folder)
+    else:
+        changes["dataset"] = write_rows(tmp_path / "rows.jsonl", rows)
+    return changes
+
+
+SLOW = pytest.mark.slow
+FEW = ("gsm8k", "hh", "tldr-sft")
+
+
+@pytest.mark.parametrize("chat", ["texts", "chat"])
+@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=SLOW) for name in ROWS])
+def test_the_command_that_is_printed(name, chat, made, tmp_path, monkeypatch, capsys):
+    """It reads the rows, for two updates; a model that was taught to chat is named where the rows are messages."""
+    if (name, chat) == ("imdb", "chat"):
+        return
+    chats = {name} if chat == "chat" else set()
+    make(name, tmp_path / "made", *["--chat"] * len(chats))
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert ("Instruct" in command) == (chat == "chat") or "./sft" in command
+    command = command.replace(str(tmp_path / "made/out"), f"data/{name}")
+    module, args = read(shlex.split(command, comments=True)[1:], monkeypatch)
+    settings = dataclasses.asdict(args) | tiny_version(args, made, tmp_path, chats) | {"dataset_test_split": "none"}
+    settings.pop("output_dir")
+    assert len(run(module, tmp_path / "run", **settings)) == 2
+
+
+PAGE = "recipes/README.md"
+ON_PAGE = [" ".join(words[1:]) for words in commands(text_of(PAGE)) if "models/smollm2" not in words]
+CHATS = {
+    shlex.split(line)[2] for line in code_lines(text_of(PAGE)) if re.match(r"python recipes/data\.py .*--chat", line)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ON_PAGE)))
+def test_commands_of_the_page(number, made, tmp_path, monkeypatch):
+    module, args = read(shlex.split(ON_PAGE[number]), monkeypatch)
+    changes = tiny_version(args, made, tmp_path, CHATS)
+    block = re.search(r"^```python\n(.*?)^```", text_of(PAGE), re.M | re.S)[1]
+    (tmp_path / "length.py").write_text(block)
+    functions = [name.replace("length.py", str(tmp_path / "length.py")) for name in getattr(args, "reward_fn", ())]
+    if functions:
+        changes["reward_fn"] = tuple("toy/make.py:gold_score" if "classifier" in name else name for name in functions)
+    settings = dataclasses.asdict(args) | changes | {"dataset_test_split": "none"}
+    settings.pop("output_dir")
+    lines = run(module, tmp_path / "run", **settings)
+    assert len(lines) == 2
+
+
+def test_the_memory_of_the_page_is_the_formulas(monkeypatch):
+    """Else run benchmarks/memory.py --recipes."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    memory = load("benchmarks/memory.py", "memory")
+    cells = {row.split("]")[0][3:]: row.split("|")[-2] for row in text_of(PAGE).splitlines() if row.startswith("| [")}
+    for name, (shape, plan) in memory.RECIPES.items():
+        assert f"{memory.peak(shape, plan) / memory.GB:.0f}" in re.findall(r"\d+", cells[name.split(",")[0]]), name
+
+
+# --- Tasks without a network
+
+
+def make_task(name, folder, *words):
+    """Runs recipes/tasks.py; the rows to train on and those to evaluate on."""
+    tasks = load("recipes/tasks.py", "recipes_tasks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tasks.py", name, str(folder), *map(str, words)])
+        tasks.main()
+    files = [folder / f"{split}.jsonl" for split in ("train", "validation")]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def judged(rows, answer, function="score"):
+    """What a reward function gives for an answer to each of these rows; {} stands for the right one."""
+    score = getattr(load("rewards/reasoning.py"), function)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    texts = [f"So it is <answer>{answer}</answer>.".replace("{}", str(row["answer"])) for row in rows]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    return score(prompts=columns["prompt"], completions=completions, **columns)
+
+
+def test_a_task_of_numbers(tmp_path):
+    """Settings reach the generator, no question comes twice, and the answer has to stand in its tags."""
+    pytest.importorskip("reasoning_gym")
+    train, held_out = make_task(
+        "chain_sum", tmp_path, "--max-terms", 2, "--max-digits=1", "--size", 40, "--examples", 2
+    )
+    questions = [row["prompt"][-1]["content"] for row in train + held_out]
+    assert len(set(questions)) == len(questions) and held_out
+    assert all(json.loads(row["metadata"])["num_terms"] == 2 for row in train)
+    system, *shown, asked = train[0]["prompt"]
+    assert "<answer>" in system["content"] and asked["role"] == "user"
+    assert [turn["role"] for turn in shown] == ["user", "assistant"] * 2
+    assert not {turn["content"] for turn in shown} & set(questions)
+    assert judged(train, "{}") == [1.0] * len(train)
+    assert len(train) == 40 and judged(train, "none") == [0.0] * 40
+    assert 0 < judged(train[:1], "{} apples")[0] < 1 and judged(train[:1], "{} apples", "right") == [0.0]
+    score = load("rewards/reasoning.py").score
+    row = train[0]
+    given = {"prompts": [row["prompt"]] * 2, "task": [row["task"]] * 2}
+    assert score(completions=["no tags: " + row["answer"], "<answer>0"], **given) == [0, 0]
+    with pytest.raises(ValueError, match="version"):
+        score(prompts=["What is 0 + 0?"], completions=["5"], task=[row["task"]])
+
+
+def test_a_task_is_trained_on(made, tmp_path):
+    """For two updates, by the command of the page."""
+    pytest.importorskip("reasoning_gym")
+    make_task("letter_counting", tmp_path / "data", "--max-words", 5, "--instruction", "direct", "--size", 20)
+    settings = small(grpo.Args) | {
+        "model": made("qwen 2.5"),
+        "dataset": str(tmp_path / "data"),
+        "max_prompt_length": 512,
+    }
+    reward = str(ROOT / "rewards/reasoning.py:score")
+    lines = run(grpo, tmp_path / "run", **settings, reward_fn=(reward,), dataset_test_split="none")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    "words, match",
+    [
+        (["no_such_task"], "no_such_task"),
+        (["n_queens"], "Python"),
+        (["chain_sum", "--max-trems", "2"], "max_terms"),
+        (["rush_hour", "--examples", "1"], "--examples"),
+    ],
+)
+def test_tasks_that_cannot_be_made(words, match, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(SystemExit, match=match):
+        make_task(words[0], tmp_path, *words[1:], "--size", 5)
+
+
+@pytest.mark.slow
+def test_every_task_is_judged_and_no_judge_runs_an_answer(tmp_path):
+    """What the library calls the answer is right, a text that is none earns little, and Python is not run."""
+    pytest.importorskip("reasoning_gym")
+    tasks = load("recipes/tasks.py", "recipes_tasks")
+    trap = tmp_path / "opened"
+    assert len(tasks.TASKS) == 95
+    for name in tasks.TASKS:
+        rows = tasks.make_rows(name, {"seed": 1, "size": 2}, "", 0)
+        rows = json.loads(json.dumps(rows))
+        for text in (str(trap), f"{trap}2"):
+            for form in ("{}", "[{}]", "[[{}]]", "{} + 1"):
+                judged(rows, form.format(f"open({text!r}, 'w')"))
+        assert not list(tmp_path.iterdir()), name
+        if rows[0]["answer"] is not None:
+            assert judged(rows, "{}") == [1.0] * len(rows), name
+        if name != "game_of_life_halting":  # whose judge takes any text for a no
+            assert max(judged(rows, "nonsense")) < 0.5, name
+
+
+def test_mathematical_answers():
+    """Equal, however they are written; none without a right answer; and quickly, whatever a policy writes."""
+    pytest.importorskip("math_verify")
+    score = load("rewards/maths.py").score
+    right = {"\\boxed{\\frac{1}{2}}": "It is $\\boxed{0.5}$.", "Answer: 34": 34, "\\boxed{x^2+2x+1}": "(x+1)^2"}
+    assert score(completions=list(right), answer=list(right.values())) == [1.0] * len(right)
+    wrong = ["\\boxed{\\frac{1}{3}}", "", "\\boxed{", "I do not know.", "\\boxed{9^{9^{9}}}"]
+    assert score(completions=wrong, answer=["0.5"] * len(wrong)) == [0.0] * len(wrong)
+    assert score(completions=[[{"role": "assistant", "content": "5"}], "5"], answer=["5", None]) == [1.0, None]
