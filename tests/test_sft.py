@@ -1,6 +1,7 @@
 """sft.py: encoding, packing, batches, and a whole run by hand."""
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ from numbers_of_others import golden
 from replay import EOS, SETTINGS, agree, evaluated, ids_of, read_text, replay
 from replay import note_sizes, toy_rows, write_data, write_model
 from runs import run, untimed
-from transformers import AutoModelForCausalLM
+from sources import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
 
@@ -159,3 +161,14 @@ def test_tables_of_samples_change_no_number(texts, tmp_path):
     with_tables = run(sft, tmp_path / "with", num_sample_generations=4, **settings)
     assert untimed(without) == untimed(with_tables)
     agree(evaluated(with_tables[-1]), evaluation(labelled(texts.tests, 36))(saved(tmp_path / "with")))
+
+
+def test_a_tokenizer_without_a_padding_token(tmp_path, tiny):
+    """As GPT-2's: EOS stands for it, from scratch, too."""
+    shutil.copytree(ROOT / "toy/base", tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    policy = sft.load_policy(sft.Args(from_scratch=str(tmp_path / "base"), device="cpu"))
+    assert policy.tokenizer.pad_token == policy.tokenizer.eos_token
+    assert run(sft, tmp_path / "out", **tiny["sft"] | dict(from_scratch=str(tmp_path / "base")))
