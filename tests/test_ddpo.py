@@ -198,7 +198,7 @@ def test_weights_of_rewards(rewards):
 @pytest.mark.parametrize("per_prompt", [False, True])
 def test_equal_rewards(per_prompt, tmp_path, rewards):
     """Nothing is learnt from them. In float32 the mean of 16 times 57.1 is another number."""
-    tracking = dict(per_prompt_stat_tracking=per_prompt, per_prompt_stat_tracking_min_count=1)
+    tracking = dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=1) if per_prompt else {}
     with pytest.warns(UserWarning, match="nothing to learn from"):
         lines = run(ddpo, tmp_path / "run", reward_fn=rewards("equal"), **tracking, **TINY)
     assert all(line["grad_norm"] == 0 for line in lines)
