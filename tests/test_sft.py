@@ -172,3 +172,11 @@ def test_a_tokenizer_without_a_padding_token(tmp_path, tiny):
     policy = sft.load_policy(sft.Args(from_scratch=str(tmp_path / "base"), device="cpu"))
     assert policy.tokenizer.pad_token == policy.tokenizer.eos_token
     assert run(sft, tmp_path / "out", **tiny["sft"] | dict(from_scratch=str(tmp_path / "base")))
+
+
+@pytest.mark.parametrize("num_tokens, blocks", [(7, 1), (8, 2), (9, 2), (11, 2), (12, 3)])
+def test_the_last_block_is_kept_if_it_is_full(num_tokens, blocks):
+    """What does not fill a block is left out, and nothing else."""
+    ids = list(range(num_tokens))
+    packed = sft.pack([(ids[:5], ids[:5]), (ids[5:], ids[5:])], 4)
+    assert [block for block, _ in packed] == [ids[i : i + 4] for i in range(0, 4 * blocks, 4)]
