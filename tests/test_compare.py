@@ -170,8 +170,9 @@ def test_a_reward_that_says_nothing_leaves_its_pair_open(tmp_path, says):
 
 @contextmanager
 def server(answer):
-    """A stand-in for an OpenAI-compatible API; answer(question, number of the request) -> text, (status, body[, when to ask again]) or
-    "hang". Yields its address and the list of requests: (path, headers, body)."""
+    """A stand-in for an OpenAI-compatible API; answer(question, number of the request) -> text, (status, body),
+    (status, body, seconds of Retry-After) or "hang". Yields its address and the list of requests: (path, headers,
+    body)."""
     requests = []
     lock = threading.Lock()
     closing = threading.Event()

@@ -176,6 +176,26 @@ def test_a_pad_token_without_an_embedding(saved, train, script):
     assert train(script, model=model)
 
 
+@pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo, sft], ids=lambda module: module.__name__)
+def test_each_setting_of_sampling_alone(saved, script):
+    """One is enough for a policy to be sampled from, and one that has neither stays as it was."""
+    model = saved("llama")
+    for stored, is_sampled in (({"temperature": 0.9}, True), ({"top_p": 0.6}, True), ({}, None)):
+        Path(model, "generation_config.json").write_text(json.dumps(stored))
+        policy = script.load_policy(script.Args(model=model, device="cpu"))
+        assert policy.generation_config.do_sample is is_sampled
+        policy.generation_config.save_pretrained(model)
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, grpo, dpo, sft], ids=lambda module: module.__name__)
+def test_settings_that_could_not_be_saved_end_a_run_before_it_begins(saved, train, script, tmp_path):
+    model = saved("llama")
+    Path(model, "generation_config.json").write_text('{"length_penalty": 2.0}')  # without beams
+    with pytest.raises((ValueError, SystemExit), match="length_penalty"):
+        train(script, model=model)
+    assert not (tmp_path / "run0").exists()
+
+
 def test_an_adapter_is_no_model(saved, train, tmp_path):
     train(sft, model=saved("llama"), lora_r=2)
     with pytest.raises(SystemExit, match="run0/merged"):

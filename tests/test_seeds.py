@@ -30,7 +30,7 @@ def test_what_three_pairs_say():
 
 
 def test_what_is_shown(capsys):
-    """A difference has a star on either side of 0; the end of a run is its last five updates, whichever have a metric."""
+    """A difference has a star on either side of 0; the end of a run is its last five updates, if they have it."""
     shown = {"up": ([1, 2, 3], [11, 12.1, 13]), "down": ([11, 12.1, 13], [1, 2, 3]), "level": ([1, 2, 3], [3, 2, 1.5])}
     seeds.show(shown)
     rows = [row for row in capsys.readouterr().out.splitlines() if "±" in row]

@@ -353,6 +353,15 @@ def test_epochs_win_over_episodes(tmp_path, tiny):
     assert lines_of(tmp_path / "a")[-1]["episode"] == 32
 
 
+@pytest.mark.parametrize("module, rows", [(sft, 32), (reward_model, 24), (dpo, 24)], ids=["sft", "reward_model", "dpo"])
+def test_passes_over_the_rows_are_counted(module, rows, tiny, tmp_path):
+    """Half a pass more is half of its steps, or what contains them."""
+    lines = run(module, tmp_path, **tiny[module.__name__] | dict(num_train_epochs=1.5, dataset_test_split="none"))
+    steps = math.ceil(1.5 * rows / 8)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert [line["epoch"] for line in lines] == pytest.approx([8 * step / rows for step in range(1, steps + 1)])
+
+
 def prompts_of(length):
     return datasets.Dataset.from_dict({"input_ids": [[5] * length]})
 

@@ -1,6 +1,7 @@
 """sft.py: encoding, packing, batches, and a whole run by hand."""
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ from numbers_of_others import golden
 from replay import EOS, SETTINGS, agree, evaluated, ids_of, read_text, replay
 from replay import note_sizes, toy_rows, write_data, write_model
 from runs import run, untimed
-from transformers import AutoModelForCausalLM
+from sources import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
 
@@ -161,3 +163,22 @@ def test_tables_of_samples_change_no_number(texts, tmp_path):
     with_tables = run(sft, tmp_path / "with", num_sample_generations=4, **settings)
     assert untimed(without) == untimed(with_tables)
     agree(evaluated(with_tables[-1]), evaluation(labelled(texts.tests, 36))(saved(tmp_path / "with")))
+
+
+def test_a_tokenizer_without_a_padding_token(tmp_path, tiny):
+    """As GPT-2's: EOS stands for it, from scratch, too."""
+    shutil.copytree(ROOT / "toy/base", tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    policy = sft.load_policy(sft.Args(from_scratch=str(tmp_path / "base"), device="cpu"))
+    assert policy.tokenizer.pad_token == policy.tokenizer.eos_token
+    assert run(sft, tmp_path / "out", **tiny["sft"] | dict(from_scratch=str(tmp_path / "base")))
+
+
+@pytest.mark.parametrize("num_tokens, blocks", [(7, 1), (8, 2), (9, 2), (11, 2), (12, 3)])
+def test_the_last_block_is_kept_if_it_is_full(num_tokens, blocks):
+    """What does not fill a block is left out, and nothing else."""
+    ids = list(range(num_tokens))
+    packed = sft.pack([(ids[:5], ids[:5]), (ids[5:], ids[5:])], 4)
+    assert [block for block, _ in packed] == [ids[i : i + 4] for i in range(0, 4 * blocks, 4)]
