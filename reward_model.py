@@ -764,14 +764,14 @@ def checkpoint_layers(model: nn.Module) -> None:
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
     """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
     numbers per layer and hidden unit, and three times its logits; sampling, 2, the keys and values. They may fill an
-    eighth of what is free on the GPU. Without CUDA, where larger parts gain little, it is 256 MB, or four times the
+    eighth of what is free on the GPU. Without CUDA, where larger parts are slower, it is 64 MB, or four times the
     weights, up to 2 GB: each part goes once more through the gradient of all."""
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
     num_logits = len(head.weight) if head is not None and is_trained else 0
     numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
-    limit = max(2**26, min(4 * model.num_parameters(), 2**29))
+    limit = max(2**24, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type == "cuda":
         free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
         if WORLD_SIZE > 1:

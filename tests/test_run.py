@@ -462,7 +462,7 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script, number, tmp_path, s
 
 @pytest.mark.parametrize("script", PPO_FIRST)
 def test_a_checkpoint_before_any_step_was_made(script, tmp_path, settings_of, monkeypatch):
-    """Of moments that are not there none are saved: the steps that follow do not depend on when checkpoints are made."""
+    """Moments that are not there are not saved: what follows does not depend on when checkpoints are made."""
     for number in (1, 99):
         with monkeypatch.context() as patch:
             break_gradients(patch, range(1, 3 if script == "ppo" else 2))
