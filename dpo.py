@@ -682,6 +682,8 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
     chosen = args.chosen_column
     rejected = args.rejected_column
     check_columns(data, {"--chosen-column": chosen, "--rejected-column": rejected})
+    if args.prompt_column != Args.prompt_column:  # it was named, so it must be there
+        check_columns(data, {"--prompt-column": args.prompt_column})
     prompt = args.prompt_column if args.prompt_column in data.column_names else None
     if prompt is None:
         print(f"no column {args.prompt_column!r}: the pairs are read as whole texts, or conversations")

@@ -1323,7 +1323,7 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, of which each process asks for its share; NaN for None."""
         r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
-        rows = deepcopy(r.examples)
+        rows = [deepcopy(example) for example in r.examples]  # those of a group are one object
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
         given["prompts_text"] = policy.tokenizer.batch_decode([row["input_ids"] for row in rows])
@@ -1951,7 +1951,9 @@ def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
 def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}) -> list[int]:
     """Token ids of a text, or of a conversation up to where the assistant is to speak; `options` are the template's."""
     if isinstance(prompt, str):
-        require(not options, "the columns tools and chat_template_kwargs are for conversations, and the prompt is a text")
+        require(
+            not options, "the columns tools and chat_template_kwargs are for conversations, and the prompt is a text"
+        )
         return encode_text(prompt, tokenizer)
     turns = as_turns(prompt, "user")
     if not turns:

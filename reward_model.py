@@ -450,6 +450,8 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
     """All pairs of a split, cut to `limit` tokens: rows of `Pair`, and their lengths."""
     read_pair = pair_reader(data, args)
     margin_column = args.margin_column
+    if margin_column != Args.margin_column:  # it was named, so it must be there
+        check_columns(data, {"--margin-column": margin_column})
 
     def encode(row: dict) -> dict:
         prompt, *texts = read_pair(row)
@@ -562,6 +564,8 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
     chosen = args.chosen_column
     rejected = args.rejected_column
     check_columns(data, {"--chosen-column": chosen, "--rejected-column": rejected})
+    if args.prompt_column != Args.prompt_column:  # it was named, so it must be there
+        check_columns(data, {"--prompt-column": args.prompt_column})
     prompt = args.prompt_column if args.prompt_column in data.column_names else None
     if prompt is None:
         print(f"no column {args.prompt_column!r}: the pairs are read as whole texts, or conversations")

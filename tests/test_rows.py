@@ -260,6 +260,9 @@ def test_the_named_column_is_read(folder):
         name = flag[2:].replace("-", "_")
         with pytest.raises(SystemExit, match=f"'question'.* {flag}"):
             start_run(module, folder, rows_for_all(told("The film?")), **{name: "question"})
+    for module, name in ((dpo, "prompt"), (reward_model, "prompt"), (reward_model, "margin")):
+        with pytest.raises(SystemExit, match=f"'question'.* --{name}-column"):
+            start_run(module, folder, rows_for_all(told("The film?")), **{f"{name}_column": "question"})
 
 
 # --- 3. Texts that hold their prompt
@@ -453,6 +456,16 @@ def test_a_function_is_given_the_prompt_as_it_was_read(folder):
     said = [[{"role": "assistant", "content": "It sings.</think><answer>good</answer>"}]]
     assert tagged(prompts=[told("The film?")], completions=said, prompts_text=["<|user|>The film?<think>\n"]) == [1.0]
     assert tagged(prompts=[told("The film?")], completions=said, prompts_text=["<|user|>The film?"]) == [0.0]
+
+
+@pytest.mark.parametrize("module", ON_ROLLOUTS, ids=lambda m: m.__name__)
+def test_a_function_may_spoil_its_rows(module, folder):
+    """Answers to one prompt have rows of their own."""
+    code = "def f(facts, **_):\n    return [float(len(x)) for x in facts if x.append(1) is None]\n"
+    (folder / "spoil.py").write_text(code)
+    rows = rows_for_all(told("The film?"), facts=[5])
+    lines = start_run(module, folder, rows, reward_fn=(f"{folder}/spoil.py:f",))
+    assert lines[0]["rewards/f/mean"] == 2
 
 
 MISTAKES = {
