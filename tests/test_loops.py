@@ -398,7 +398,7 @@ class Plain:
                 self.step(batch, rows.tolist(), logged)
         stats = batch.stats | {name: torch.cat(parts).mean().item() for name, parts in logged.items()}
         stats["val/ratio_var"] = torch.cat(logged["val/ratio"]).var(correction=0).item()
-        stats["val/skipped_steps"] = 0
+        stats |= {"val/skipped_steps": 0, "policy/first_ratio_error": 0, "rewards/unscored": 0}
         stats["lr"] = rates[0]
         stats["episode"] = number * args.batch_size
         if not self.is_ppo:

@@ -113,8 +113,9 @@ def stops_once(prompts, completions, **_):
 def fails_once(prompts, completions, **_):
     # in update 3, says nothing of any response, to all processes
     mark = f"{__file__}.failed.{os.environ['RANK']}"
-    folder = os.path.dirname(__file__)
-    if open(f"{folder}/broken/metrics.jsonl").read().count("\\n") == 2 and not os.path.exists(mark):
+    file = f"{os.path.dirname(__file__)}/broken/metrics.jsonl"
+    is_now = os.path.exists(file) and open(file).read().count("\\n") == 2  # it is tried before there is a run
+    if is_now and not os.path.exists(mark):
         open(mark, "w").close()
         return [None] * len(prompts)
     return length(prompts, completions)

@@ -100,7 +100,8 @@ def answered(policy, rows, completions):
     prompts, prompt_mask = ppo.pad([[5, 6]] * len(rows), policy.tokenizer, ppo.Args(device="cpu"), "left")
     responses, mask = ppo.pad(ids, policy.tokenizer, ppo.Args(device="cpu"))
     ended = torch.arange(len(rows)) == 0
-    return ppo.Rollout(prompts, prompt_mask, responses, mask, ended, torch.zeros(mask.shape), rows)
+    examples = [row | {"input_ids": [5, 6]} for row in rows]
+    return ppo.Rollout(prompts, prompt_mask, responses, mask, ended, torch.zeros(mask.shape), examples)
 
 
 ROWS = [{"prompt": f"The film {n}", "answer": str(n), "facts": {"n": n}} for n in range(4)]

@@ -393,7 +393,7 @@ def test_micro_batches_are_as_large_as_memory_allows():
     def fit(model=policy, tokens=64, device="cpu", **settings):
         return ppo.rows_that_fit(model, tokens, ppo.Args(device=device, **settings))
 
-    assert fit() == pytest.approx(2 * fit(tokens=128), rel=0.02)
+    assert fit() == pytest.approx(2 * fit(tokens=128), abs=1)
     assert fit(gradient_checkpointing=True) > 1.1 * fit()
     assert fit(body) > 1.1 * fit()
     assert ppo.rows_that_fit(policy, 64, ppo.Args(device="cpu"), is_trained=False) > 5 * fit()
