@@ -1087,7 +1087,7 @@ class Run:
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
             is_heard = True  # the other processes may never come here
         if self.saved and is_heard:
-            print(f"to go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
+            print(f"\nto go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
         """Waits until all processes are here; but not for long, since an error of one alone leaves others elsewhere."""
@@ -1237,7 +1237,9 @@ class Run:
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
         settings = asdict(self.asked).items()
-        flags = [f"--{name.replace('_', '-')} {x}" for name, x in settings if x != getattr(Args(), name)]
+        changed = {name: x for name, x in settings if x != getattr(Args(), name)}
+        words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in changed.items()}
+        flags = [f"--{name.replace('_', '-')} {x}" for name, x in words.items()]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]
