@@ -110,20 +110,23 @@ def stops_once(prompts, completions, **_):
     return length(prompts, completions)
 
 
+def is_third_update(run):
+    # a function is tried before there is a run
+    file = f"{os.path.dirname(__file__)}/{run}/metrics.jsonl"
+    return os.path.exists(file) and open(file).read().count("\\n") == 2
+
+
 def fails_once(prompts, completions, **_):
-    # in update 3, says nothing of any response, to all processes
+    # says nothing of any response, to all processes
     mark = f"{__file__}.failed.{os.environ['RANK']}"
-    file = f"{os.path.dirname(__file__)}/broken/metrics.jsonl"
-    is_now = os.path.exists(file) and open(file).read().count("\\n") == 2  # it is tried before there is a run
-    if is_now and not os.path.exists(mark):
+    if is_third_update("broken") and not os.path.exists(mark):
         open(mark, "w").close()
         return [None] * len(prompts)
     return length(prompts, completions)
 
 
 def fails_alone(prompts, completions, **_):
-    folder = os.path.dirname(__file__)
-    if os.environ["RANK"] == "1" and open(f"{folder}/alone/metrics.jsonl").read().count("\\n") == 2:
+    if os.environ["RANK"] == "1" and is_third_update("alone"):
         raise ValueError("mine")
     return length(prompts, completions)
 """
