@@ -872,14 +872,14 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
 
 
 def csv_options(columns: Sequence[str]) -> dict:
-    """The options by which the library reads these columns of a csv file as texts. An empty cell has no value; NA and
+    """Options that make the library read these columns of a csv file as texts. An empty cell is None; the words NA and
     None are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """The columns of a csv file, as numbers where Python prints all of them as they are written."""
+    """Turns a column of texts into numbers if Python prints each of them as it is written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []

@@ -984,14 +984,14 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
 
 
 def csv_options(columns: Sequence[str]) -> dict:
-    """The options by which the library reads these columns of a csv file as texts. An empty cell has no value; NA and
+    """Options that make the library read these columns of a csv file as texts. An empty cell is None; the words NA and
     None are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """The columns of a csv file, as numbers where Python prints all of them as they are written."""
+    """Turns a column of texts into numbers if Python prints each of them as it is written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
@@ -1022,9 +1022,8 @@ def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
 
 
 def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
-    """What `encode` makes of each row, in files that are mapped into memory; with `keep`, beside the row's columns.
-
-    The library keeps the files, and reads them again if neither the data nor `encode` have changed.
+    """Applies `encode` to each row; with `keep`, the row's own columns stay. The result is a file that is mapped into
+    memory. A later run reads it again if neither the data nor `encode` has changed.
     """
     split = str(data.split)
 
@@ -1053,7 +1052,7 @@ def read_value(row: dict, column: str) -> str | list[dict]:
 
 
 def template_options(row: dict) -> dict:
-    """What the row's columns `tools` and `chat_template_kwargs` (TRL) give to the chat template, as they are or as
+    """The options of a row for the chat template: its columns `tools` and `chat_template_kwargs` (TRL), which may be
     JSON."""
     given = {}
     for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
@@ -1069,7 +1068,7 @@ def template_options(row: dict) -> dict:
 
 
 def without_none(x: object) -> object:
-    """A copy without the keys of no value, at any depth, which a table adds to rows that lack them."""
+    """A copy without keys whose value is None, at any depth. Tables add such keys to rows that lack them."""
     if isinstance(x, dict):
         return {key: without_none(value) for key, value in x.items() if value is not None}
     if isinstance(x, list):
@@ -1115,13 +1114,13 @@ def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt
 
 
 def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
-    """Ends the program if the chat template has left something out: what a message says, a tool, an option. The
-    thoughts of earlier answers may go, as most templates delete them. Warns of other keys that it does not read."""
+    """Ends the program if the chat template dropped a message's content or tool call, a tool, or an option. Thoughts of
+    earlier answers may be missing: most templates delete them. Warns of other keys that the template does not write."""
     written = "".join(text.split())
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether it was written, but for white space; of lists and dicts, whether all of it was, and not as Python."""
+        """Whether x was written, white space aside; a list or dict in all its parts, and not as Python prints it."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -1153,10 +1152,11 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
 
 
 def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> str:
-    """A conversation up to the token that ends its last turn, an answer behind what a rollout reads before it.
+    """Renders a conversation up to the token that ends its last turn. If that is an answer, what stands before it is
+    what a rollout reads.
 
-    Mistral's template writes a system message into the last turn of the user, and none at all behind an answer: there
-    the answer is written as in a conversation without one.
+    Mistral's template puts a system message into the user's last turn, and drops it when an answer follows. There the
+    prompt is rendered alone, and the answer as in a conversation without a system message.
     """
     _, behind = turn_end(tokenizer)
     text = render(turns, tokenizer, options).removesuffix(behind)
@@ -1172,8 +1172,8 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
 
 
 def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text that may go on: after a BOS, once, if the tokenizer writes one, and without the EOS that some
-    tokenizers write after every text."""
+    """Token ids of a text that may go on: with one BOS, if the tokenizer adds one, and without the EOS that some
+    tokenizers add to every text."""
     ids = tokenizer(text)["input_ids"]
     if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has its own
         ids = ids[1:]
@@ -1185,7 +1185,7 @@ def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
 
 
 def print_lengths(what: str, lengths: Sequence[int], *notes: str) -> None:
-    """One line: how many rows there are, how long they are, and what was done to others."""
+    """Prints one line: the number of rows, their lengths, and notes on rows that were cut or dropped."""
     sizes = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
     print("; ".join(filter(None, [sizes, *notes])))
 
