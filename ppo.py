@@ -75,7 +75,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -292,8 +292,15 @@ def train(args: Args) -> None:
         with run.clock("rollout"):
             rollout = sample_batch(policy, examples, args)  # 1
         with run.clock("score"):
+            stats = {}
+            parts = None
+            if ratio_rounding(args) > 1e-3:  # the sampler, which reads a cache, rounds otherwise than the update
+                parts = first_pass(rollout, args)
+                rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, parts, args)
+                check_first_ratio(error, update, args)
+                stats["policy/sampler_error"] = error
             with adapter_off(policy, reference):  # 2
-                rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
+                rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args, parts)
             rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
             rollout.values = rollout.map(lambda r: critic_values(policy, critic, r), args)
             rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
@@ -305,7 +312,7 @@ def train(args: Args) -> None:
         advantages, rollout.returns = gae(rollout.rewards, rollout.values, rollout.mask, args.gamma, args.lam)  # 4
         rollout.advantages = masked_whiten(advantages, rollout.mask) if args.whiten_advantages else advantages
         with run.clock("update"):
-            stats = optimize(policy, critic, ema, optimizer, rollout, texts, args)  # 5 and 6
+            stats |= optimize(policy, critic, ema, optimizer, rollout, texts, args)  # 5 and 6
         check_first_ratio(stats["policy/first_ratio_error"], update, args)
         stats |= rollout_stats(rollout)
         stats["rewards/unscored"] = unscored(rollout.rewards_by_name).sum().item()
@@ -562,6 +569,24 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     """(b, T) log-probabilities of some episodes' responses under a model."""
     logits, _ = response_forward(model, r, args.temperature)
     return token_logprobs(logits, r.responses)
+
+
+def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
+    """The micro-batches of the first pass of the update, in their order, as it will draw them."""
+    with torch.random.fork_rng(devices=[]):
+        mini = list(islice(mini_batches(rollout, args), args.num_mini_batches))
+    return [index for mini_batch in mini for index in mini_batch]
+
+
+def read_again(
+    policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
+) -> tuple[Tensor, float]:
+    """(B, T) log-probabilities read as the update will read them: without a cache, beside the same rows, with the same
+    padding. They round alike, so the first ratio is exactly 1, also over a whole response, in which the rounding of
+    tokens adds up. Also returns the mean of |ratio - 1| between them and the sampler's."""
+    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args, micro_batches)
+    ratio = (logprobs - rollout.old_logprobs)[mask].exp()
+    return logprobs, (ratio - 1).abs().mean().item()
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

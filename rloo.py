@@ -279,7 +279,7 @@ def train(args: Args) -> None:
         with run.clock("score"):
             stats = {}
             parts = None
-            if not args.token_level_kl and ratio_rounding(args) > 1e-3:
+            if ratio_rounding(args) > 1e-3:  # the sampler, which reads a cache, rounds otherwise than the update
                 parts = first_pass(rollout, args)
                 rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, parts, args)
                 check_first_ratio(error, update, args)
@@ -570,9 +570,9 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_again(
     policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
 ) -> tuple[Tensor, float]:
-    """(B, T) log-probabilities read as the update will read them: without a cache, and beside the same rows, with the
-    same padding. So they round alike, and the first ratio is exactly 1, where a sum over the tokens of a response would
-    make much of their rounding. Also, the mean of |ratio - 1| between them and the sampler's."""
+    """(B, T) log-probabilities read as the update will read them: without a cache, beside the same rows, with the same
+    padding. They round alike, so the first ratio is exactly 1, also over a whole response, in which the rounding of
+    tokens adds up. Also returns the mean of |ratio - 1| between them and the sampler's."""
     logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()

@@ -136,13 +136,21 @@ def test_ratios_of_responses_under_bfloat16(saved, train, script, monkeypatch):
     assert line["policy/first_ratio_error"] == 0
 
 
+OF_RESPONSES = dict(importance_sampling_level="sequence")
+
+
 @pytest.mark.parametrize("parts", [1, 2], ids=["one mini-batch", "two mini-batches"])
-@pytest.mark.parametrize("script", [rloo, grpo], ids=lambda module: module.__name__)
-def test_the_first_ratio_of_responses_under_bfloat16_is_1(train, script, parts):
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [(ppo, {}), (rloo, {}), (rloo, dict(token_level_kl=True)), (grpo, {}), (grpo, OF_RESPONSES)],
+    ids=["ppo", "rloo", "rloo of tokens", "grpo", "grpo of responses"],
+)
+def test_the_first_ratio_under_bfloat16_is_1(train, script, more, parts):
     """Exactly, in each update: whichever rows the mini-batches draw, both sides are read beside the same neighbours."""
     settings = dict(batch_size=16, total_episodes=48, num_mini_batches=parts, micro_batch_size=3, num_ppo_epochs=2)
+    settings |= more
     if script is grpo:  # in some groups all scores are equal: their rows are read last
-        settings |= dict(importance_sampling_level="sequence", num_generations=2, reward_fn=(f"{__file__}:is_short",))
+        settings |= dict(num_generations=2, reward_fn=(f"{__file__}:is_short",))
     lines = train(script, model="toy/sft", bf16=True, **settings)
     assert [line["policy/first_ratio_error"] for line in lines] == [0, 0, 0]
     assert any(line["policy/sampler_error"] > 0 for line in lines)
