@@ -187,6 +187,8 @@ def test_weights_of_rewards(rewards):
     functions = ddpo.make_reward_fns(args)
     with pytest.raises(SystemExit, match="no reward at all"):
         ddpo.score_images(part, {"sometimes": functions["sometimes"]}, args)
+    with pytest.raises(SystemExit, match="infinite reward"):
+        ddpo.score_images(part, {"far": lambda x: torch.full((8,), math.inf)}, toy_chain()[1])
     before = torch.get_rng_state()
     ddpo.score_images(part, functions, args)
     assert torch.equal(torch.get_rng_state(), before)

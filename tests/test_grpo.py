@@ -207,6 +207,31 @@ def test_shares_are_of_rows_in_the_loss(level, monkeypatch):
 # --- sample_groups, join
 
 
+def test_joined_rollouts_keep_their_rows():
+    """Of whichever widths: prompts end, and responses begin, at one border; what each row holds stays."""
+    parts = []
+    for P, T in ((2, 5), (4, 3)):
+        prompts = torch.arange(1, 2 * P + 1).view(2, P)
+        responses = torch.arange(50, 50 + 2 * T).view(2, T)
+        real = [torch.ones_like(x, dtype=torch.bool) for x in (prompts, responses)]
+        examples = [{"number": 10 * P + i} for i in range(2)]
+        rewards = {"f": torch.tensor([P, T]) / 7}
+        part = grpo.Rollout(
+            prompts, real[0], responses, real[1], torch.tensor([True, False]), responses / 9.0, examples
+        )
+        part.rewards_by_name = rewards
+        parts.append(part)
+    whole = grpo.join(parts)
+    assert whole.prompt_mask[:, -1].all() and whole.mask[:, 0].all() and whole.prompts.shape == (4, 4)
+    assert [row["number"] for row in whole.examples] == [20, 21, 40, 41]
+    assert whole.rewards_by_name["f"].tolist() == pytest.approx([2 / 7, 5 / 7, 4 / 7, 3 / 7])
+    for i, part in ((0, parts[0]), (2, parts[1])):
+        for j in range(2):
+            assert whole.prompts[i + j][whole.prompt_mask[i + j]].tolist() == part.prompts[j].tolist()
+            assert whole.responses[i + j][whole.mask[i + j]].tolist() == part.responses[j].tolist()
+            assert whole.old_logprobs[i + j][whole.mask[i + j]].tolist() == part.old_logprobs[j].tolist()
+
+
 def test_dynamic_sampling(monkeypatch):
     """Groups whose scores differ are kept, in whole; equal ones fill up; and draws are counted."""
     args = grpo.Args(batch_size=8, num_generations=2)
