@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent  # not that of sources.py, which t
 SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
 LONGEST = 400  # seconds that the tests of a fault may take
 TESTS = {  # a word in the title of a part of a script: the tests of that part
-    "The loop": "loops run settings rows models",
+    "The loop": "loops run settings update rows models",
     "The same text": "models data rows settings run",
     "Processes": "models device processes settings",
     "The run": "run settings processes",

@@ -136,6 +136,21 @@ def test_ratios_of_responses_under_bfloat16(saved, train, script, monkeypatch):
     assert line["policy/first_ratio_error"] == 0
 
 
+@pytest.mark.parametrize("script", [ppo, rloo, grpo], ids=lambda module: module.__name__)
+def test_a_sampler_that_is_off_is_seen_under_bfloat16(saved, train, script, monkeypatch):
+    """Though its log-probabilities are computed once more, and the first ratio is then exactly 1."""
+    sample_batch = script.sample_batch
+
+    def sample_otherwise(*args):
+        r = sample_batch(*args)
+        r.old_logprobs += 0.3
+        return r
+
+    monkeypatch.setattr(script, "sample_batch", sample_otherwise)
+    with pytest.raises(SystemExit, match="ratio"):
+        train(script, model=saved("llama"), bf16=True)
+
+
 OF_RESPONSES = dict(importance_sampling_level="sequence")
 
 
