@@ -229,6 +229,8 @@ def assert_same_metrics(a, b, script):
     pairs = list(zip(untimed(lines_of(a)), untimed(lines_of(b)), strict=True))
     assert len(pairs) >= 2
     for one, two in pairs:
+        if "policy/sampler_error" not in one:  # with TF32 alone
+            two.pop("policy/sampler_error", None)
         assert one.keys() == two.keys()
         wrong = {name: (x, two[name]) for name, x in one.items() if x != close_to(two[name], name, script)}
         assert not wrong
