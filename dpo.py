@@ -552,6 +552,7 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
     mode = args.truncation_mode
 
     def encode(row: dict) -> dict:
+        """A row of texts as a row of tokens."""
         whole = encode_preference(*read_pair(row), tokenizer, template_options(row))
         pair = cut_to_fit(whole, limit, max_prompt_length, mode)
         is_different = pair.chosen != pair.rejected
@@ -690,6 +691,7 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
     is_whole = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
 
     def read_pair(row: dict) -> tuple:
+        """Prompt, chosen and rejected text of a row."""
         texts = [read_value(row, column) for column in (chosen, rejected)]
         start = read_value(row, prompt) if prompt else ""
         if is_whole:
@@ -1028,6 +1030,7 @@ def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bo
     split = str(data.split)
 
     def encode_row(row: dict, number: int) -> dict:
+        """`encode`, whose errors name the row."""
         try:
             return encode(row)
         except SystemExit as error:

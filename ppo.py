@@ -1770,6 +1770,7 @@ def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bo
     split = str(data.split)
 
     def encode_row(row: dict, number: int) -> dict:
+        """`encode`, whose errors name the row."""
         try:
             return encode(row)
         except SystemExit as error:

@@ -454,6 +454,7 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
         check_columns(data, {"--margin-column": margin_column})
 
     def encode(row: dict) -> dict:
+        """A row of texts as a row of tokens."""
         prompt, *texts = read_pair(row)
         options = template_options(row)
         whole = [encode_whole(prompt, text, tokenizer, options) for text in texts]
@@ -572,6 +573,7 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
     is_whole = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
 
     def read_pair(row: dict) -> tuple:
+        """Prompt, chosen and rejected text of a row."""
         texts = [read_value(row, column) for column in (chosen, rejected)]
         start = read_value(row, prompt) if prompt else ""
         if is_whole:
@@ -904,6 +906,7 @@ def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bo
     split = str(data.split)
 
     def encode_row(row: dict, number: int) -> dict:
+        """`encode`, whose errors name the row."""
         try:
             return encode(row)
         except SystemExit as error:

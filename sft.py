@@ -533,6 +533,7 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     is_whole = column == completion and texts_hold_prompt(data, prompt, completion)
 
     def encode(row: dict) -> dict:
+        """A row of texts as a row of tokens."""
         text = read_value(row, column)
         options = template_options(row)
         if column == messages:
@@ -582,6 +583,7 @@ def pack_rows(rows: datasets.Dataset, length: int) -> datasets.Dataset:
     """Blocks of `length` tokens, made of 10,000 texts at a time."""
 
     def encode(batch: dict) -> dict:
+        """Texts as blocks; those without a label are dropped."""
         blocks = pack(list(zip(batch["ids"], batch["labels"])), length)
         blocks = [(ids, labels) for ids, labels in blocks if any(label != IGNORE for label in labels[1:])]
         return {
@@ -973,6 +975,7 @@ def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bo
     split = str(data.split)
 
     def encode_row(row: dict, number: int) -> dict:
+        """`encode`, whose errors name the row."""
         try:
             return encode(row)
         except SystemExit as error:
