@@ -35,16 +35,16 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     raise NotImplementedError("masked_mean")
 
 
-def response_mask(responses: Tensor, stop_token_id: int) -> tuple[Tensor, Tensor]:
+def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
     """Which tokens of the responses (B, T) are real: mask (B, T), and whether a response ended: (B,), both boolean.
 
-    Sampling fills all T positions of a row. What the model said goes up to and including the first stop token; the
-    policy chose that token, too, and has to learn when to choose it.
+    Sampling fills all T positions of a row. The response goes up to and including the first stop token (some models have
+    several). The policy chose that token, too, and has to learn when to choose it.
 
-    Example, with stop token 9: responses = [[5, 6, 9, 7, 9],    mask = [[1, 1, 1, 0, 0],    ended = [1, 0]
-                                             [5, 6, 7, 8, 5]]            [1, 1, 1, 1, 1]]
+    Example, with stop tokens [9]: responses = [[5, 6, 9, 7, 9],    mask = [[1, 1, 1, 0, 0],    ended = [1, 0]
+                                                [5, 6, 7, 8, 5]]            [1, 1, 1, 1, 1]]
 
-    Hint: a token is real if no stop token stands before it. `cumsum` counts.
+    Hint: a token is real if no stop token stands before it. `torch.isin` finds stop tokens, `cumsum` counts them.
     Source: lecture/ppo.py; Huang et al. 2024 (the N+ implementation details, arXiv 2403.17031).
     """
     raise NotImplementedError("response_mask")

@@ -36,12 +36,12 @@ def test_response_mask(student):
     responses, T, first = i["responses"].long(), i["responses"].shape[1], o["first_true"]  # T if nothing stops it
     example = torch.tensor([[5, 6, 9, 7, 9], [5, 6, 7, 8, 5]])
     cases = [
-        case(EXAMPLE, example, 9, mask=bits("11100", "11111"), ended=bits("10")[0]),
-        case(where, responses, i["stop_token_id"], mask=torch.arange(T) <= first[:, None], ended=first < T),
+        case(EXAMPLE, example, [9], mask=bits("11100", "11111"), ended=bits("10")[0]),
+        case(where, responses, [i["stop_token_id"]], mask=torch.arange(T) <= first[:, None], ended=first < T),
     ]
 
     def mask(function, output="mask"):
-        return lambda responses, stop: {output: function(responses == stop)}
+        return lambda responses, stops: {output: function(torch.isin(responses, torch.tensor(stops)))}
 
     mistakes = {
         "The stop token is not in the mask. It is real: the policy chose it, and has to learn when to.": mask(

@@ -83,6 +83,19 @@ def forward(model, input_ids, attention_mask, **options):
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
 
+def sample_categorical(logits, uniforms):
+    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,).
+
+    The token is the first whose cumulative probability exceeds the number. With probabilities
+    .2 .5 .3, cumulative .2 .7 1, the number .6 gives the second token.
+    """
+    logprobs = logits.log_softmax(1)
+    cdf = logprobs.exp().cumsum(1)
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1) rounding lets the sum end slightly off 1
+    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
 @torch.no_grad()
 def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
     """Responses (B, T) to prompts (B, P), and logprobs (B, T), from uniforms (B, response_length).
@@ -93,28 +106,27 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
     tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
     attention_mask = prompt_mask  # (B, P), after each pass one wider
     cache = None
-    for u in uniforms.split(1, dim=1):  # (B, 1)
+    for u in uniforms.unbind(1):  # (B,)
         output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, vocabulary)
-        cdf = distribution.exp().cumsum(1)  # of .2 .5 .3 it is .2 .7 1, or .99.. by rounding
-        tokens = (cdf[:, :-1] <= u).sum(1, keepdim=True)  # (B, 1) u = .6 passes .2 alone: token 1
+        token, logprob = sample_categorical(output.logits[:, -1] / temperature, u)  # (B,) each
+        tokens = token[:, None]  # (B, 1)
         responses.append(tokens)
-        logprobs.append(distribution.gather(1, tokens))
+        logprobs.append(logprob[:, None])
         if (torch.cat(responses, 1) == stop_token_id).any(1).all():
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
     return torch.cat(responses, 1), torch.cat(logprobs, 1)
 
 
-def response_mask(responses, stop_token_id):
+def response_mask(responses, stop_token_ids):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
     By position, not by the pad token: behind the stop token any token may stand, and where EOS is
     also the padding, as with GPT-2, the EOS that was drawn would be lost. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
-    is_stop = (responses == stop_token_id).long()
+    is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
     stops_before = is_stop.cumsum(1) - is_stop
     return stops_before == 0, is_stop.any(1)
 
@@ -230,7 +242,7 @@ for update in (bar := trange(1, num_updates + 1)):
     P, stop = ids.shape[1], tokenizer.eos_token_id
     uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
     responses, old_logprobs = sample(policy, ids, attention_mask, uniforms, args.temperature, stop)
-    mask, ended = response_mask(responses, stop)  # (B, T), (B,)
+    mask, ended = response_mask(responses, [stop])  # (B, T), (B,)
     ids = torch.cat([ids, responses], 1)  # (B, P+T)
     attention_mask = torch.cat([attention_mask, mask], 1)  # (B, P+T)
 

@@ -54,6 +54,40 @@ def test_shared_text():
     assert differing(SCRIPTS) <= set(OF_THE_ALGORITHM.split()) | set(OF_IMAGES.split())
 
 
+# --- The short files
+
+# What bears the same name in lecture/ and in the script has the same body, but for these
+OF_THE_SHORT_FILE = {
+    "sft": "pad token_logprobs",
+    "reward_model": "read_reward pair_rewards preference_loss",
+    "dpo": "pad completion_logps dpo_loss",
+    "ppo": "sample response_logprobs shape_rewards gae masked_whiten policy_loss value_loss",
+    "rloo": "sample response_logprobs policy_loss",
+    "grpo": "sample response_logprobs token_weights",
+    "ddpo": "ddim_step gaussian_logprobs encode policy_loss",
+}
+
+
+def bodies(file):
+    """The body of each function at the top of a file, without docstrings and annotations."""
+    functions = [node for node in ast.parse(text_of(file)).body if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        function.decorator_list, function.returns = [], None
+        for node in ast.walk(function):
+            if isinstance(node, ast.arg):
+                node.annotation = None
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+                del node.body[0]
+    return {function.name: ast.dump(function) for function in functions}
+
+
+@pytest.mark.parametrize("name", OF_THE_SHORT_FILE)
+def test_the_short_file_has_the_bodies_of_the_script(name):
+    short, script = bodies(f"lecture/{name}.py"), bodies(f"{name}.py")
+    differing = {function for function in set(short) & set(script) if short[function] != script[function]}
+    assert differing <= set(OF_THE_SHORT_FILE[name].split())
+
+
 # --- Settings
 
 
