@@ -62,7 +62,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
@@ -104,7 +104,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache, get_scheduler, set_seed
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -290,7 +291,7 @@ def train(args: Args) -> None:
                 stats["policy/sampler_error"] = error
             if args.beta:
                 with adapter_off(policy, reference):
-                    rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args, parts)
+                    rollout.ref_logprobs = rollout.map(lambda r: logprobs_under(reference, r, args), args, parts)
         with run.clock("update"):
             stats |= optimize(policy, optimizer, rollout, args)  # 4 and 5
         check_first_ratio(stats["policy/first_ratio_error"], update, args)
@@ -369,10 +370,14 @@ class Rollout:
             setattr(part, name, x)
         return part
 
-    def by_length(self, index: Tensor) -> Tensor:
-        """The row numbers in the order of their lengths, so that neighbours need little padding."""
+    def by_length(self, rows: Tensor) -> Tensor:
+        """The row numbers in an order in which neighbours need little padding, and the rows of a prompt are neighbours:
+        by the length of the longest of them."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
-        return index[lengths[index].argsort(stable=True)]
+        prompt_of = self.prompts.cpu().unique(dim=0, return_inverse=True)[1].to(rows.device)  # (B,)
+        longest = torch.zeros_like(lengths).scatter_reduce(0, prompt_of, lengths, "amax")[prompt_of]
+        rows = rows[prompt_of[rows].argsort(stable=True)]
+        return rows[longest[rows].argsort(stable=True)]
 
     @torch.no_grad()
     def map(
@@ -385,8 +390,8 @@ class Rollout:
         """
         B, T = self.mask.shape
         if micro_batches is None:
-            order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
-            micro_batches = order.split(args.micro_batch_size)
+            rows = torch.arange(B, device=self.mask.device)
+            micro_batches = deal(self.by_length(rows), args)[RANK::WORLD_SIZE]
         parts = []
         for index in micro_batches:
             with autocast(args):
@@ -401,6 +406,13 @@ class Rollout:
 
 
 RewardFns = dict[str, Callable[[Rollout], Tensor]]  # by name, what gives the rewards (B,) of a rollout, NaN for none
+
+
+def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
+    """Row numbers cut into micro-batches of nearly equal size, as many for each process: process r computes number r,
+    r + WORLD_SIZE, ..."""
+    num_rounds = math.ceil(len(rows) / (WORLD_SIZE * args.micro_batch_size))
+    return rows.tensor_split(num_rounds * WORLD_SIZE)
 
 
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -437,18 +449,20 @@ class OneTypeCache(StaticCache):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
-def read_prompts(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, T: int) -> OneTypeCache:
-    """A key-value cache of prompts (B, P) but for their last tokens, with room for T more; equal ones are read once."""
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    if prompts.shape[1] > 1:
-        beginnings = torch.stack([prompts, prompt_mask])[..., :-1]  # (2, B, P-1)
-        read, row_of = beginnings.cpu().unique(dim=1, return_inverse=True)  # not every device can do that
-        ids, mask = read.to(prompts.device)  # (b, P-1) each, for the b that differ
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        policy(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
-        cache.reorder_cache(row_of.to(prompts.device))  # once, not for each tensor of the cache
-    return cache
+def read_prompts(
+    model: nn.Module, prompts: Tensor, prompt_mask: Tensor, cache: Cache, **options
+) -> tuple[ModelOutput, Tensor]:
+    """Reads prompts (B, P) into a key-value cache, equal ones once. Returns the output for those that differ (b, ...),
+    and for each row the number of its prompt among them (B,)."""
+    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU, since not every device has unique
+    different, row_of = columns.unique(dim=1, return_inverse=True)
+    ids, mask = different.to(prompts.device)  # (b, P) each
+    row_of = row_of.to(prompts.device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    output = model(**inputs, past_key_values=cache, use_cache=True, **options)
+    cache.reorder_cache(row_of)  # (b, ...) -> (B, ...)
+    return output, row_of
 
 
 @torch.no_grad()
@@ -463,7 +477,9 @@ def sample(
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
-    cache = read_prompts(policy, prompts, prompt_mask, T)
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
+    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+        read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts[:, -1:]  # (rows, 1); like the next three, one row for each of `rows`
     positions = prompt_mask.sum(1, keepdim=True) - 1  # (rows, 1)
@@ -584,16 +600,39 @@ def join(parts: list[Rollout]) -> Rollout:
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
 
 
-def response_forward(model: nn.Module, r: Rollout, temperature: float, **options) -> tuple[Tensor, ModelOutput]:
-    """(B, T, V) float32 logits / temperature that predict the response tokens, and the model's whole output.
+def can_share_prompts(model: nn.Module, args: Args) -> bool:
+    """Whether a prompt is read once for all its rows: if all layers are attention, and none of them is recomputed
+    (--gradient-checkpointing) or counts its tokens (--aux-loss-coef)."""
+    layers = DynamicCache(config=model.config).layers
+    is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
 
-    Position P-1+t of the input predicts response token t.
+
+def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, Tensor | float]:
+    """(B, T, V) float32 logits / temperature that predict the response tokens, and the router's loss, if asked for.
+
+    Position P-1+t predicts response token t. What a layer computes for a prompt does not depend on the response, so the
+    rows of a group can share it: the prompt is read once, its keys and values are repeated for the rows, and the
+    responses are read behind it. In the backward pass the gradients of the rows add up in the prompt.
     """
     P = r.prompts.shape[1]
     T = r.responses.shape[1]
-    positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
-    output = model(**r.inputs(), use_cache=False, logits_to_keep=positions, **options)
-    return output.logits.float().div_(temperature), output  # in place: it is the largest tensor of all
+    inputs = r.inputs()
+    if can_share_prompts(model, args) and len(r.prompts.unique(dim=0)) < len(r.prompts):
+        cache = DynamicCache(config=model.config)
+        output, row_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
+        first = output.logits[row_of]  # (B, 1, V) at the last prompt token
+        inputs |= {"input_ids": r.responses, "position_ids": inputs["position_ids"][:, P:]}
+        keep = torch.arange(T - 1, device=r.mask.device)
+        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
+        logits = torch.cat([first, output.logits], 1)
+    else:
+        keep = torch.arange(P - 1, P + T - 1, device=r.mask.device)
+        output = model(**inputs, use_cache=False, logits_to_keep=keep, **options)
+        logits = output.logits
+    return logits.float().div_(args.temperature), output.get(
+        "aux_loss", 0.0
+    )  # in place: it is the largest tensor of all
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -609,17 +648,17 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
     return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
 
 
-def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
+def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     """(b, T) log-probabilities of some episodes' responses under a model."""
-    logits, _ = response_forward(model, r, args.temperature)
+    logits, _ = response_forward(model, r, args)
     return token_logprobs(logits, r.responses)
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
     """The micro-batches of the first pass of the update, in their order, as it will draw them."""
     with torch.random.fork_rng(devices=[]):
-        mini = list(islice(mini_batches(rollout, args), args.num_mini_batches))
-    return [index for mini_batch in mini for index, _ in taught_first(mini_batch, rollout, args)]
+        first = list(islice(mini_batches(rollout, args), args.num_mini_batches))
+    return [index for rows in first for index, _ in micro_batches(rollout, rows, args)]
 
 
 def read_again(
@@ -628,7 +667,7 @@ def read_again(
     """(B, T) log-probabilities read as the update will read them: without a cache, beside the same rows, with the same
     padding. They round alike, so the first ratio is exactly 1, also over a whole response, in which the rounding of
     tokens adds up. Also returns the mean of |ratio - 1| between them and the sampler's."""
-    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args, micro_batches)
+    logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
 
@@ -739,13 +778,13 @@ def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Ar
 
 
 def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) -> Tensor:
-    """What the losses of some rows (b, T) are multiplied by, (b, 1), to be added up to the loss of a mini-batch.
+    """(b, T) what the losses of some rows' tokens are multiplied by, to be added up to the loss of a mini-batch.
 
     dapo, cispo  1 / tokens: every token of the batch counts alike, a long response more than a short one
     grpo         1 / (rows * tokens of the row): every response counts alike. A long wrong one is held against each of
                  its tokens less than a short one, so that wrong responses grow (Dr. GRPO, sec. 3.1)
     dr_grpo      1 / (rows * response_length): as dapo, but for a constant that does not depend on the responses
-    bnpo         1 / (micro-batches * tokens of this micro-batch): the only one for which it matters how rows are cut
+    bnpo         1 / (micro-batches * tokens of this micro-batch): the only one that depends on how rows are cut
 
     `num_rows` and `num_tokens` are those of the whole batch, over the number of mini-batches and processes. For tokens
     that is a mean: divided by its own, those of a mini-batch of short responses would count more, and with one response
@@ -753,15 +792,12 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
-        divisor = num_rows * lengths
-    elif args.loss_type == "dr_grpo":
-        divisor = num_rows * args.response_length
-    elif args.loss_type == "bnpo":
-        num_parts = num_rows / len(mask)
-        divisor = num_parts * mask.sum().clamp(min=1)
-    else:
-        divisor = num_tokens
-    return torch.ones_like(lengths) / divisor
+        return mask / (num_rows * lengths)
+    if args.loss_type == "dr_grpo":
+        return mask / (num_rows * args.response_length)
+    if args.loss_type == "bnpo":
+        return mask * len(mask) / (num_rows * mask.sum().clamp(min=1))
+    return mask / num_tokens
 
 
 def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -776,104 +812,41 @@ def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
-    """In each epoch another random partition of the batch into mini-batches of row numbers, cut into micro-batches.
-
-    The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
-    is a sum over its rows: how it is cut changes nothing. Each process gets its share.
-    """
+def mini_batches(rollout: Rollout, args: Args) -> Iterator[Tensor]:
+    """Row numbers of mini-batches: in each of `num_ppo_epochs` passes, another random partition of the batch."""
     B = len(rollout.mask)
     for _ in range(args.num_ppo_epochs):
-        order = torch.randperm(B).to(rollout.mask.device)
-        for mini_batch in order.split(B // args.num_mini_batches):
-            yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
+        yield from torch.randperm(B).to(rollout.mask.device).split(B // args.num_mini_batches)
 
 
-def taught_first(mini_batch: tuple[Tensor, ...], rollout: Rollout, args: Args) -> list[tuple[Tensor, bool]]:
-    """The micro-batches cut anew, so that rows which teach nothing come last, and whether they need a backward pass.
+def micro_batches(rollout: Rollout, rows: Tensor, args: Args) -> list[tuple[Tensor, bool]]:
+    """This process's micro-batches of a mini-batch, and whether each needs a backward pass.
 
-    Groups with equal scores have advantage 0. Without KL, only the metrics of such rows are wanted, for which a forward
-    pass is enough. The first micro-batch always has both: each weight gets a gradient, if only of zeros.
+    Without KL in the loss, rows of advantage 0, those of groups with equal scores, have no gradient. They come last,
+    and a forward pass gives their metrics. The first micro-batch has a backward pass in any case: each weight gets a
+    gradient, if only of zeros.
     """
-    if args.beta or args.aux_loss_coef or args.loss_type == "bnpo" or len(mini_batch) == 1:
-        return [(index, True) for index in mini_batch]
-    rows = torch.cat(mini_batch)
-    is_silent = rollout.advantages[rows, 0] == 0
-    num_taught = int(all_gather((~is_silent).sum()[None]).max())  # processes go through as many backward passes
-    parts = rows[is_silent.long().argsort(stable=True)].split(args.micro_batch_size)
-    return [(index, i == 0 or i * args.micro_batch_size < num_taught) for i, index in enumerate(parts)]
+    has_gradient = rollout.advantages[:, 0] != 0
+    if args.beta or args.aux_loss_coef or args.loss_type == "bnpo":
+        has_gradient = torch.ones_like(has_gradient)
+    rows = rollout.by_length(rows)
+    rows = rows[has_gradient[rows].long().argsort(descending=True, stable=True)]
+    parts = deal(rows, args)
+    needs_backward = [bool(has_gradient[part[0]]) for part in parts[::WORLD_SIZE]]  # alike in all processes
+    needs_backward[0] = True
+    return list(zip(parts[RANK::WORLD_SIZE], needs_backward))
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), and its router's loss, if
-    asked for.
+    """Log-probabilities (b, T) of the responses under the policy, its entropy (b, T), and its router's loss, or 0.
 
-    The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
+    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph keeps their log-softmax.
     """
-    options = {}
-    if args.aux_loss_coef:
-        options["output_router_logits"] = True
+    options = {"output_router_logits": True} if args.aux_loss_coef else {}
     with autocast(args):
-        logits, output = response_forward(policy, r, args.temperature, **options)
+        logits, aux_loss = response_forward(policy, r, args, **options)
     logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)
-    aux_loss = output.aux_loss if args.aux_loss_coef else 0.0
     return logprobs, entropy, aux_loss
-
-
-def mini_batch_gradient(
-    policy: nn.Module, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
-) -> dict[str, float]:
-    """Adds up the gradient of a mini-batch; returns what is logged of it, most often means over its tokens.
-
-    The loss has one definition for the whole mini-batch: how it is cut, or shared by processes, changes nothing (but
-    for bnpo). The gradients of several processes become their mean, so that each counts rows and tokens per process.
-    """
-    sums = defaultdict(float)
-    total_loss = torch.zeros((), device=rollout.mask.device)
-    shares = []  # of each row's tokens, those that are clipped below and above: (b, 2)
-    num_rows = sum(len(index) for index in mini_batch)
-    num_tokens = rollout.loss_mask.sum().clamp(min=1) / (args.num_mini_batches * WORLD_SIZE)
-    for index, is_taught in taught_first(mini_batch, rollout, args):
-        r = rollout.select(index)
-        mask = r.loss_mask
-        with torch.set_grad_enabled(is_taught):
-            logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
-        ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # (b, T) or (b, 1)
-        losses = surrogate_loss(ratio, logprobs, r.advantages, args)
-        kl = torch.zeros_like(logprobs)
-        if args.beta:
-            kl = k3_estimate(logprobs, r.ref_logprobs)
-            if args.use_bias_correction_kl:
-                kl = kl * ratio  # so that its gradient is that of the true KL
-        weights = token_weights(mask, num_rows, num_tokens, args)  # (b, 1)
-        loss = masked_sum((losses + args.beta * kl) * weights, mask)
-        if is_taught:
-            (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
-        total_loss += loss.detach()
-        lower, upper = clip_bounds(args)
-        is_low = (ratio < lower) & (r.advantages < 0)  # clipped: it has no gradient, but in cispo
-        is_high = (ratio > upper) & (r.advantages > 0)
-        shares.append(torch.stack([row_share(is_low, mask), row_share(is_high, mask)], 1))
-        stats = {
-            "kl": kl,
-            "entropy": entropy,
-            "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
-            "val/ratio": ratio,
-            "clip_ratio/low_mean": is_low,
-            "clip_ratio/high_mean": is_high,
-            "clip_ratio/region_mean": is_low | is_high,
-            "ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
-        }
-        for name, x in stats.items():
-            where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)  # what a row has one of counts once
-            sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
-    totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
-    low, high = all_gather(torch.cat(shares)).unbind(1)  # (rows,)
-    return dict(zip(sums, (totals / counts.clamp(min=1)).tolist())) | {
-        "loss": all_reduce(total_loss).item() / WORLD_SIZE,
-        "clip_ratio/low_min": min(low[low >= 0].tolist(), default=0.0),
-        "clip_ratio/high_max": max(high[high >= 0].tolist(), default=0.0),
-    }
 
 
 def row_share(where: Tensor, mask: Tensor) -> Tensor:
@@ -882,24 +855,71 @@ def row_share(where: Tensor, mask: Tensor) -> Tensor:
 
 
 def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over these steps."""
-    sums = Counter()
-    steps = 0
-    num_steps = args.num_ppo_epochs * args.num_mini_batches
-    for mini_batch in mini_batches(rollout, args):
+    """`num_ppo_epochs` passes over the rollout, one optimiser step for each mini-batch; returns means over the steps.
+
+    The loss of a mini-batch is one sum: it does not depend on how the rows are cut into micro-batches and dealt to
+    processes (but for bnpo). Gradients become means over processes, so each counts rows and tokens per process.
+    """
+    num_parts = args.num_mini_batches * WORLD_SIZE
+    num_rows = len(rollout.mask) / num_parts
+    num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
+    lower, upper = clip_bounds(args)
+    logs = []  # a dict for each step
+    for rows in mini_batches(rollout, args):
         optimizer.zero_grad()
-        stats = mini_batch_gradient(policy, rollout, mini_batch, args)
-        if not sums:
-            first_error = stats["ratio_error"]  # the ratio is 1 but for rounding: nothing has moved yet
+        total_loss = torch.zeros((), device=rollout.mask.device)
+        sums = defaultdict(float)
+        shares = []  # of each row's tokens that are clipped, below and above: (b, 2)
+        for index, needs_backward in micro_batches(rollout, rows, args):
+            r = rollout.select(index)
+            mask = r.loss_mask
+            with torch.set_grad_enabled(needs_backward):
+                logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
+            ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # or (b, 1)
+            losses = surrogate_loss(ratio, logprobs, r.advantages, args)
+            kl = torch.zeros_like(logprobs)
+            if args.beta:
+                kl = k3_estimate(logprobs, r.ref_logprobs)
+                if args.use_bias_correction_kl:
+                    kl = kl * ratio  # so that its gradient is that of the true KL
+            weights = token_weights(mask, num_rows, num_tokens, args)  # (b, T)
+            loss = masked_sum((losses + args.beta * kl) * weights, mask)
+            if needs_backward:
+                (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
+
+            total_loss += loss.detach()
+            is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient, but in cispo
+            is_high = (ratio > upper) & (r.advantages > 0)
+            shares.append(torch.stack([row_share(is_low, mask), row_share(is_high, mask)], 1))
+            seen = {
+                "kl": kl,
+                "entropy": entropy,
+                "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
+                "val/ratio": ratio,
+                "clip_ratio/low_mean": is_low,
+                "clip_ratio/high_mean": is_high,
+                "clip_ratio/region_mean": is_low | is_high,
+                "policy/first_ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
+            }
+            for name, x in seen.items():  # (b, T), or (b, 1) with one ratio for a row
+                where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)
+                sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
+
+        totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
+        stats = dict(zip(sums, (totals / counts.clamp(min=1)).tolist()))
+        stats["loss"] = all_reduce(total_loss).item() / WORLD_SIZE
+        low, high = all_gather(torch.cat(shares)).unbind(1)  # (rows,)
+        stats["clip_ratio/low_min"] = min(low[low >= 0].tolist(), default=0.0)
+        stats["clip_ratio/high_max"] = max(high[high >= 0].tolist(), default=0.0)
         stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
-        if math.isfinite(stats["grad_norm"]):  # else the weights would be NaN for good
+        stats["val/skipped_steps"] = int(not math.isfinite(stats["grad_norm"]))
+        if not stats["val/skipped_steps"]:  # else the weights would be NaN for good
             optimizer.step()
-            steps += 1
-        sums.update(stats)
+        logs.append(stats)
     optimizer.zero_grad()
-    del sums["ratio_error"]
-    means = {name: x / num_steps for name, x in sums.items()}
-    return means | {"policy/first_ratio_error": first_error, "val/skipped_steps": num_steps - steps}
+    means = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
+    means["val/skipped_steps"] *= len(logs)
+    return means | {"policy/first_ratio_error": logs[0]["policy/first_ratio_error"]}  # 0 but for rounding
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
@@ -1053,7 +1073,9 @@ def play(
     responses = torch.zeros(B, T, dtype=torch.long)
     mask, written = responses > 0, responses > 0
     stops = responses.new_tensor(policy.stop_token_ids)
-    cache = read_prompts(policy, prompts, prompt_mask, T)
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
+    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+        read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     tokens = prompts[:, -1:]  # (B, 1), as are their positions
     positions = prompt_mask.sum(1, keepdim=True) - 1
@@ -1473,8 +1495,13 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         batch_size = per_device * args.gradient_accumulation_steps * parts
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
-    longest = longest_prompt(prompts) + args.response_length
-    fitting = min(batch_size // parts, rows_that_fit(policy, longest, args))
+    prompt_length = longest_prompt(prompts)
+    longest = prompt_length + args.response_length
+    is_shared = can_share_prompts(policy, args)
+    per_row = longest  # tokens that are computed for a row
+    if is_shared:  # the prompt's keys and values, which each row keeps, weigh a fifth of it
+        per_row -= int(prompt_length * max(0.0, 0.8 - args.num_mini_batches / G))
+    fitting = min(batch_size // parts, rows_that_fit(policy, per_row, args))
     micro_batch_size = args.micro_batch_size or per_device or fitting
     sampled = rows_that_fit(policy, longest, args, is_trained=False)
     rollout_batch_size = args.local_rollout_forward_batch_size or sampled
@@ -1487,7 +1514,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
     print(
         f"batch: {batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
-        f"mini-batches, {micro_batch_size} rows at a time; {num_updates} updates = {num_updates * batch_size} episodes"
+        f"mini-batches, {micro_batch_size} rows at a time, {'prompts read once' if is_shared else 'rows read whole'}; "
+        f"{num_updates} updates = {num_updates * batch_size} episodes"
     )
     return replace(
         args,

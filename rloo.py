@@ -105,7 +105,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache, get_scheduler, set_seed
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -285,7 +286,7 @@ def train(args: Args) -> None:
                 check_first_ratio(error, update, args)
                 stats["policy/sampler_error"] = error
             with adapter_off(policy, reference):  # 2
-                rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args, parts)
+                rollout.ref_logprobs = rollout.map(lambda r: logprobs_under(reference, r, args), args, parts)
             rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
             rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args, args.rloo_k)
         rollout.kl_coef = memory["kl_coef"] if args.adaptive_kl else args.kl_coef
@@ -370,10 +371,14 @@ class Rollout:
             setattr(part, name, x)
         return part
 
-    def by_length(self, index: Tensor) -> Tensor:
-        """The row numbers in the order of their lengths, so that neighbours need little padding."""
+    def by_length(self, rows: Tensor) -> Tensor:
+        """The row numbers in an order in which neighbours need little padding, and the rows of a prompt are neighbours:
+        by the length of the longest of them."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
-        return index[lengths[index].argsort(stable=True)]
+        prompt_of = self.prompts.cpu().unique(dim=0, return_inverse=True)[1].to(rows.device)  # (B,)
+        longest = torch.zeros_like(lengths).scatter_reduce(0, prompt_of, lengths, "amax")[prompt_of]
+        rows = rows[prompt_of[rows].argsort(stable=True)]
+        return rows[longest[rows].argsort(stable=True)]
 
     @torch.no_grad()
     def map(
@@ -386,8 +391,8 @@ class Rollout:
         """
         B, T = self.mask.shape
         if micro_batches is None:
-            order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
-            micro_batches = order.split(args.micro_batch_size)
+            rows = torch.arange(B, device=self.mask.device)
+            micro_batches = deal(self.by_length(rows), args)[RANK::WORLD_SIZE]
         parts = []
         for index in micro_batches:
             with autocast(args):
@@ -402,6 +407,13 @@ class Rollout:
 
 
 RewardFns = dict[str, Callable[[Rollout], Tensor]]  # by name, what gives the rewards (B,) of a rollout, NaN for none
+
+
+def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
+    """Row numbers cut into micro-batches of nearly equal size, as many for each process: process r computes number r,
+    r + WORLD_SIZE, ..."""
+    num_rounds = math.ceil(len(rows) / (WORLD_SIZE * args.micro_batch_size))
+    return rows.tensor_split(num_rounds * WORLD_SIZE)
 
 
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -438,18 +450,20 @@ class OneTypeCache(StaticCache):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
-def read_prompts(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, T: int) -> OneTypeCache:
-    """A key-value cache of prompts (B, P) but for their last tokens, with room for T more; equal ones are read once."""
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    if prompts.shape[1] > 1:
-        beginnings = torch.stack([prompts, prompt_mask])[..., :-1]  # (2, B, P-1)
-        read, row_of = beginnings.cpu().unique(dim=1, return_inverse=True)  # not every device can do that
-        ids, mask = read.to(prompts.device)  # (b, P-1) each, for the b that differ
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        policy(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
-        cache.reorder_cache(row_of.to(prompts.device))  # once, not for each tensor of the cache
-    return cache
+def read_prompts(
+    model: nn.Module, prompts: Tensor, prompt_mask: Tensor, cache: Cache, **options
+) -> tuple[ModelOutput, Tensor]:
+    """Reads prompts (B, P) into a key-value cache, equal ones once. Returns the output for those that differ (b, ...),
+    and for each row the number of its prompt among them (B,)."""
+    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU, since not every device has unique
+    different, row_of = columns.unique(dim=1, return_inverse=True)
+    ids, mask = different.to(prompts.device)  # (b, P) each
+    row_of = row_of.to(prompts.device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    output = model(**inputs, past_key_values=cache, use_cache=True, **options)
+    cache.reorder_cache(row_of)  # (b, ...) -> (B, ...)
+    return output, row_of
 
 
 @torch.no_grad()
@@ -464,7 +478,9 @@ def sample(
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
-    cache = read_prompts(policy, prompts, prompt_mask, T)
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
+    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+        read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts[:, -1:]  # (rows, 1); like the next three, one row for each of `rows`
     positions = prompt_mask.sum(1, keepdim=True) - 1  # (rows, 1)
@@ -529,16 +545,39 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
 
 
-def response_forward(model: nn.Module, r: Rollout, temperature: float, **options) -> tuple[Tensor, ModelOutput]:
-    """(B, T, V) float32 logits / temperature that predict the response tokens, and the model's whole output.
+def can_share_prompts(model: nn.Module, args: Args) -> bool:
+    """Whether a prompt is read once for all its rows: if all layers are attention, and none of them is recomputed
+    (--gradient-checkpointing) or counts its tokens (--aux-loss-coef)."""
+    layers = DynamicCache(config=model.config).layers
+    is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
 
-    Position P-1+t of the input predicts response token t.
+
+def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, Tensor | float]:
+    """(B, T, V) float32 logits / temperature that predict the response tokens, and the router's loss, if asked for.
+
+    Position P-1+t predicts response token t. What a layer computes for a prompt does not depend on the response, so the
+    rows of a group can share it: the prompt is read once, its keys and values are repeated for the rows, and the
+    responses are read behind it. In the backward pass the gradients of the rows add up in the prompt.
     """
     P = r.prompts.shape[1]
     T = r.responses.shape[1]
-    positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
-    output = model(**r.inputs(), use_cache=False, logits_to_keep=positions, **options)
-    return output.logits.float().div_(temperature), output  # in place: it is the largest tensor of all
+    inputs = r.inputs()
+    if can_share_prompts(model, args) and len(r.prompts.unique(dim=0)) < len(r.prompts):
+        cache = DynamicCache(config=model.config)
+        output, row_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
+        first = output.logits[row_of]  # (B, 1, V) at the last prompt token
+        inputs |= {"input_ids": r.responses, "position_ids": inputs["position_ids"][:, P:]}
+        keep = torch.arange(T - 1, device=r.mask.device)
+        output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
+        logits = torch.cat([first, output.logits], 1)
+    else:
+        keep = torch.arange(P - 1, P + T - 1, device=r.mask.device)
+        output = model(**inputs, use_cache=False, logits_to_keep=keep, **options)
+        logits = output.logits
+    return logits.float().div_(args.temperature), output.get(
+        "aux_loss", 0.0
+    )  # in place: it is the largest tensor of all
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -554,17 +593,17 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
     return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
 
 
-def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
+def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     """(b, T) log-probabilities of some episodes' responses under a model."""
-    logits, _ = response_forward(model, r, args.temperature)
+    logits, _ = response_forward(model, r, args)
     return token_logprobs(logits, r.responses)
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
     """The micro-batches of the first pass of the update, in their order, as it will draw them."""
     with torch.random.fork_rng(devices=[]):
-        mini = list(islice(mini_batches(rollout, args), args.num_mini_batches))
-    return [index for mini_batch in mini for index in mini_batch]
+        first = list(islice(mini_batches(rollout, args), args.num_mini_batches))
+    return [index for rows in first for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]]
 
 
 def read_again(
@@ -573,7 +612,7 @@ def read_again(
     """(B, T) log-probabilities read as the update will read them: without a cache, beside the same rows, with the same
     padding. They round alike, so the first ratio is exactly 1, also over a whole response, in which the rounding of
     tokens adds up. Also returns the mean of |ratio - 1| between them and the sampler's."""
-    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args, micro_batches)
+    logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
 
@@ -594,9 +633,9 @@ def response_kl(policy: nn.Module, reference: nn.Module, r: Rollout, args: Args)
     """(b, T) KL of policy and reference for some episodes, by the chosen estimator."""
     if args.kl_estimator != "full":
         return kl_estimate(r.old_logprobs, r.ref_logprobs, args.kl_estimator)
-    logits, _ = response_forward(policy, r, args.temperature)  # (b, T, V)
+    logits, _ = response_forward(policy, r, args)  # (b, T, V)
     with adapter_off(policy, reference):
-        ref_logits, _ = response_forward(reference, r, args.temperature)
+        ref_logits, _ = response_forward(reference, r, args)
     return full_kl(logits, ref_logits)
 
 
@@ -744,75 +783,23 @@ def policy_loss(
 # --- 6. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
-    """In each epoch another random partition of the batch into mini-batches of row numbers, cut into micro-batches.
-
-    The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
-    is a sum over its rows: how it is cut changes nothing. Each process gets its share.
-    """
+def mini_batches(rollout: Rollout, args: Args) -> Iterator[Tensor]:
+    """Row numbers of mini-batches: in each of `num_ppo_epochs` passes, another random partition of the batch."""
     B = len(rollout.mask)
     for _ in range(args.num_ppo_epochs):
-        order = torch.randperm(B).to(rollout.mask.device)
-        for mini_batch in order.split(B // args.num_mini_batches):
-            yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
+        yield from torch.randperm(B).to(rollout.mask.device).split(B // args.num_mini_batches)
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), and its router's loss, if
-    asked for.
+    """Log-probabilities (b, T) of the responses under the policy, its entropy (b, T), and its router's loss, or 0.
 
-    The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
+    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph keeps their log-softmax.
     """
-    options = {}
-    if args.aux_loss_coef:
-        options["output_router_logits"] = True
+    options = {"output_router_logits": True} if args.aux_loss_coef else {}
     with autocast(args):
-        logits, output = response_forward(policy, r, args.temperature, **options)
+        logits, aux_loss = response_forward(policy, r, args, **options)
     logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)
-    aux_loss = output.aux_loss if args.aux_loss_coef else 0.0
     return logprobs, entropy, aux_loss
-
-
-def gradient_and_sums(
-    policy: nn.Module, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
-) -> dict[str, float]:
-    """Adds up the gradient of a mini-batch; returns sums over its actions (or tokens) of what is logged.
-
-    The gradient is a sum over the actions of the mini-batch divided by their number. So each micro-batch divides by the
-    number of actions in the whole mini-batch, and how a mini-batch is cut changes nothing. If several processes share
-    it, that is the mean number per process, because gradients become means over processes.
-    """
-    sums = defaultdict(float)
-    all_actions = action_mask(rollout.mask[torch.cat(mini_batch)], args.token_level_kl)
-    num_actions = all_reduce(all_actions.sum()) / WORLD_SIZE
-    for index in mini_batch:
-        r = rollout.select(index)
-        logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
-        new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, T) or (b, 1), as what follows
-        old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
-        actions = action_mask(r.mask, args.token_level_kl)
-        pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
-        loss = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, actions) / num_actions
-        loss.backward()
-        action_stats = {
-            "loss/policy_avg": pg_loss,
-            "policy/approxkl_avg": 0.5 * (new - old) ** 2,
-            "policy/clipfrac_avg": pg_clipped,
-            "val/ratio": ratio,
-            "ratio_squared": ratio**2,
-            "actions": torch.ones_like(ratio),
-        }
-        for name, x in action_stats.items():
-            sums[name] += masked_sum(x.detach(), actions)
-        token_stats = {
-            "policy/entropy_avg": entropy,
-            "token_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
-            "tokens": torch.ones_like(logprobs),
-        }
-        for name, x in token_stats.items():
-            sums[name] += masked_sum(x.detach(), r.mask)
-    totals = all_reduce(torch.stack(list(sums.values())))
-    return dict(zip(sums, totals.tolist()))
 
 
 def optimize(
@@ -823,19 +810,54 @@ def optimize(
     texts: list[list[int]],
     args: Args,
 ) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch; means over all actions seen."""
-    sums = Counter()
-    per_step = Counter()  # what is logged of each step, summed
+    """`num_ppo_epochs` passes over the rollout, one optimiser step for each mini-batch; returns means over all actions.
+
+    The loss of a mini-batch is a sum over its actions, divided by their number: it does not depend on how the rows are
+    cut into micro-batches and dealt to processes. Gradients become means over processes, so each divides by its share.
+    """
+    sums = Counter()  # over all steps
+    per_step = Counter()
     steps = 0
-    for mini_batch in mini_batches(rollout, args):
+    for rows in mini_batches(rollout, args):
         optimizer.zero_grad()
-        here = gradient_and_sums(policy, rollout, mini_batch, args)
+        num_actions = action_mask(rollout.mask[rows], args.token_level_kl).sum() / WORLD_SIZE
+        step = defaultdict(float)
+        for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]:
+            r = rollout.select(index)
+            logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
+            new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T) if tokens are actions
+            old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
+            actions = action_mask(r.mask, args.token_level_kl)
+            pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
+            loss = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, actions) / num_actions
+            loss.backward()
+
+            seen = {
+                "loss/policy_avg": pg_loss,
+                "policy/approxkl_avg": 0.5 * (new - old) ** 2,
+                "policy/clipfrac_avg": pg_clipped,
+                "val/ratio": ratio,
+                "ratio_squared": ratio**2,
+                "actions": torch.ones_like(ratio),
+            }
+            for name, x in seen.items():
+                step[name] += masked_sum(x.detach(), actions)
+            of_tokens = {
+                "policy/entropy_avg": entropy,
+                "token_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
+                "tokens": torch.ones_like(logprobs),
+            }
+            for name, x in of_tokens.items():
+                step[name] += masked_sum(x.detach(), r.mask)
+
+        totals = all_reduce(torch.stack(list(step.values()))).tolist()
+        step = dict(zip(step, totals))
         if not sums:
-            first_error = here["token_error"] / here["tokens"]  # the ratio is 1 but for rounding: nothing has moved yet
-        sums.update(here)  # a Counter adds
-        if args.target_kl and here["policy/approxkl_avg"] / here["actions"] > 1.5 * args.target_kl:
+            first_error = step["token_error"] / step["tokens"]  # of a ratio that is 1 but for rounding
+        sums.update(step)  # a Counter adds
+        if args.target_kl and step["policy/approxkl_avg"] / step["actions"] > 1.5 * args.target_kl:
             break
-        if args.ratio_threshold and here["val/ratio"] / here["actions"] > args.ratio_threshold:
+        if args.ratio_threshold and step["val/ratio"] / step["actions"] > args.ratio_threshold:
             continue
         if args.ptx_coef:
             per_step["loss/ptx"] += pretrain_gradient(policy, texts, args)
@@ -909,9 +931,9 @@ def evaluate(
     eval_args = replace(args, temperature=args.eval_temperature, response_length_min=None)
     extra = -len(prompts) % WORLD_SIZE  # so that all processes have equally many
     rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], eval_args)
-    rollout.old_logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
+    rollout.old_logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args)
     with adapter_off(policy, reference):
-        rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
+        rollout.ref_logprobs = rollout.map(lambda r: logprobs_under(reference, r, args), args)
     rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
     r = rollout.select(torch.arange(len(prompts), device=rollout.mask.device))
     return {
@@ -1352,8 +1374,13 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         batch_size = per_device * args.gradient_accumulation_steps * parts
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
-    longest = longest_prompt(prompts) + args.response_length
-    fitting = min(batch_size // parts, rows_that_fit(policy, longest, args))
+    prompt_length = longest_prompt(prompts)
+    longest = prompt_length + args.response_length
+    is_shared = can_share_prompts(policy, args)
+    per_row = longest  # tokens that are computed for a row
+    if is_shared:  # the prompt's keys and values, which each row keeps, weigh a fifth of it
+        per_row -= int(prompt_length * max(0.0, 0.8 - args.num_mini_batches / G))
+    fitting = min(batch_size // parts, rows_that_fit(policy, per_row, args))
     micro_batch_size = args.micro_batch_size or per_device or fitting
     sampled = rows_that_fit(policy, longest, args, is_trained=False)
     rollout_batch_size = args.local_rollout_forward_batch_size or sampled
@@ -1366,7 +1393,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
     print(
         f"batch: {batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
-        f"mini-batches, {micro_batch_size} rows at a time; {num_updates} updates = {num_updates * batch_size} episodes"
+        f"mini-batches, {micro_batch_size} rows at a time, {'prompts read once' if is_shared else 'rows read whole'}; "
+        f"{num_updates} updates = {num_updates * batch_size} episodes"
     )
     return replace(
         args,

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import fields, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     policy = golden_model("policy")
     args = golden_args(theirs["settings"])
     rollout = golden_rollout(args, policy)
-    logprobs = lambda model: rollout.map(lambda r: grpo.response_logprobs(model, r, args), args)  # noqa: E731
+    logprobs = lambda model: rollout.map(lambda r: grpo.logprobs_under(model, r, args), args)  # noqa: E731
     old = logprobs(policy)
     torch.testing.assert_close(old.masked_fill(~rollout.mask, 0.0), ARRAYS["old_logprobs"] * rollout.mask)
     rollout.advantages = grpo.group_advantages(rollout.scores, args.num_generations, args.scale_rewards)[:, None]
@@ -101,21 +102,20 @@ def test_a_whole_update_is_trls(case, monkeypatch):
 
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0)
     gradients = []
-    steps = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient_of(policy)))
     monkeypatch.setattr(torch, "randperm", torch.arange)
-    watch(monkeypatch, grpo, "mini_batch_gradient", lambda stats, *_: steps.append(stats))
     stats = grpo.optimize(policy, optimizer, rollout, args)
 
-    parts = len(theirs["losses"]) // len(theirs["metrics"])  # micro-batches of a step
-    for number, (ours, metrics) in enumerate(zip(steps, theirs["metrics"], strict=True)):
-        close(gradients[number], ARRAYS[f"{case}/gradient_{number}"])
-        losses = theirs["losses"][number * parts : (number + 1) * parts]
-        assert ours["loss"] == pytest.approx(sum(losses), rel=1e-5, abs=2e-6)
-        ours["cispo_clip_ratio"] = ours["clip_ratio/high_mean"]
-        for name in ours.keys() & metrics.keys() - {"loss"}:
-            if parts == 1:
-                assert ours[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-5), name
+    for number, gradient in enumerate(gradients):
+        close(gradient, ARRAYS[f"{case}/gradient_{number}"])
+    num_steps = len(theirs["metrics"])
+    assert len(gradients) == num_steps
+    assert stats["loss"] == pytest.approx(sum(theirs["losses"]) / num_steps, rel=1e-5, abs=2e-6)
+    if len(theirs["losses"]) == num_steps:  # else theirs are means over micro-batches of means
+        ours = stats | {"cispo_clip_ratio": stats["clip_ratio/high_mean"]}
+        for name in ours.keys() & theirs["metrics"][0].keys() - {"loss"}:
+            mean = sum(metrics[name] for metrics in theirs["metrics"]) / num_steps
+            assert ours[name] == pytest.approx(mean, rel=1e-5, abs=1e-5), name
     close(torch.cat([p.detach().flatten() for p in policy.parameters()]), ARRAYS[f"{case}/weights"])
     ours = grpo.rollout_stats(rollout, args)
     shared = ours.keys() & theirs["metrics"][0].keys()
@@ -133,16 +133,19 @@ SCORES = torch.tensor([1.0, 0, 0, 2, 0, 0, 0, 1, 3, 1, 1, 0])
 def an_update(scores, rows=None, in_loss=True, **settings):
     """The gradient of one mini-batch of the golden episodes with other scores, and what is logged of it."""
     policy = golden_model("policy")
-    given = dict(num_ppo_epochs=1, epsilon=0.05, epsilon_high=0.1) | settings
+    given = dict(num_ppo_epochs=1, num_mini_batches=1, epsilon=0.05, epsilon_high=0.1) | settings
     args = golden_args(TRL["cases"]["dapo"]["settings"], **given)
     rollout = golden_rollout(args, policy)
     rollout.old_logprobs = rollout.old_logprobs + torch.linspace(-0.2, 0.2, 72).view(12, 6).sin()
     rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
     rollout.loss_mask = rollout.mask & in_loss
     rollout.ref_logprobs = rollout.old_logprobs - 0.3
-    order = torch.arange(12) if rows is None else rows
-    stats = grpo.mini_batch_gradient(policy, rollout, order.split(args.micro_batch_size), args)
-    return gradient_of(policy), stats
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    gradients = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient_of(policy)))
+    with mock.patch("torch.randperm", lambda n: torch.arange(n) if rows is None else rows):
+        stats = grpo.optimize(policy, optimizer, rollout, args)
+    return *gradients, stats
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -181,12 +184,12 @@ def test_equal_scores_need_no_backward_pass(loss_type, heard, monkeypatch):
     """The gradient and the metrics are those of a pass over all rows, also if no group differs."""
     scores = torch.tensor([7.0] * 8 + [1, 2, 2, 1][:heard] + [7.0] * (4 - heard))
     settings = dict(loss_type=loss_type, micro_batch_size=4)
-    taught_first = grpo.taught_first
+    micro_batches = grpo.micro_batches
     parts = []
-    monkeypatch.setattr(grpo, "taught_first", lambda *args: parts.extend(taught_first(*args)) or parts)
+    monkeypatch.setattr(grpo, "micro_batches", lambda *args: parts.extend(micro_batches(*args)) or parts)
     quick, quick_stats = an_update(scores, **settings)
-    assert [is_taught for _, is_taught in parts] == [True, False, False]
-    monkeypatch.setattr(grpo, "taught_first", lambda mini_batch, *_: [(index, True) for index in mini_batch])
+    assert [needs_backward for _, needs_backward in parts] == [True, False, False]
+    monkeypatch.setattr(grpo, "micro_batches", lambda *args: [(index, True) for index, _ in micro_batches(*args)])
     plain, stats = an_update(scores, **settings)
     close(quick, plain)
     assert stats == pytest.approx(quick_stats)

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
@@ -120,8 +120,8 @@ def kl_estimates(policy: nn.Module, reference: nn.Module, answers: list["Answer"
     prompts = pad([answer.prompt_ids for answer in answers], policy.tokenizer, args, "left")  # (b, P), and the mask
     responses = pad([answer.ids for answer in answers], policy.tokenizer, args)  # (b, T), and the mask
     rollout = grpo.Rollout(*prompts, *responses, ended=None, old_logprobs=None, examples=[])
-    at_temperature = replace(args, temperature=args.temperature or 1.0)
-    logprobs = [grpo.response_logprobs(model, rollout, at_temperature) for model in (policy, reference)]
+    at_temperature = grpo.Args(temperature=args.temperature or 1.0)
+    logprobs = [grpo.logprobs_under(model, rollout, at_temperature) for model in (policy, reference)]
     written = pad_sequence([torch.tensor(answer.written) for answer in answers], batch_first=True).to(args.device)
     k1 = (logprobs[0] - logprobs[1]).masked_fill(~written, 0.0)  # (b, T)
     k3 = torch.expm1(-k1) + k1
