@@ -69,7 +69,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -270,37 +270,46 @@ def train(args: Args) -> None:
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     memory = {"num_draws": 0, "num_tokens": 0}  # what lasts from update to update besides weights
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy)
-    for update in run.steps():
-        set_seed(make_seed(args.seed, update))
+    for step in run.steps():
+        set_seed(make_seed(args.seed, step))
+
+        # 1. Sample, and 2. score
         with run.clock("rollout"):
-            rollout, num_draws = sample_groups(policy, prompts, reward_fns, memory["num_draws"], args)  # 1 and 2
+            rollout, num_draws = sample_groups(policy, prompts, reward_fns, memory["num_draws"], args)
             memory["num_draws"] += num_draws
-        rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # 3
+
+        # 3. Advantage
+        rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
         if args.baseline == "none":
             rollout.advantages = rollout.scores[:, None]
         rollout.loss_mask = rollout.written
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
+
+        # Log-probabilities that the loss compares with
         with run.clock("score"):
             stats = {}
             parts = None
-            if ratio_rounding(args) > 1e-3:  # the sampler, which reads a cache, rounds otherwise than the update
+            if ratio_rounding(args) > 1e-3:  # the sampler reads a cache, so its rounding differs from the update's
                 parts = first_pass(rollout, args)
                 rollout.old_logprobs, error = read_again(policy, rollout, rollout.written, parts, args)
-                check_first_ratio(error, update, args)
+                check_first_ratio(error, step, args)
                 stats["policy/sampler_error"] = error
             if args.beta:
                 with adapter_off(policy, reference):
                     rollout.ref_logprobs = rollout.map(lambda r: logprobs_under(reference, r, args), args, parts)
+
+        # 4. Loss, and 5. update
         with run.clock("update"):
-            stats |= optimize(policy, optimizer, rollout, args)  # 4 and 5
-        check_first_ratio(stats["policy/first_ratio_error"], update, args)
+            stats |= update(policy, optimizer, rollout, args)
+        check_first_ratio(stats["policy/first_ratio_error"], step, args)
         stats |= rollout_stats(rollout, args)
         stats["rewards/unscored"] = unscored(rollout.rewards_by_name).sum().item()
         memory["num_tokens"] += rollout.inputs()["attention_mask"].sum().item()
         stats["sampled_batches"] = num_draws
         stats["num_tokens"] = memory["num_tokens"]
         stats["learning_rate"] = optimizer.param_groups[0]["lr"]
+
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, reward_fns, eval_prompts, args)
         report(run, stats, rollout, policy, args)
@@ -655,10 +664,11 @@ def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
-    """The micro-batches of the first pass of the update, in their order, as it will draw them."""
+    """The micro-batches of the first epoch of `update`, in its order. The random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
-        first = list(islice(mini_batches(rollout, args), args.num_mini_batches))
-    return [index for rows in first for index, _ in micro_batches(rollout, rows, args)]
+        order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
+    mini_batches = order.split(len(order) // args.num_mini_batches)
+    return [index for rows in mini_batches for index, _ in micro_batches(rollout, rows, args)]
 
 
 def read_again(
@@ -812,13 +822,6 @@ def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batches(rollout: Rollout, args: Args) -> Iterator[Tensor]:
-    """Row numbers of mini-batches: in each of `num_ppo_epochs` passes, another random partition of the batch."""
-    B = len(rollout.mask)
-    for _ in range(args.num_ppo_epochs):
-        yield from torch.randperm(B).to(rollout.mask.device).split(B // args.num_mini_batches)
-
-
 def micro_batches(rollout: Rollout, rows: Tensor, args: Args) -> list[tuple[Tensor, bool]]:
     """This process's micro-batches of a mini-batch, and whether each needs a backward pass.
 
@@ -854,68 +857,70 @@ def row_share(where: Tensor, mask: Tensor) -> Tensor:
     return (where & mask).sum(1) / mask.sum(1)
 
 
-def optimize(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
+def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
     """`num_ppo_epochs` passes over the rollout, one optimiser step for each mini-batch; returns means over the steps.
 
     The loss of a mini-batch is one sum: it does not depend on how the rows are cut into micro-batches and dealt to
     processes (but for bnpo). Gradients become means over processes, so each counts rows and tokens per process.
     """
+    B, device = len(rollout.mask), rollout.mask.device
     num_parts = args.num_mini_batches * WORLD_SIZE
-    num_rows = len(rollout.mask) / num_parts
+    num_rows = B / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
     lower, upper = clip_bounds(args)
     logs = []  # a dict for each step
-    for rows in mini_batches(rollout, args):
-        optimizer.zero_grad()
-        total_loss = torch.zeros((), device=rollout.mask.device)
-        sums = defaultdict(float)
-        shares = []  # of each row's tokens that are clipped, below and above: (b, 2)
-        for index, needs_backward in micro_batches(rollout, rows, args):
-            r = rollout.select(index)
-            mask = r.loss_mask
-            with torch.set_grad_enabled(needs_backward):
-                logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
-            ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # or (b, 1)
-            losses = surrogate_loss(ratio, logprobs, r.advantages, args)
-            kl = torch.zeros_like(logprobs)
-            if args.beta:
-                kl = k3_estimate(logprobs, r.ref_logprobs)
-                if args.use_bias_correction_kl:
-                    kl = kl * ratio  # so that its gradient is that of the true KL
-            weights = token_weights(mask, num_rows, num_tokens, args)  # (b, T)
-            loss = masked_sum((losses + args.beta * kl) * weights, mask)
-            if needs_backward:
-                (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
+    for _ in range(args.num_ppo_epochs):
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+            optimizer.zero_grad()
+            total_loss = torch.zeros((), device=device)
+            sums = defaultdict(float)
+            shares = []  # of each row's tokens that are clipped, below and above: (b, 2)
+            for index, needs_backward in micro_batches(rollout, rows, args):
+                r = rollout.select(index)
+                mask = r.loss_mask
+                with torch.set_grad_enabled(needs_backward):
+                    logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
+                ratio = importance_ratio(logprobs, r.old_logprobs, mask, args.importance_sampling_level)  # or (b, 1)
+                losses = surrogate_loss(ratio, logprobs, r.advantages, args)
+                kl = torch.zeros_like(logprobs)
+                if args.beta:
+                    kl = k3_estimate(logprobs, r.ref_logprobs)
+                    if args.use_bias_correction_kl:
+                        kl = kl * ratio  # so that its gradient is that of the true KL
+                weights = token_weights(mask, num_rows, num_tokens, args)  # (b, T)
+                loss = masked_sum((losses + args.beta * kl) * weights, mask)
+                if needs_backward:
+                    (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
 
-            total_loss += loss.detach()
-            is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient, but in cispo
-            is_high = (ratio > upper) & (r.advantages > 0)
-            shares.append(torch.stack([row_share(is_low, mask), row_share(is_high, mask)], 1))
-            seen = {
-                "kl": kl,
-                "entropy": entropy,
-                "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
-                "val/ratio": ratio,
-                "clip_ratio/low_mean": is_low,
-                "clip_ratio/high_mean": is_high,
-                "clip_ratio/region_mean": is_low | is_high,
-                "policy/first_ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
-            }
-            for name, x in seen.items():  # (b, T), or (b, 1) with one ratio for a row
-                where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)
-                sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
+                total_loss += loss.detach()
+                is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient, but in cispo
+                is_high = (ratio > upper) & (r.advantages > 0)
+                shares.append(torch.stack([row_share(is_low, mask), row_share(is_high, mask)], 1))
+                seen = {
+                    "kl": kl,
+                    "entropy": entropy,
+                    "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
+                    "val/ratio": ratio,
+                    "clip_ratio/low_mean": is_low,
+                    "clip_ratio/high_mean": is_high,
+                    "clip_ratio/region_mean": is_low | is_high,
+                    "policy/first_ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
+                }
+                for name, x in seen.items():  # (b, T), or (b, 1) with one ratio for a row
+                    where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)
+                    sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
 
-        totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
-        stats = dict(zip(sums, (totals / counts.clamp(min=1)).tolist()))
-        stats["loss"] = all_reduce(total_loss).item() / WORLD_SIZE
-        low, high = all_gather(torch.cat(shares)).unbind(1)  # (rows,)
-        stats["clip_ratio/low_min"] = min(low[low >= 0].tolist(), default=0.0)
-        stats["clip_ratio/high_max"] = max(high[high >= 0].tolist(), default=0.0)
-        stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
-        stats["val/skipped_steps"] = int(not math.isfinite(stats["grad_norm"]))
-        if not stats["val/skipped_steps"]:  # else the weights would be NaN for good
-            optimizer.step()
-        logs.append(stats)
+            totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
+            stats = dict(zip(sums, (totals / counts.clamp(min=1)).tolist()))
+            stats["loss"] = all_reduce(total_loss).item() / WORLD_SIZE
+            low, high = all_gather(torch.cat(shares)).unbind(1)  # (rows,)
+            stats["clip_ratio/low_min"] = min(low[low >= 0].tolist(), default=0.0)
+            stats["clip_ratio/high_max"] = max(high[high >= 0].tolist(), default=0.0)
+            stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+            stats["val/skipped_steps"] = int(not math.isfinite(stats["grad_norm"]))
+            if not stats["val/skipped_steps"]:  # else the weights would be NaN for good
+                optimizer.step()
+            logs.append(stats)
     optimizer.zero_grad()
     means = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
     means["val/skipped_steps"] *= len(logs)

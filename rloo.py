@@ -71,7 +71,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -260,8 +260,9 @@ def train(args: Args) -> None:
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     texts = load_pretrain_texts(args, policy)
-    args = choose_sizes(args, policy, prompts, args.rloo_k)
-    require(args.batch_size % args.rloo_k == 0, f"--rloo-k {args.rloo_k} does not divide {args.batch_size} rows")
+    K = args.rloo_k
+    args = choose_sizes(args, policy, prompts, K)
+    require(args.batch_size % K == 0, f"--rloo-k {K} does not divide a batch of {args.batch_size} responses")
     reward_fns = make_reward_fns(args, policy, reward_model)
     try_reward_fns(reward_fns, prompts, policy, args)
     show_first_row({"prompt": as_read(prompts[0]["input_ids"], policy.tokenizer).append("⟨answer⟩", "green")})
@@ -269,45 +270,57 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {"kl_coef": args.kl_coef}  # what lasts from update to update besides weights
+    memory = {}  # what lasts from update to update besides weights
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, ema=ema)
-    for update in run.steps():
-        set_seed(make_seed(args.seed, update))
-        examples = batch(prompts, update - 1, args.batch_size // args.rloo_k, args.seed)
-        examples = repeat(examples, args.rloo_k)
+    for step in run.steps():
+        set_seed(make_seed(args.seed, step))
+
+        # 1. Sample
+        examples = batch(prompts, step - 1, args.batch_size // K, args.seed)
         with run.clock("rollout"):
-            rollout = sample_batch(policy, examples, args)  # 1
+            rollout = sample_batch(policy, repeat(examples, K), args)
+
+        # 2. Score
         with run.clock("score"):
             stats = {}
             parts = None
-            if ratio_rounding(args) > 1e-3:  # the sampler, which reads a cache, rounds otherwise than the update
+            if ratio_rounding(args) > 1e-3:  # the sampler reads a cache, so its rounding differs from the update's
                 parts = first_pass(rollout, args)
                 rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, parts, args)
-                check_first_ratio(error, update, args)
+                check_first_ratio(error, step, args)
                 stats["policy/sampler_error"] = error
-            with adapter_off(policy, reference):  # 2
+            with adapter_off(policy, reference):
                 rollout.ref_logprobs = rollout.map(lambda r: logprobs_under(reference, r, args), args, parts)
             rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
-            rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args, args.rloo_k)
-        rollout.kl_coef = memory["kl_coef"] if args.adaptive_kl else args.kl_coef
-        scores = rollout.scores
+            rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args, K)
+        scores = rollout.scores  # (B,)
         if args.normalize_reward:
             scores = normalize_scores(scores, args.reward_clip_range)
-        non_score_reward = -rollout.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # 3: (B, T)
-        rollout.advantages = rloo_advantages(scores, non_score_reward, args.rloo_k, args.token_level_kl)  # 4
+
+        # 3. Reward
+        rollout.kl_coef = memory.get("kl_coef", args.kl_coef)
+        non_score_reward = -rollout.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T)
+
+        # 4. Advantage
+        rollout.advantages = rloo_advantages(scores, non_score_reward, K, args.token_level_kl)  # (B, 1) or (B, T)
         if args.normalize_advantage:
             actions = action_mask(rollout.mask, args.token_level_kl)
             rollout.advantages = masked_whiten(rollout.advantages, actions)
+
+        # 5. Loss, and 6. update
         with run.clock("update"):
-            stats |= optimize(policy, ema, optimizer, rollout, texts, args)  # 5 and 6
-        check_first_ratio(stats["policy/first_ratio_error"], update, args)
+            stats |= update(policy, ema, optimizer, rollout, texts, args)
+        check_first_ratio(stats["policy/first_ratio_error"], step, args)
         stats |= rollout_stats(rollout)
         stats["rewards/unscored"] = unscored(rollout.rewards_by_name).sum().item()
-        if args.adaptive_kl:
-            memory["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)  # 7
-        stats["objective/equal_groups"] = equal_groups(rollout.scores, args.rloo_k).float().mean().item()
+        stats["objective/equal_groups"] = equal_groups(rollout.scores, K).float().mean().item()
         stats["val/clipfrac_avg"] = 0.0  # of a critic; dashboards made for TRL expect the name
         stats["lr"] = optimizer.param_groups[0]["lr"]
+
+        # 7. Adapt
+        if args.adaptive_kl:
+            memory["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)
+
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
         report(run, stats, rollout, policy, args)
@@ -600,10 +613,11 @@ def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
-    """The micro-batches of the first pass of the update, in their order, as it will draw them."""
+    """The micro-batches of the first epoch of `update`, in its order. The random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
-        first = list(islice(mini_batches(rollout, args), args.num_mini_batches))
-    return [index for rows in first for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]]
+        order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
+    mini_batches = order.split(len(order) // args.num_mini_batches)
+    return [index for rows in mini_batches for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]]
 
 
 def read_again(
@@ -783,13 +797,6 @@ def policy_loss(
 # --- 6. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batches(rollout: Rollout, args: Args) -> Iterator[Tensor]:
-    """Row numbers of mini-batches: in each of `num_ppo_epochs` passes, another random partition of the batch."""
-    B = len(rollout.mask)
-    for _ in range(args.num_ppo_epochs):
-        yield from torch.randperm(B).to(rollout.mask.device).split(B // args.num_mini_batches)
-
-
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
     """Log-probabilities (b, T) of the responses under the policy, its entropy (b, T), and its router's loss, or 0.
 
@@ -802,7 +809,7 @@ def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, T
     return logprobs, entropy, aux_loss
 
 
-def optimize(
+def update(
     policy: nn.Module,
     ema: nn.Module | None,
     optimizer: torch.optim.Optimizer,
@@ -815,65 +822,69 @@ def optimize(
     The loss of a mini-batch is a sum over its actions, divided by their number: it does not depend on how the rows are
     cut into micro-batches and dealt to processes. Gradients become means over processes, so each divides by its share.
     """
-    sums = Counter()  # over all steps
-    per_step = Counter()
+    B, device = len(rollout.mask), rollout.mask.device
+    totals = Counter()  # sums over actions, or tokens
+    per_step = Counter()  # sums over optimiser steps
     steps = 0
-    for rows in mini_batches(rollout, args):
-        optimizer.zero_grad()
-        num_actions = action_mask(rollout.mask[rows], args.token_level_kl).sum() / WORLD_SIZE
-        step = defaultdict(float)
-        for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]:
-            r = rollout.select(index)
-            logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
-            new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T) if tokens are actions
-            old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
-            actions = action_mask(r.mask, args.token_level_kl)
-            pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
-            loss = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, actions) / num_actions
-            loss.backward()
+    for _ in range(args.num_ppo_epochs):
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+            optimizer.zero_grad()
+            num_actions = action_mask(rollout.mask[rows], args.token_level_kl).sum() / WORLD_SIZE
+            sums = defaultdict(float)
+            for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]:
+                r = rollout.select(index)
+                logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
+                new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T) if tokens are actions
+                old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
+                actions = action_mask(r.mask, args.token_level_kl)
+                pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
+                loss = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, actions) / num_actions
+                loss.backward()
 
-            seen = {
-                "loss/policy_avg": pg_loss,
-                "policy/approxkl_avg": 0.5 * (new - old) ** 2,
-                "policy/clipfrac_avg": pg_clipped,
-                "val/ratio": ratio,
-                "ratio_squared": ratio**2,
-                "actions": torch.ones_like(ratio),
-            }
-            for name, x in seen.items():
-                step[name] += masked_sum(x.detach(), actions)
-            of_tokens = {
-                "policy/entropy_avg": entropy,
-                "token_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
-                "tokens": torch.ones_like(logprobs),
-            }
-            for name, x in of_tokens.items():
-                step[name] += masked_sum(x.detach(), r.mask)
+                seen = {
+                    "loss/policy_avg": pg_loss,
+                    "policy/approxkl_avg": 0.5 * (new - old) ** 2,
+                    "policy/clipfrac_avg": pg_clipped,
+                    "val/ratio": ratio,
+                    "ratio_squared": ratio**2,
+                    "actions": torch.ones_like(ratio),
+                }
+                for name, x in seen.items():
+                    sums[name] += masked_sum(x.detach(), actions)
+                of_tokens = {
+                    "policy/entropy_avg": entropy,
+                    "token_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
+                    "tokens": torch.ones_like(logprobs),
+                }
+                for name, x in of_tokens.items():
+                    sums[name] += masked_sum(x.detach(), r.mask)
 
-        totals = all_reduce(torch.stack(list(step.values()))).tolist()
-        step = dict(zip(step, totals))
-        if not sums:
-            first_error = step["token_error"] / step["tokens"]  # of a ratio that is 1 but for rounding
-        sums.update(step)  # a Counter adds
-        if args.target_kl and step["policy/approxkl_avg"] / step["actions"] > 1.5 * args.target_kl:
+            sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
+            if not totals:
+                first_error = sums["token_error"] / sums["tokens"]  # only rounding, since no step has been made
+            totals.update(sums)  # a Counter adds
+            is_too_far = args.target_kl and sums["policy/approxkl_avg"] / sums["actions"] > 1.5 * args.target_kl
+            if is_too_far:
+                break
+            if args.ratio_threshold and sums["val/ratio"] / sums["actions"] > args.ratio_threshold:
+                continue
+            if args.ptx_coef:
+                per_step["loss/ptx"] += pretrain_gradient(policy, texts, args)
+            policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+            per_step["policy/grad_norm"] += policy_norm
+            if math.isfinite(policy_norm):  # else the weights would be NaN for good
+                optimizer.step()
+                steps += 1
+                if ema is not None:
+                    move_average(ema, policy, args.ema_decay)
+        if is_too_far:
             break
-        if args.ratio_threshold and step["val/ratio"] / step["actions"] > args.ratio_threshold:
-            continue
-        if args.ptx_coef:
-            per_step["loss/ptx"] += pretrain_gradient(policy, texts, args)
-        policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
-        per_step["policy/grad_norm"] += policy_norm
-        if math.isfinite(policy_norm):  # else the weights would be NaN for good
-            optimizer.step()
-            steps += 1
-            if ema is not None:
-                move_average(ema, policy, args.ema_decay)
     optimizer.zero_grad()
-    means = {name: x / sums["actions"] for name, x in sums.items()}
+    means = {name: x / totals["actions"] for name, x in totals.items()}
     means["policy/first_ratio_error"] = first_error
     for name in ("actions", "tokens", "token_error"):  # these are for this function alone
         del means[name]
-    means["policy/entropy_avg"] = sums["policy/entropy_avg"] / sums["tokens"]
+    means["policy/entropy_avg"] = totals["policy/entropy_avg"] / totals["tokens"]
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
     means["val/skipped_steps"] = args.num_ppo_epochs * args.num_mini_batches - steps
     return means | {name: x / max(1, steps) for name, x in per_step.items()}

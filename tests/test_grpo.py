@@ -104,7 +104,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     gradients = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient_of(policy)))
     monkeypatch.setattr(torch, "randperm", torch.arange)
-    stats = grpo.optimize(policy, optimizer, rollout, args)
+    stats = grpo.update(policy, optimizer, rollout, args)
 
     for number, gradient in enumerate(gradients):
         close(gradient, ARRAYS[f"{case}/gradient_{number}"])
@@ -144,7 +144,7 @@ def an_update(scores, rows=None, in_loss=True, **settings):
     gradients = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient_of(policy)))
     with mock.patch("torch.randperm", lambda n: torch.arange(n) if rows is None else rows):
-        stats = grpo.optimize(policy, optimizer, rollout, args)
+        stats = grpo.update(policy, optimizer, rollout, args)
     return *gradients, stats
 
 

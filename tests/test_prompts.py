@@ -1,0 +1,129 @@
+"""Prompts that several rows share are read once, and that changes no number."""
+
+
+import pytest
+import torch
+from runs import run
+from tiny import ARCHITECTURES, tiny_model, tiny_rollout
+
+import grpo
+import rloo
+
+SCRIPTS = {"rloo": rloo, "grpo": grpo}
+WITHOUT = {"lfm2", "qwen3_next"}  # have layers that are no attention
+COMMON = {"gpt2", "llama", "gemma3_text", "gpt_oss"}  # positions learned and rotary, windows, experts
+
+
+@pytest.fixture
+def never(monkeypatch):
+    """never() lets all scripts read each row whole."""
+
+    def call():
+        for script in SCRIPTS.values():
+            monkeypatch.setattr(script, "can_share_prompts", lambda *_: False)
+
+    return call
+
+
+def groups(policy, script):
+    """Six rows with four prompts: rows 0 and 2 share one, and so do 1 and 5, where it is a single token."""
+    r = tiny_rollout(policy)
+    for x in (r.prompts, r.prompt_mask):
+        x[2] = x[0]
+        x[5] = x[1]
+    return script.Rollout(r.prompts, r.prompt_mask, r.responses, r.mask, r.ended, r.old_logprobs, r.examples)
+
+
+def read(policy, rollout, script, args):
+    """Log-probabilities, the gradient of a random combination of them, and how many tokens each pass has read."""
+    sizes = []
+    hook = policy.register_forward_pre_hook(lambda *x: sizes.append(x[2]["input_ids"].numel()), with_kwargs=True)
+    policy.zero_grad()
+    with script.autocast(args):
+        logprobs = script.logprobs_under(policy, rollout, args)
+    weights = torch.rand(logprobs.shape, generator=torch.Generator().manual_seed(0))
+    script.masked_sum(logprobs * weights, rollout.mask).backward()
+    hook.remove()
+    gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    return logprobs.masked_fill(~rollout.mask, 0.0).detach(), gradient, sizes
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in COMMON | WITHOUT else pytest.param(kind, marks=pytest.mark.slow) for kind in ARCHITECTURES]
+)
+def test_rows_behind_a_shared_prompt_are_rows(kind, bf16, never):
+    """With left padding, windows and experts: log-probabilities and their gradient."""
+    policy = tiny_model(kind)
+    rollout = groups(policy, grpo)
+    args = grpo.Args(temperature=0.9, bf16=bf16, device="cpu")
+    shared, gradient, sizes = read(policy, rollout, grpo, args)
+    never()
+    whole, whole_gradient, whole_sizes = read(policy, rollout, grpo, args)
+    torch.testing.assert_close(shared, whole, rtol=0, atol=5e-2 if bf16 else 1e-5)
+    assert (gradient - whole_gradient).norm() < (3e-2 if bf16 else 1e-5) * whole_gradient.norm()
+    P, T = rollout.prompts.shape[1], rollout.mask.shape[1]
+    assert whole_sizes == [6 * (P + T)]
+    assert sizes == (whole_sizes if kind in WITHOUT else [4 * P, 6 * T])
+
+
+CASES = {
+    "groups cut by mini-batches": dict(num_mini_batches=2, micro_batch_size=3),
+    "adapter": dict(lora_r=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_is_the_one_with_rows_read_whole(name, case, tiny, tmp_path, never):
+    """Responses, rewards and updates, with groups whose scores are equal and groups whose scores differ."""
+    settings = tiny[name] | dict(model="toy/sft", dataset="toy/data/prompts")
+    settings |= dict(batch_size=12, total_episodes=24, num_ppo_epochs=2, response_length=8) | CASES[case]
+    settings["adam_epsilon"] = 1e-3  # else a gradient that is 0 but for rounding makes a whole step
+    settings |= dict(num_generations=3, beta=0.1) if name == "grpo" else dict(rloo_k=3, kl_coef=0.0)
+    settings |= dict(reward_fn=(f"{__file__}:starts_with_a_vowel",))
+    shared = run(SCRIPTS[name], tmp_path / "shared", **settings)
+    never()
+    whole = run(SCRIPTS[name], tmp_path / "whole", **settings)
+    for ours, theirs in zip(shared, whole, strict=True):
+        for metric in [name for name in ours if not name.startswith(("time/", "perf/", "eps"))]:
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-3, abs=1e-4), metric
+
+
+def starts_with_a_vowel(completions, **columns):
+    return [float(text.strip()[:1].lower() in "aeiou") for text in completions]
+
+
+@pytest.mark.parametrize("settings", [dict(gradient_checkpointing=True), dict(aux_loss_coef=0.1)], ids=str)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_needs_whole_rows(name, settings):
+    """Layers that are computed again would write into the cache twice; a router counts each token that it sees."""
+    policy = tiny_model("mixtral")
+    args = SCRIPTS[name].Args(device="cpu", **settings)
+    assert len(read(policy, groups(policy, SCRIPTS[name]), SCRIPTS[name], args)[2]) == 1
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_micro_batch_has_the_rows_of_a_prompt_side_by_side(name):
+    """Of a long and a short group, in whatever order they come; each process gets as many rows."""
+    script = SCRIPTS[name]
+    policy = tiny_model("gpt2")
+    rollout = groups(policy, script)
+    for rows in (torch.arange(6), torch.tensor([5, 2, 3, 1, 4, 0])):
+        order = rollout.by_length(rows).tolist()
+        assert sorted(order) == list(range(6))
+        assert abs(order.index(0) - order.index(2)) == abs(order.index(1) - order.index(5)) == 1
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_more_rows_fit_where_a_prompt_counts_once(name, never):
+    script = SCRIPTS[name]
+    policy = tiny_model("llama", max_position_embeddings=4096, hidden_size=64)
+    prompts = script.datasets.Dataset.from_list([{"input_ids": [5] * 2000}])
+    args = script.Args(device="cpu", batch_size=64, response_length=20)
+    shared = script.choose_sizes(args, policy, prompts, 8)
+    never()
+    whole = script.choose_sizes(args, policy, prompts, 8)
+    assert 2 * whole.micro_batch_size < shared.micro_batch_size < 8 * whole.micro_batch_size
+    assert shared.local_rollout_forward_batch_size == whole.local_rollout_forward_batch_size
