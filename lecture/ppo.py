@@ -161,6 +161,7 @@ def gae(rewards, values, mask, gamma, lam):
     is final, and the critic's guess at a rest would pay for rewards that never come.
     For gamma = 1, lam = .5, values .5: rewards [0, 0, 1] -> deltas [0, 0, .5], A [.125, .25, .5]
     """
+    rewards = rewards.masked_fill(~mask, 0.0)
     values = values.masked_fill(~mask, 0.0)
     advantages = rewards + gamma * F.pad(values, (0, 1))[:, 1:] - values  # so far, delta_t
     for t in reversed(range(rewards.shape[1] - 1)):
@@ -175,7 +176,9 @@ def masked_mean(x, mask):
 
 def masked_whiten(x, mask):
     """(B, T) with mean 0 and variance 1 over real tokens, at any scale of rewards; 0 on padding."""
-    return torch.where(mask, (x - masked_mean(x, mask)) * torch.rsqrt(x[mask].var() + 1e-8), 0.0)
+    x = x - masked_mean(x, mask)
+    variance = (x[mask] ** 2).sum() / (mask.sum() - 1).clamp(min=1)  # with Bessel's correction
+    return (x * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
 
 # %% 5. Loss
@@ -209,13 +212,16 @@ reference = deepcopy(policy)
 reward_model = AutoModelForSequenceClassification.from_pretrained(
     args.reward_model, dtype=torch.float32
 ).to(device)
-bias = getattr(reward_model.config, "reward_bias", 0.0)  # ../reward_model.py centres rewards by it
+# The head of a classifier has no bias. It gets one here: the shift by which ../reward_model.py
+# centres its rewards, or 0. The critic, a copy, learns the mean return with it
+bias = getattr(reward_model.config, "reward_bias", 0.0)
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
 critic = deepcopy(reward_model)  # it knows what is good; rloo.py does without a critic
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 assert reward_model.config.vocab_size == policy.config.vocab_size, "tokens differ (see ../ppo.py)"
-optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], weight_decay=0.0)
+parameters = [*policy.parameters(), *critic.parameters()]
+optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0)
 files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
 data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 prompts = tokenizer(list(data["prompt"]))["input_ids"]
@@ -245,8 +251,8 @@ for update in (bar := trange(1, num_updates + 1)):
     optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / num_updates)
 
     # 1. Sample
-    rows = [prompts[i] for i in order[(update - 1) * B : update * B]]
-    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(device)
+    texts = [prompts[i] for i in order[(update - 1) * B : update * B]]
+    batch = tokenizer.pad({"input_ids": texts}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
     uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
@@ -262,7 +268,7 @@ for update in (bar := trange(1, num_updates + 1)):
         old_values = read_head(critic, ids, attention_mask)[:, P - 1 : -1]  # (B, T)
         last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) where the last real token stands
         scores = read_head(reward_model, ids, attention_mask).gather(1, last).squeeze(1)  # (B,)
-    scores = scores - args.missing_eos_penalty * ~ended  # (B,)
+    scores = torch.where(ended, scores, scores - args.missing_eos_penalty)  # (B,)
 
     # 3. Reward
     kl = old_logprobs - ref_logprobs  # (B, T) of the drawn tokens alone; on average, it is the KL
@@ -275,17 +281,18 @@ for update in (bar := trange(1, num_updates + 1)):
     # 5. Loss, and 6. update
     logs = []  # of all tokens and steps
     for _ in range(args.num_ppo_epochs):
-        for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
-            logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
-            logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+            logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
+            logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
             pg_loss, ratio, pg_clipped = policy_loss(
-                logprobs, old_logprobs[i], advantages[i], mask[i], args.cliprange
+                logprobs, old_logprobs[rows], advantages[rows], mask[rows], args.cliprange
             )
-            values = read_head(critic, ids[i], attention_mask[i])[:, P - 1 : -1]  # (b, T)
+            loss = masked_mean(pg_loss, mask[rows])
+            values = read_head(critic, ids[rows], attention_mask[rows])[:, P - 1 : -1]  # (b, T)
             vf_loss, vf_clipped = value_loss(
-                values, old_values[i], returns[i], mask[i], args.cliprange_value
+                values, old_values[rows], returns[rows], mask[rows], args.cliprange_value
             )
-            loss = masked_mean(pg_loss, mask[i]) + args.vf_coef * masked_mean(vf_loss, mask[i])
+            loss = loss + args.vf_coef * masked_mean(vf_loss, mask[rows])
             optimizer.zero_grad()
             loss.backward()
             for model in (policy, critic):  # apart, or a large gradient of one shrinks the other's
@@ -293,7 +300,7 @@ for update in (bar := trange(1, num_updates + 1)):
             optimizer.step()
             seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": pg_clipped}  # (b, T) each
             seen |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped, "val/ratio": ratio}
-            logs.append({name: x.detach()[mask[i]].float() for name, x in seen.items()})
+            logs.append({name: x.detach()[mask[rows]].float() for name, x in seen.items()})
 
     stats = {name: torch.cat([log[name] for log in logs]).mean().item() for name in seen}
     stats["objective/scores"] = scores.mean().item()

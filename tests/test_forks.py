@@ -47,15 +47,15 @@ def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, 
     class Rollout(ppo.Rollout):
         surprise: torch.Tensor | None = None  # (B, T)
 
-    def optimize(*given):
+    def update(*given):
         (rollout,) = (x for x in given if isinstance(x, Rollout))
         rollout.surprise = -rollout.ref_logprobs
         return step(*given)
 
-    step, stats = ppo.optimize, ppo.rollout_stats
+    step, stats = ppo.update, ppo.rollout_stats
     surprise = lambda rollout: {"objective/surprise": rollout.surprise[rollout.mask].mean().item()}  # noqa: E731
     monkeypatch.setattr(ppo, "Rollout", Rollout)
-    monkeypatch.setattr(ppo, "optimize", optimize)
+    monkeypatch.setattr(ppo, "update", update)
     monkeypatch.setattr(ppo, "rollout_stats", lambda rollout: stats(rollout) | surprise(rollout))
     lines = run(ppo, tmp_path / "run", eval_steps=1, num_eval_prompts=4, **tiny["ppo"])
     assert all(line["objective/surprise"] > 0 and "eval/scores" in line for line in lines)
