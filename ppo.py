@@ -728,10 +728,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) shifted and scaled to mean 0 and variance 1 over real tokens; 0 on padding, and for a single token."""
-    x = x - masked_mean(x, mask)
-    variance = (x[mask] ** 2).sum() / (mask.sum() - 1).clamp(min=1)  # with Bessel's correction (TRL)
-    return (x * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
+    """(B, T) shifted and scaled to mean 0 and variance 1 over real tokens (TRL); 0 on padding."""
+    real = x[mask]
+    variance = real.var(correction=min(1, len(real) - 1))  # Bessel's, but 0 for a single token
+    return ((x - real.mean()) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:

@@ -176,9 +176,9 @@ def masked_mean(x, mask):
 
 def masked_whiten(x, mask):
     """(B, T) with mean 0 and variance 1 over real tokens, at any scale of rewards; 0 on padding."""
-    x = x - masked_mean(x, mask)
-    variance = (x[mask] ** 2).sum() / (mask.sum() - 1).clamp(min=1)  # with Bessel's correction
-    return (x * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
+    real = x[mask]
+    variance = real.var(correction=min(1, len(real) - 1))  # Bessel's, but 0 for a single token
+    return ((x - real.mean()) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
 
 # %% 5. Loss
