@@ -25,9 +25,9 @@ For each batch of prompts:
                 value: mean_t 1/2 max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, +-eps_v) - R_t)^2)
                 minimised: policy + vf_coef * value
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
-  7. adapt      kl_coef, if asked, so that the KL approaches a target
+  7. adapt      kl_coef, with --adaptive-kl, so that the KL approaches a target
 
-Where everything stands, for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens:
+The layout of the tensors, for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens:
 
   model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      prompts (B, P) and responses (B, T)
   mask                          |  1   1   1   1   0   0      true up to and including the stop token
@@ -36,14 +36,14 @@ Where everything stands, for a prompt of 3 tokens (left-padded to 4), T = 6, and
   -kl_coef*KL                   |  *   *   *   *   .   .      one per token
   score                         |              *              one per response, on its last real token
 
-The policy pi is the language model in training, a rollout a batch of its responses, the critic a network that predicts
-the reward still to come. KL, in nats, measures how far pi has moved from the reference, its frozen first self. Here it
-is subtracted from the reward (InstructGPT): a token pays for its own KL and, through the advantages, for that of later
-tokens. GRPO adds a KL term to the loss instead, which pulls on each token alone.
+The policy pi is the language model in training. A rollout is a batch of its responses. The critic is a network that
+predicts the rewards still to come. KL, in nats, measures how far pi has moved from the reference, a frozen copy of the
+initial policy. Here it is subtracted from the reward (InstructGPT), so a token's advantage includes its own KL and that
+of later tokens. GRPO adds a KL term to the loss instead, which acts on each token alone.
 
-How this departs from the textbook: there is no environment, and an episode is one response; the state is the text so
-far; every token has an advantage, although there is one score; means over tokens never count padding; and tokens are
-drawn from softmax(logits / temperature) alone (no top-k, no top-p), since that is the distribution in the loss.
+Differences from textbook PPO: there is no environment; an episode is one response, and the state is the text so far.
+Every token has an advantage, although there is only one score. Means over tokens exclude padding. Tokens are drawn from
+softmax(logits / temperature), without top-k or top-p, because the loss uses that distribution.
 Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2016 (GAE, 1506.02438, eq. 16);
 Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024
 (the N+ implementation details, 2403.17031).
@@ -117,12 +117,12 @@ from transformers.utils import ModelOutput, find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
-# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
-# and draw the same random numbers; of every batch, each computes its share
+# Under torchrun, the number of this process and the number of processes; otherwise 0 and 1. All processes read the same
+# data and draw the same random numbers; each computes its share of every batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -142,7 +142,8 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     cliprange_value: Positive = 0.2  # eps_v of the clipped value (TRL, N+ details)
-    vf_coef: NonNegative = 0.1  # weight of the value loss (TRL); if the critic is separate, AdamW hardly heeds it
+    # weight of the value loss (TRL); nearly irrelevant for a separate critic, since AdamW rescales its gradient
+    vf_coef: NonNegative = 0.1
     gamma: Share = 1.0  # discount; 1 because an episode is short
     lam: Share = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
     whiten_rewards: bool = False  # scale per-token rewards to variance 1, keeping their mean (TRL)
@@ -177,9 +178,9 @@ class Args:
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
     learning_rate: Positive | None = None
-    # the critic's; by default the policy's, or with LoRA a tenth of that, since all of a separate critic learns
+    # the critic's; by default the policy's, or a tenth of it for a separate critic with LoRA, as all its weights learn
     critic_learning_rate: Positive | None = None
-    critic_warmup_updates: Natural = 0  # first updates, in which only the critic learns
+    critic_warmup_updates: Natural = 0  # updates at the start in which only the critic learns
     lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
@@ -254,17 +255,17 @@ class Args:
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
 
-# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
+# --- The loop, with the steps of the docstring -----------------------------------------------------------------------
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     check_args(args)
     start(args)
     asked = args
 
     policy = load_policy(args)
-    ema = place(deepcopy(policy) if args.ema_decay else None, args)  # before another is made, which saves memory
+    ema = place(deepcopy(policy) if args.ema_decay else None, args)  # before the next model is made, to save memory
     reference = place(make_reference(args, policy), args)
     place(policy, args)
     reward_model = load_reward_model(args, policy)
@@ -354,7 +355,7 @@ def train(args: Args) -> None:
 
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
+    """A batch of episodes: B prompts, one response to each, and the results of later steps."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
@@ -364,7 +365,7 @@ class Rollout:
     old_logprobs: Tensor  # (B, T), under the policy that drew the responses
     examples: list[dict]  # B rows of the dataset, those of the prompts
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; None, as all below, until its step
+    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; this and all below are None at first
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T), by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
@@ -646,7 +647,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 class Critic(nn.Module):
     """V_t, the expected return before response token t is drawn: a transformer body and a head with one output. With
-    --critic shared it has no body, and its head reads the states (B, P+T, D) of the policy's last layer."""
+    --critic shared there is no body, and the head reads the last hidden states (B, P+T, D) of the policy."""
 
     def __init__(self, body: nn.Module | None, head: nn.Module):
         super().__init__()
@@ -658,13 +659,13 @@ class Critic(nn.Module):
         if self.body is not None:
             states = self.body(**r.inputs(), use_cache=False).last_hidden_state
         T = r.mask.shape[1]
-        with torch.autocast(states.device.type, enabled=False):  # a value of 8 binary digits would say little
+        with torch.autocast(states.device.type, enabled=False):  # bfloat16 is too coarse for a value (8 bits)
             values = self.head(states[:, -T - 1 : -1].float())
-        return values.squeeze(-1).clone()  # since FSDP warns of views
+        return values.squeeze(-1).clone()  # FSDP warns about views
 
 
 def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
-    """(b, T) values of the critic; a shared one needs a pass through the policy."""
+    """(b, T) values of the critic; a shared critic needs a forward pass of the policy."""
     if critic.body is not None:
         return critic(r)
     output = policy(**r.inputs(), use_cache=False, logits_to_keep=1, output_hidden_states=True)
@@ -804,7 +805,7 @@ def update(
     texts: list[list[int]],
     args: Args,
 ) -> dict[str, float]:
-    """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimizer step for each mini-batch. Returns means
+    """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
     over all tokens.
 
     The gradient of a mini-batch is a sum over its tokens, divided by their number, so it does not depend on how the
@@ -819,7 +820,7 @@ def update(
     if args.critic == "shared":
         options["output_hidden_states"] = True
     totals = Counter()  # sums over tokens
-    per_step = Counter()  # sums over optimizer steps
+    per_step = Counter()  # sums over optimiser steps
     steps = 0
     for _ in range(args.num_ppo_epochs):
         for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
