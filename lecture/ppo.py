@@ -224,8 +224,9 @@ critic = deepcopy(reward_model)  # a start that knows the rewards; rloo.py has n
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 assert reward_model.config.vocab_size == policy.config.vocab_size, "tokens differ (see ../ppo.py)"
-parameters = [*policy.parameters(), *critic.parameters()]
-optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0)
+optimizer = torch.optim.AdamW(
+    [*policy.parameters(), *critic.parameters()], lr=args.learning_rate, weight_decay=0.0
+)
 files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
 data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 prompts = tokenizer(list(data["prompt"]))["input_ids"]
