@@ -25,9 +25,9 @@ For each batch of prompts:
                 value: mean_t 1/2 max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, +-eps_v) - R_t)^2)
                 minimised: policy + vf_coef * value
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
-  7. adapt      kl_coef, if asked, so that the KL approaches a target
+  7. adapt      kl_coef, with --adaptive-kl, so that the KL approaches a target
 
-Where everything stands, for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens:
+The layout of the tensors, for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens:
 
   model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      prompts (B, P) and responses (B, T)
   mask                          |  1   1   1   1   0   0      true up to and including the stop token
@@ -36,14 +36,14 @@ Where everything stands, for a prompt of 3 tokens (left-padded to 4), T = 6, and
   -kl_coef*KL                   |  *   *   *   *   .   .      one per token
   score                         |              *              one per response, on its last real token
 
-The policy pi is the language model in training, a rollout a batch of its responses, the critic a network that predicts
-the reward still to come. KL, in nats, measures how far pi has moved from the reference, its frozen first self. Here it
-is subtracted from the reward (InstructGPT): a token pays for its own KL and, through the advantages, for that of later
-tokens. GRPO adds a KL term to the loss instead, which pulls on each token alone.
+The policy pi is the language model in training. A rollout is a batch of its responses. The critic is a network that
+predicts the rewards still to come. KL, in nats, measures how far pi has moved from the reference, a frozen copy of the
+initial policy. Here it is subtracted from the reward (InstructGPT), so a token's advantage includes its own KL and that
+of later tokens. GRPO adds a KL term to the loss instead, which acts on each token alone.
 
-How this departs from the textbook: there is no environment, and an episode is one response; the state is the text so
-far; every token has an advantage, although there is one score; means over tokens never count padding; and tokens are
-drawn from softmax(logits / temperature) alone (no top-k, no top-p), since that is the distribution in the loss.
+Differences from textbook PPO: there is no environment; an episode is one response, and the state is the text so far.
+Every token has an advantage, although there is only one score. Means over tokens exclude padding. Tokens are drawn from
+softmax(logits / temperature), without top-k or top-p, because the loss uses that distribution.
 Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2016 (GAE, 1506.02438, eq. 16);
 Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024
 (the N+ implementation details, 2403.17031).
@@ -75,7 +75,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -117,12 +117,12 @@ from transformers.utils import ModelOutput, find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
-# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
-# and draw the same random numbers; of every batch, each computes its share
+# Under torchrun, the number of this process and the number of processes; otherwise 0 and 1. All processes read the same
+# data and draw the same random numbers; each computes its share of every batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -142,7 +142,8 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     cliprange_value: Positive = 0.2  # eps_v of the clipped value (TRL, N+ details)
-    vf_coef: NonNegative = 0.1  # weight of the value loss (TRL); if the critic is separate, AdamW hardly heeds it
+    # weight of the value loss (TRL); nearly irrelevant for a separate critic, since AdamW rescales its gradient
+    vf_coef: NonNegative = 0.1
     gamma: Share = 1.0  # discount; 1 because an episode is short
     lam: Share = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
     whiten_rewards: bool = False  # scale per-token rewards to variance 1, keeping their mean (TRL)
@@ -177,9 +178,9 @@ class Args:
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
     learning_rate: Positive | None = None
-    # the critic's; by default the policy's, or with LoRA a tenth of that, since all of a separate critic learns
+    # the critic's; by default the policy's, or a tenth of it for a separate critic with LoRA, as all its weights learn
     critic_learning_rate: Positive | None = None
-    critic_warmup_updates: Natural = 0  # first updates, in which only the critic learns
+    critic_warmup_updates: Natural = 0  # updates at the start in which only the critic learns
     lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
@@ -254,17 +255,17 @@ class Args:
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
 
-# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
+# --- The loop, with the steps of the docstring -----------------------------------------------------------------------
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     check_args(args)
     start(args)
     asked = args
 
     policy = load_policy(args)
-    ema = place(deepcopy(policy) if args.ema_decay else None, args)  # before another is made, which saves memory
+    ema = place(deepcopy(policy) if args.ema_decay else None, args)  # before the next model is made, to save memory
     reference = place(make_reference(args, policy), args)
     place(policy, args)
     reward_model = load_reward_model(args, policy)
@@ -282,44 +283,61 @@ def train(args: Args) -> None:
     optimizer = make_optimizer(args, policy, critic)
     policy_group, _ = optimizer.param_groups
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {"kl_coef": args.kl_coef, "scores": [0, 0.0, 0.0]}  # what lasts from update to update besides weights
+    memory = {"scores": [0, 0.0, 0.0]}  # saved in checkpoints, besides the weights; step 7 adds kl_coef
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, critic=critic, ema=ema)
-    for update in run.steps():
-        set_seed(make_seed(args.seed, update))
-        if update <= args.critic_warmup_updates:
-            policy_group["lr"] = 0.0  # until schedule.step(): the policy's weights stay, its moments already fill
-        examples = batch(prompts, update - 1, args.batch_size, args.seed)
+    for step in run.steps():
+        set_seed(make_seed(args.seed, step))
+        if step <= args.critic_warmup_updates:
+            # The policy's weights stay as they are; only its Adam moments change. schedule.step() sets the rate again
+            policy_group["lr"] = 0.0
+
+        # 1. Sample
+        examples = batch(prompts, step - 1, args.batch_size, args.seed)
         with run.clock("rollout"):
-            rollout = sample_batch(policy, examples, args)  # 1
+            rollout = sample_batch(policy, examples, args)
+
+        # 2. Score
         with run.clock("score"):
             stats = {}
             parts = None
-            if ratio_rounding(args) > 1e-3:  # the sampler, which reads a cache, rounds otherwise than the update
+            if ratio_rounding(args) > 1e-3:  # the sampler reads a cache, so its rounding differs from the update's
                 parts = first_pass(rollout, args)
                 rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, parts, args)
-                check_first_ratio(error, update, args)
+                check_first_ratio(error, step, args)
                 stats["policy/sampler_error"] = error
-            with adapter_off(policy, reference):  # 2
+            with adapter_off(policy, reference):
                 rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args, parts)
             rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
             rollout.values = rollout.map(lambda r: critic_values(policy, critic, r), args)
             rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
-        rollout.kl_coef = memory["kl_coef"] if args.adaptive_kl else args.kl_coef
-        scaled_scores = scale_scores(rollout.scores, memory["scores"], args)
-        rollout.rewards = shape_rewards(scaled_scores, rollout.kl, rollout.mask, rollout.kl_coef)  # 3
+        mask, old_values, kl = rollout.mask, rollout.values, rollout.kl  # (B, T) each
+        scores = scale_scores(rollout.scores, memory["scores"], args)  # (B,)
+
+        # 3. Reward
+        rollout.kl_coef = memory.get("kl_coef", args.kl_coef)
+        rewards = shape_rewards(scores, kl, mask, rollout.kl_coef)  # (B, T)
         if args.whiten_rewards:
-            rollout.rewards = masked_whiten(rollout.rewards, rollout.mask, shift_mean=False)
-        advantages, rollout.returns = gae(rollout.rewards, rollout.values, rollout.mask, args.gamma, args.lam)  # 4
-        rollout.advantages = masked_whiten(advantages, rollout.mask) if args.whiten_advantages else advantages
+            rewards = masked_whiten(rewards, mask) + masked_mean(rewards, mask) * mask  # which keeps their mean
+
+        # 4. Advantage
+        advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)  # (B, T) each
+        if args.whiten_advantages:
+            advantages = masked_whiten(advantages, mask)
+        rollout.rewards, rollout.advantages, rollout.returns = rewards, advantages, returns
+
+        # 5. Loss, and 6. update
         with run.clock("update"):
-            stats |= optimize(policy, critic, ema, optimizer, rollout, texts, args)  # 5 and 6
-        check_first_ratio(stats["policy/first_ratio_error"], update, args)
+            stats |= update(policy, critic, ema, optimizer, rollout, texts, args)
+        check_first_ratio(stats["policy/first_ratio_error"], step, args)
         stats |= rollout_stats(rollout)
         stats["rewards/unscored"] = unscored(rollout.rewards_by_name).sum().item()
-        if args.adaptive_kl:
-            memory["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)  # 7
         stats["val/explained_variance"] = explained_variance(rollout)
         stats["lr"] = policy_group["lr"]
+
+        # 7. Adapt
+        if args.adaptive_kl:
+            memory["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)
+
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
         report(run, stats, rollout, policy, args)
@@ -337,7 +355,7 @@ def train(args: Args) -> None:
 
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
+    """A batch of episodes: B prompts, one response to each, and the results of later steps."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
@@ -347,7 +365,7 @@ class Rollout:
     old_logprobs: Tensor  # (B, T), under the policy that drew the responses
     examples: list[dict]  # B rows of the dataset, those of the prompts
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; None, as all below, until its step
+    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; this and all below are None at first
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T), by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
@@ -572,10 +590,13 @@ def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
-    """The micro-batches of the first pass of the update, in their order, as it will draw them."""
+    """The micro-batches of the first epoch of `update`, in its order. The random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
-        mini = list(islice(mini_batches(rollout, args), args.num_mini_batches))
-    return [index for mini_batch in mini for index in mini_batch]
+        order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
+    micro_batches = []
+    for rows in order.split(len(order) // args.num_mini_batches):
+        micro_batches += rollout.by_length(rows)[RANK::WORLD_SIZE].split(args.micro_batch_size)
+    return micro_batches
 
 
 def read_again(
@@ -592,13 +613,19 @@ def read_again(
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
 
-    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative. On padding
-    anything may stand, infinities too: fill it with 0 before it enters a loss.
+    k1 is unbiased and often negative; k2 is biased and has little variance; k3 is unbiased and never negative. Padding
+    is not masked: fill it with 0 before the estimate enters a loss.
     """
-    k1 = logprobs - ref_logprobs
-    k2 = 0.5 * k1**2
-    k3 = torch.expm1(-k1) + k1
-    return {"k1": k1, "kl": k1, "abs": k1.abs(), "k2": k2, "mse": k2, "k3": k3}[estimator]
+    d = logprobs - ref_logprobs
+    match estimator:
+        case "k1" | "kl":
+            return d
+        case "abs":
+            return d.abs()
+        case "k2" | "mse":
+            return 0.5 * d**2
+        case "k3":
+            return torch.expm1(-d) + d
 
 
 def response_kl(policy: nn.Module, reference: nn.Module, r: Rollout, args: Args) -> Tensor:
@@ -620,7 +647,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 class Critic(nn.Module):
     """V_t, the expected return before response token t is drawn: a transformer body and a head with one output. With
-    --critic shared it has no body, and its head reads the states (B, P+T, D) of the policy's last layer."""
+    --critic shared there is no body, and the head reads the last hidden states (B, P+T, D) of the policy."""
 
     def __init__(self, body: nn.Module | None, head: nn.Module):
         super().__init__()
@@ -632,13 +659,13 @@ class Critic(nn.Module):
         if self.body is not None:
             states = self.body(**r.inputs(), use_cache=False).last_hidden_state
         T = r.mask.shape[1]
-        with torch.autocast(states.device.type, enabled=False):  # a value of 8 binary digits would say little
+        with torch.autocast(states.device.type, enabled=False):  # bfloat16 is too coarse for a value (8 bits)
             values = self.head(states[:, -T - 1 : -1].float())
-        return values.squeeze(-1).clone()  # since FSDP warns of views
+        return values.squeeze(-1).clone()  # FSDP warns about views
 
 
 def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
-    """(b, T) values of the critic; a shared one needs a pass through the policy."""
+    """(b, T) values of the critic; a shared critic needs a forward pass of the policy."""
     if critic.body is not None:
         return critic(r)
     output = policy(**r.inputs(), use_cache=False, logits_to_keep=1, output_hidden_states=True)
@@ -701,28 +728,20 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return x[mask].mean()
 
 
-def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Variance over real tokens with Bessel's correction (TRL); 0 for a single token."""
-    return x[mask].var(correction=min(1, int(mask.sum()) - 1))
-
-
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(B, T) scaled to variance 1 over real tokens, and to mean 0 unless the mean is to stay; 0 on padding."""
-    mean = masked_mean(x, mask)
-    whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8)
-    if not shift_mean:
-        whitened = whitened + mean
-    return whitened.masked_fill(~mask, 0.0)
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) shifted and scaled to mean 0 and variance 1 over real tokens (TRL); 0 on padding."""
+    real = x[mask]
+    variance = real.var(correction=min(1, len(real) - 1))  # Bessel's, but 0 for a single token
+    return ((x - real.mean()) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Per-token rewards (B, T), -kl_coef * KL and on the last real token the score (B,) as well; 0 on padding.
+    """(B, T) rewards: -kl_coef * KL for each token, plus the score (B,) on the last real token; 0 on padding.
 
-    The score stands there in OpenAI's code and TRL 0.7, too (in TRL 0.16: one position further).
+    OpenAI's code and TRL 0.7 put the score on the same token, TRL 0.16 one position further.
     """
-    penalties = -kl_coef * kl.masked_fill(~mask, 0.0)  # (B, T)
     is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]  # (B, T) true where the next position is padding or the end
-    return penalties + scores[:, None] * is_last
+    return (scores[:, None] * is_last - kl_coef * kl).masked_fill(~mask, 0.0)
 
 
 # --- 4. Advantage -----------------------------------------------------------------------------------------------------
@@ -731,20 +750,15 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns (B, T), 0 on padding.
 
-    Nothing follows the last real token: the value after it is 0, since the episode is over. With lam = 1 the returns
-    are the discounted sums of the rewards to come, whatever the critic says. For gamma = 1, lam = .5, values of .5:
+    The episode is over after the last real token, so the value there is 0. With lam = 1 the returns are the discounted
+    sums of the later rewards and do not depend on the critic. For gamma = 1, lam = .5, values of .5:
         rewards [0, 0, 1]  ->  deltas [0, 0, .5], advantages [.125, .25, .5], returns [.625, .75, 1]
     """
     rewards = rewards.masked_fill(~mask, 0.0)
     values = values.masked_fill(~mask, 0.0)
-    advantages = torch.zeros_like(rewards)
-    next_value = 0.0
-    next_advantage = 0.0
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]  # (B,)
-        advantages[:, t] = delta + gamma * lam * next_advantage
-        next_value = values[:, t]
-        next_advantage = advantages[:, t]
+    advantages = rewards + gamma * F.pad(values, (0, 1))[:, 1:] - values  # so far, delta_t
+    for t in reversed(range(rewards.shape[1] - 1)):
+        advantages[:, t] += gamma * lam * advantages[:, t + 1]
     return advantages, advantages + values
 
 
@@ -754,13 +768,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Clipped surrogate (PPO, eq. 7), negated: losses (B, T), the ratio, and where the clipped branch was the larger.
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
-    The larger loss is taken, so that moving beyond cliprange never lowers the loss, but can still raise it.
+    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
+    direction it is not clipped, and moves the ratio back.
     """
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
-    advantages = advantages.masked_fill(~mask, 0.0)
-    ratio = log_ratio.exp()
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
@@ -769,100 +782,21 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared error (TRL, OpenAI's code): losses (B, T) with their 1/2, and where the clipped was the larger.
+    """Clipped squared errors (B, T), with the factor 1/2 (TRL, OpenAI's code), and where the clipped one was larger.
 
-    The returns were computed from the old values. The clip keeps the critic from chasing one noisy batch, as the
-    ratio's clip does for the policy: beyond cliprange_value from its old value, an improvement earns nothing more.
+    The gradient is 0 where a value has moved further than cliprange_value from its old value towards the return. This
+    limits how far one noisy batch can move the critic, as the clipped ratio does for the policy.
     """
-    values, old_values, returns = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))
     near_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    unclipped = (values - returns) ** 2
-    clipped = (near_values - returns) ** 2
+    unclipped = (values - returns).masked_fill(~mask, 0.0) ** 2
+    clipped = (near_values - returns).masked_fill(~mask, 0.0) ** 2
     return 0.5 * torch.max(unclipped, clipped), clipped > unclipped
 
 
 # --- 6. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, ...]]:
-    """In each epoch another random partition of the batch into mini-batches of row numbers, cut into micro-batches.
-
-    The rows of a micro-batch are of similar length, so that little is computed on padding. The gradient of a mini-batch
-    is a sum over its rows: how it is cut changes nothing. Each process gets its share.
-    """
-    B = len(rollout.mask)
-    for _ in range(args.num_ppo_epochs):
-        order = torch.randperm(B).to(rollout.mask.device)
-        for mini_batch in order.split(B // args.num_mini_batches):
-            yield rollout.by_length(mini_batch)[RANK::WORLD_SIZE].split(args.micro_batch_size)
-
-
-def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
-    """Logprobs (b, T) of the responses under the policy as it is now, its entropy (b, T), its router's loss, if asked
-    for, and the states (b, P+T, D) of its last layer, if the critic reads them.
-
-    The logits (b, T, V), the largest tensor of an update, end here: the graph needs only their log-softmax.
-    """
-    options = {}
-    if args.aux_loss_coef:
-        options["output_router_logits"] = True
-    if args.critic == "shared":
-        options["output_hidden_states"] = True
-    with autocast(args):
-        logits, output = response_forward(policy, r, args.temperature, **options)
-    logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)
-    aux_loss = output.aux_loss if args.aux_loss_coef else 0.0
-    states = output.hidden_states[-1] if args.critic == "shared" else None
-    return logprobs, entropy, aux_loss, states
-
-
-def gradient_and_sums(
-    policy: nn.Module, critic: Critic, rollout: Rollout, mini_batch: tuple[Tensor, ...], args: Args
-) -> dict[str, float]:
-    """Adds up the gradient of a mini-batch; returns sums over its tokens of what is logged.
-
-    The gradient is a sum over the tokens of the mini-batch divided by their number. So each micro-batch divides by the
-    number of tokens in the whole mini-batch, and how a mini-batch is cut changes nothing. If several processes share
-    it, that is the mean number per process, because gradients become means over processes.
-    """
-    sums = defaultdict(float)
-    num_tokens = all_reduce(rollout.mask[torch.cat(mini_batch)].sum()) / WORLD_SIZE
-    is_shared = args.critic == "shared"
-    for index in mini_batch:
-        r = rollout.select(index)
-        logprobs, entropy, aux_loss, states = policy_forward(policy, r, args)  # (b, T)
-        pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
-        # aux_loss is one number: added to every token, it counts by the micro-batch's share of the tokens
-        policy_part = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, r.mask) / num_tokens
-        if not is_shared:
-            policy_part.backward()  # now, so that the policy's activations are gone when the critic's are made
-        with autocast(args):
-            values = critic(r, states)  # (b, T)
-        vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
-        value_part = args.vf_coef * masked_sum(vf_loss, r.mask) / num_tokens
-        if is_shared:
-            (policy_part + value_part).backward()
-        else:
-            value_part.backward()
-        token_stats = {
-            "loss/policy_avg": pg_loss,
-            "loss/value_avg": vf_loss,
-            "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
-            "policy/clipfrac_avg": pg_clipped,
-            "policy/entropy_avg": entropy,
-            "val/clipfrac_avg": vf_clipped,
-            "val/ratio": ratio,
-            "ratio_squared": ratio**2,
-            "ratio_error": (ratio - 1).abs(),
-            "tokens": torch.ones_like(ratio),
-        }
-        for name, x in token_stats.items():
-            sums[name] += masked_sum(x.detach(), r.mask)
-    totals = all_reduce(torch.stack(list(sums.values())))
-    return dict(zip(sums, totals.tolist()))
-
-
-def optimize(
+def update(
     policy: nn.Module,
     critic: Critic,
     ema: nn.Module | None,
@@ -871,35 +805,85 @@ def optimize(
     texts: list[list[int]],
     args: Args,
 ) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step per mini-batch, unless its ratio is huge or its
-    gradient not finite. Returns means over all tokens seen."""
-    sums = Counter()
-    per_step = Counter()  # what is logged of each step, summed
+    """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
+    over all tokens.
+
+    The gradient of a mini-batch is a sum over its tokens, divided by their number, so it does not depend on how the
+    mini-batch is cut into micro-batches. Several processes share a mini-batch. Their gradients are averaged, so the
+    divisor is the number of tokens per process. Micro-batches hold rows of similar length, which need little padding.
+    """
+    B, device = len(rollout.mask), rollout.mask.device
     policy_group, critic_group = optimizer.param_groups
+    options = {}  # of the policy's forward pass
+    if args.aux_loss_coef:
+        options["output_router_logits"] = True
+    if args.critic == "shared":
+        options["output_hidden_states"] = True
+    totals = Counter()  # sums over tokens
+    per_step = Counter()  # sums over optimiser steps
     steps = 0
-    for mini_batch in mini_batches(rollout, args):
-        optimizer.zero_grad()
-        here = gradient_and_sums(policy, critic, rollout, mini_batch, args)
-        means = {name: x / here["tokens"] for name, x in here.items()}
-        if not sums:
-            first_error = means["ratio_error"]  # the ratio is 1 but for rounding: nothing has moved yet
-        sums.update(here)  # a Counter adds
-        if args.target_kl and means["policy/approxkl_avg"] > 1.5 * args.target_kl:
+    for _ in range(args.num_ppo_epochs):
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+            optimizer.zero_grad()
+            num_tokens = rollout.mask[rows].sum() / WORLD_SIZE
+            sums = defaultdict(float)
+            for index in rollout.by_length(rows)[RANK::WORLD_SIZE].split(args.micro_batch_size):
+                r = rollout.select(index)
+                with autocast(args):
+                    logits, output = response_forward(policy, r, args.temperature, **options)  # (b, T, V)
+                logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)  # (b, T) each
+                aux_loss = output.aux_loss if args.aux_loss_coef else 0.0
+                states = output.hidden_states[-1] if args.critic == "shared" else None  # (b, P+T, D)
+                del logits, output  # the largest tensor of the update: the graph only needs its log-softmax
+                pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
+                # aux_loss is one number: added to every token, it counts by the micro-batch's share of the tokens
+                loss = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, r.mask) / num_tokens
+                if args.critic == "separate":
+                    loss.backward()  # here, to free the policy's activations before the critic's forward pass
+                    loss = 0.0
+                with autocast(args):
+                    values = critic(r, states)  # (b, T)
+                vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
+                loss = loss + args.vf_coef * masked_sum(vf_loss, r.mask) / num_tokens
+                loss.backward()
+                seen = {
+                    "loss/policy_avg": pg_loss,
+                    "loss/value_avg": vf_loss,
+                    "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
+                    "policy/clipfrac_avg": pg_clipped,
+                    "policy/entropy_avg": entropy,
+                    "val/clipfrac_avg": vf_clipped,
+                    "val/ratio": ratio,
+                    "ratio_squared": ratio**2,
+                    "ratio_error": (ratio - 1).abs(),
+                    "tokens": torch.ones_like(ratio),
+                }
+                for name, x in seen.items():
+                    sums[name] += masked_sum(x.detach(), r.mask)
+            sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
+            means = {name: x / sums["tokens"] for name, x in sums.items()}
+            if not totals:
+                first_error = means["ratio_error"]  # only rounding, since no step has been made
+            totals.update(sums)  # a Counter adds
+            is_too_far = args.target_kl and means["policy/approxkl_avg"] > 1.5 * args.target_kl
+            if is_too_far:
+                break
+            if means["val/ratio"] > args.ratio_threshold:
+                continue
+            if args.ptx_coef:
+                per_step["loss/ptx"] += pretrain_gradient(policy, texts, args)
+            policy_norm = clip_gradient(policy_group["params"], args.max_grad_norm).item()
+            critic_norm = clip_gradient(critic_group["params"], args.max_grad_norm).item()
+            per_step.update({"policy/grad_norm": policy_norm, "val/grad_norm": critic_norm})
+            if math.isfinite(policy_norm + critic_norm):  # otherwise the step would turn the weights into NaN
+                optimizer.step()
+                steps += 1
+                if ema is not None:
+                    move_average(ema, policy, args.ema_decay)
+        if is_too_far:
             break
-        if means["val/ratio"] > args.ratio_threshold:
-            continue
-        if args.ptx_coef:
-            per_step["loss/ptx"] += pretrain_gradient(policy, texts, args)
-        policy_norm = clip_gradient(policy_group["params"], args.max_grad_norm).item()
-        critic_norm = clip_gradient(critic_group["params"], args.max_grad_norm).item()
-        per_step.update({"policy/grad_norm": policy_norm, "val/grad_norm": critic_norm})
-        if math.isfinite(policy_norm + critic_norm):  # else the weights would be NaN for good
-            optimizer.step()
-            steps += 1
-            if ema is not None:
-                move_average(ema, policy, args.ema_decay)
     optimizer.zero_grad()
-    means = {name: x / sums["tokens"] for name, x in sums.items() if name not in ("tokens", "ratio_error")}
+    means = {name: x / totals["tokens"] for name, x in totals.items() if name not in ("tokens", "ratio_error")}
     means["policy/first_ratio_error"] = first_error
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
     means["val/skipped_steps"] = args.num_ppo_epochs * args.num_mini_batches - steps
@@ -943,9 +927,9 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 def explained_variance(rollout: Rollout) -> float:
     """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
-    residual_var = masked_var(rollout.returns - rollout.values, rollout.mask)
-    returns_var = masked_var(rollout.returns, rollout.mask).clamp(min=1e-8)
-    return 1 - (residual_var / returns_var).item()
+    returns = rollout.returns[rollout.mask]
+    residuals = returns - rollout.values[rollout.mask]
+    return 1 - (residuals.var(correction=0) / returns.var(correction=0).clamp(min=1e-8)).item()
 
 
 def evaluate(
@@ -1142,10 +1126,10 @@ def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -
         body = None
     elif same_tokens(policy, reward_model):
         print("critic: starts from the reward model")
-        body = deepcopy(reward_model.base_model)
-        head = deepcopy(reward_model.score)
-        if head.bias is None:  # as in transformers' classifiers
-            head.bias = nn.Parameter(torch.tensor([getattr(reward_model.config, "reward_bias", 0.0)]))
+        critic = deepcopy(reward_model)
+        if critic.score.bias is None:  # as in transformers' classifiers
+            critic.score.bias = nn.Parameter(torch.tensor([getattr(reward_model.config, "reward_bias", 0.0)]))
+        body, head = critic.base_model, critic.score
     else:
         print("critic: starts from the policy, as no reward model that reads its tokens gives the score")
         body = load_model(AutoModelForCausalLM, args.model, args).base_model

@@ -634,13 +634,19 @@ def read_again(
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
 
-    k1 is unbiased and often negative; k2 is biased, with little variance; k3 is unbiased and never negative. On padding
-    anything may stand, infinities too: fill it with 0 before it enters a loss.
+    k1 is unbiased and often negative; k2 is biased and has little variance; k3 is unbiased and never negative. Padding
+    is not masked: fill it with 0 before the estimate enters a loss.
     """
-    k1 = logprobs - ref_logprobs
-    k2 = 0.5 * k1**2
-    k3 = torch.expm1(-k1) + k1
-    return {"k1": k1, "kl": k1, "abs": k1.abs(), "k2": k2, "mse": k2, "k3": k3}[estimator]
+    d = logprobs - ref_logprobs
+    match estimator:
+        case "k1" | "kl":
+            return d
+        case "abs":
+            return d.abs()
+        case "k2" | "mse":
+            return 0.5 * d**2
+        case "k3":
+            return torch.expm1(-d) + d
 
 
 def response_kl(policy: nn.Module, reference: nn.Module, r: Rollout, args: Args) -> Tensor:
@@ -716,18 +722,11 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return x[mask].mean()
 
 
-def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Variance over real tokens with Bessel's correction (TRL); 0 for a single token."""
-    return x[mask].var(correction=min(1, int(mask.sum()) - 1))
-
-
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(B, T) scaled to variance 1 over real tokens, and to mean 0 unless the mean is to stay; 0 on padding."""
-    mean = masked_mean(x, mask)
-    whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + 1e-8)
-    if not shift_mean:
-        whitened = whitened + mean
-    return whitened.masked_fill(~mask, 0.0)
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) shifted and scaled to mean 0 and variance 1 over real tokens (TRL); 0 on padding."""
+    real = x[mask]
+    variance = real.var(correction=min(1, len(real) - 1))  # Bessel's, but 0 for a single token
+    return ((x - real.mean()) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
 
 def normalize_scores(scores: Tensor, clip_range: float) -> Tensor:
@@ -782,13 +781,12 @@ def action_logprobs(logprobs: Tensor, mask: Tensor, token_level_kl: bool) -> Ten
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Clipped surrogate (PPO, eq. 7), negated: losses (B, T), the ratio, and where the clipped branch was the larger.
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
-    The larger loss is taken, so that moving beyond cliprange never lowers the loss, but can still raise it.
+    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
+    direction it is not clipped, and moves the ratio back.
     """
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
-    advantages = advantages.masked_fill(~mask, 0.0)
-    ratio = log_ratio.exp()
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped

@@ -2,10 +2,11 @@
 
     python experiments/forks.py                          # 20 runs of a minute on one thread; goes on where it stopped
     python experiments/forks.py --write "A loss term"    # writes that fork as lecture/fork.py, to be read and run
+    python experiments/forks.py --write "A loss term" --script ppo.py    # the same of ppo.py, as fork.py
 
 The changes are the diffs of docs/fork.md, each under a heading, its name. Those of the section "Changes of three
 papers" are compared. A run's result is the mean over its last five updates; the gold score is that of their texts.
-`--write` knows those of docs/questions.md, too, which questions.py compares.
+`--write` also accepts those of docs/questions.md, which questions.py compares.
 
 What comes out: results/forks.json, to which each run is added as it ends, and the table in docs/fork.md. A fork whose
 diff has changed is run again.
@@ -19,6 +20,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,13 +39,20 @@ LAST = 5  # updates at the end of a run whose mean is its result
 DIGITS = {"score": 2, "gold score": 2, "KL": 1, "EOS share": 2, "entropy": 2}  # of the columns of the table
 
 
-def read_diffs(page: str) -> dict[str, str]:
-    """Heading -> diff, of each subsection that has one."""
-    return dict(re.findall(r"^### ([^\n]+)\n(?:(?!#)[^\n]*\n)*?```diff\n(.*?)^```", page, re.M | re.S))
+def read_diffs(page: str, script: str = "") -> dict[str, str]:
+    """Heading -> diff, of each subsection that has one: the diff that names the script in its first line, or else the
+    first."""
+    diffs = {}
+    for heading, text in re.findall(r"^### ([^\n]+)\n((?:(?!#)[^\n]*\n)*)", page, re.M):
+        blocks = re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)
+        own = [block for block in blocks if block.startswith(f"--- {script}\n")]
+        if blocks:
+            diffs[heading] = (own or blocks)[0]
+    return diffs
 
 
 def script_of(diff: str) -> str:
-    """The file that a diff changes: the first line says so, unless it is lecture/ppo.py."""
+    """The file that a diff changes: its first line names the file, unless that is lecture/ppo.py."""
     named = re.match(r"--- (\S+)\n", diff)
     return named[1] if named else SCRIPT
 
@@ -54,16 +63,20 @@ def forks_to_compare() -> dict[str, str]:
 
 
 def apply(diff: str, source: str) -> str:
-    """The fork. Each part of the diff is found by its text, which must stand in the source once; lines may move."""
+    """The fork. Each part of the diff is found by its text, which must occur in the source once, at any indentation."""
     source = "\n" + source
     for part in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
-        lines = part.splitlines()
-        old = "".join("\n" + line[1:] for line in lines if line[0] in " -") + "\n"
-        new = "".join("\n" + line[1:] for line in lines if line[0] in " +") + "\n"
-        count = len(re.findall(f"(?={re.escape(old)})", source))
-        if count != 1:
-            raise ValueError(f"this stands {count} times in the file, not once:{old}")
-        source = source.replace(old, new)
+        lines = part.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        places = []
+        for indent in ("", " " * 4, " " * 8):
+            here = "\n" + textwrap.indent(old, indent)
+            places += [(indent, here)] * len(re.findall(f"(?={re.escape(here)})", source))
+        if len(places) != 1:
+            raise ValueError(f"this occurs {len(places)} times in the file, not once:\n{old}")
+        [(indent, here)] = places
+        source = source.replace(here, "\n" + textwrap.indent(new, indent))
     return source[1:]
 
 
@@ -152,23 +165,25 @@ def table(results: dict) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write(name: str) -> None:
-    """Writes lecture/fork.py."""
-    diffs = read_diffs(PAGE.read_text("utf-8")) | read_diffs(QUESTIONS.read_text("utf-8"))
+def write(name: str, script: str | None) -> None:
+    """Writes fork.py beside the file that it is a fork of."""
+    pages = PAGE.read_text("utf-8"), QUESTIONS.read_text("utf-8")
+    diffs = read_diffs(pages[0], script or "") | read_diffs(pages[1])
     if name not in diffs:
         sys.exit(f"--write {name!r} is none of the forks: {', '.join(diffs)}")
-    source = (ROOT / script_of(diffs[name])).read_text("utf-8")
-    (ROOT / "lecture/fork.py").write_text(apply(diffs[name], source), "utf-8")
+    file = ROOT / (script or script_of(diffs[name]))
+    file.with_name("fork.py").write_text(apply(diffs[name], file.read_text("utf-8")), "utf-8")
 
 
 def main() -> None:
     """Runs what is missing; writes the results after each run, and the table at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", metavar="NAME", help="only write this fork of a page as lecture/fork.py")
+    parser.add_argument("--write", metavar="NAME", help="only write this fork of a page as fork.py, beside its file")
+    parser.add_argument("--script", help="with --write: ppo.py, in place of the short file")
     parser.add_argument("--list", action="store_true", help="only say how many runs are missing")
     args = parser.parse_args()
     if args.write:
-        write(args.write)
+        write(args.write, args.script)
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # before torch is imported
     sys.path.append(str(ROOT / "toy"))  # for its make.py

@@ -1,26 +1,27 @@
 """PPO for language models, in short: ../ppo.py without what only large models and long runs need.
 
-A policy pi (a language model) answers prompts, a reward model gives each answer one score, and the
-tokens of good answers are made likelier, a little with each batch of B prompts:
+A policy pi (a language model) answers prompts, and a reward model scores each answer. Each update
+makes the tokens of good answers a little more likely. An update, on a batch of B prompts:
 
   1. sample     response y_1..y_T ~ pi(. | prompt), up to and including the stop token
   2. score      ref_logprobs of the reference, a frozen copy of the first pi; values V_old,t of the
-                critic, its guess at what is to come; one score, lower if the response never stops
+                critic, which predicts the rewards still to come; one score for each response,
+                reduced if it never stops
   3. reward     r_t = -kl_coef * KL_t, plus the score at the end; KL_t = log pi(y_t) / pi_ref(y_t)
   4. advantage  delta_t = r_t + gamma V_old,t+1 - V_old,t,  A_t = delta_t + gamma lam A_t+1;
                 return R_t = A_t + V_old,t;  then whiten A
-  5. loss       ratio_t = pi(y_t) / pi_old(y_t), with pi_old and V_old those that made the batch
+  5. loss       ratio_t = pi(y_t) / pi_old(y_t), with pi_old and V_old from steps 1 and 2
                 policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
                 value:  mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ eps_v) - R_t)^2)
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
 
-Where everything stands, for a prompt of 3 tokens (left-padded to P = 4) and a response that stops
-after 4 tokens (the longest has T = 6). A dot may be anything, until the mask takes it out.
+The layout of the tensors, for a prompt of 3 tokens (left-padded to P = 4) and a response that stops
+after 4 tokens (the longest has T = 6). A dot is padding: it may hold any number, and is masked.
 
   input_ids     PAD  p1  p2  p3 | y1  y2  y3  EOS  .   .    prompts (B, P), then responses (B, T)
   mask                          |  1   1   1   1   0   0    true up to and including the stop token
-  logprobs, KL                  |  *   *   *   *   .   .    of y_t, read one position left of it
-  values                        |  *   *   *   *   .   .    of the text before y_t, also one left
+  logprobs, KL                  |  *   *   *   *   .   .    of y_t, read one position to the left
+  values                        |  *   *   *   *   .   .    of the text before y_t, read there, too
   score                         |              *            one per text, on the last real token
 
   python lecture/ppo.py    # the toy world: a minute on a CPU, score 0 -> 5.3, KL 0 -> 21 nats
@@ -44,7 +45,7 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook: where it runs
 TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
@@ -52,16 +53,16 @@ TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 class Args:
     num_ppo_epochs: int = 4  # passes over each batch
     num_mini_batches: int = 1  # optimiser steps in one pass
-    cliprange: float = 0.2  # eps: a ratio that has moved further earns nothing more
+    cliprange: float = 0.2  # eps: where a ratio has moved further, its loss is flat
     cliprange_value: float = 0.2  # eps_v: the same for a value, in units of the reward
-    vf_coef: float = 0.1  # weight of the value loss; Adam, dividing by gradients' size, undoes it
+    vf_coef: float = 0.1  # weight of the value loss; hardly matters, since Adam rescales gradients
     gamma: float = 1.0  # discount; 1 because an episode is short
     lam: float = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
-    missing_eos_penalty: float = 1.0  # what a response that never stops loses of its score
+    missing_eos_penalty: float = 1.0  # subtracted from the score of a response that never stops
     kl_coef: float = 0.05  # weight of KL in the reward. 0: the reward model is exploited
-    response_length: int = 53  # most tokens in a response
+    response_length: int = 53  # maximum number of tokens in a response
     temperature: float = 0.7  # divides the logits, wherever they are used. Lower: less exploration
-    learning_rate: float = 3.1e-4  # at first; it falls to 0. For GPT-2: 1e-5
+    learning_rate: float = 3.1e-4  # at the start; it falls linearly to 0. For GPT-2: 1e-5
     batch_size: int = 64  # B, the responses of an update (8 for GPT-2 on a CPU)
     total_episodes: int = 2048  # responses in the whole run
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
@@ -74,7 +75,7 @@ class Args:
 
 # %% 1. Sample
 def forward(model, input_ids, attention_mask, **options):
-    """Output on texts (B, S), or their newest tokens. Positions skip padding; GPT-2's do not."""
+    """Output for texts (B, S), or for their newest tokens. Positions count real tokens alone."""
     options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
@@ -118,8 +119,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
 def response_mask(responses, stop_token_ids):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
-    By position, not by the pad token: behind the stop token any token may stand, and where EOS is
-    also the padding, as with GPT-2, the EOS that was drawn would be lost. With stop token 0:
+    Found by position, not by the pad token: after the stop token, sampling goes on with arbitrary
+    tokens, and where the pad token is EOS (GPT-2), the sampled EOS is real. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -148,7 +149,7 @@ def read_head(model, input_ids, attention_mask):
 
 # %% 3. Reward
 def shape_rewards(scores, kl, mask, kl_coef):
-    """(B, T) rewards: -kl_coef * KL, on the last real token the score (B,), too; 0 on padding."""
+    """(B, T) rewards: -kl_coef * KL, plus the score (B,) on the last real token; 0 on padding."""
     is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]  # real, and the next one is not
     return (scores[:, None] * is_last - kl_coef * kl).masked_fill(~mask, 0.0)
 
@@ -157,10 +158,11 @@ def shape_rewards(scores, kl, mask, kl_coef):
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (2016, eq. 16): advantages and returns (B, T).
 
-    A response that was cut off counts as ended, not as truncated: behind it V is 0, too. Its score
-    is final, and the critic's guess at a rest would pay for rewards that never come.
+    A response that was cut off counts as ended: the value after it is 0. Its score is final, so a
+    value for the missing rest would stand for rewards that never come.
     For gamma = 1, lam = .5, values .5: rewards [0, 0, 1] -> deltas [0, 0, .5], A [.125, .25, .5]
     """
+    rewards = rewards.masked_fill(~mask, 0.0)
     values = values.masked_fill(~mask, 0.0)
     advantages = rewards + gamma * F.pad(values, (0, 1))[:, 1:] - values  # so far, delta_t
     for t in reversed(range(rewards.shape[1] - 1)):
@@ -169,21 +171,23 @@ def gae(rewards, values, mask, gamma, lam):
 
 
 def masked_mean(x, mask):
-    """Mean over all real tokens: each counts alike, in long and in short responses."""
+    """Mean over all real tokens. Each has the same weight, in long and in short responses."""
     return x[mask].mean()
 
 
 def masked_whiten(x, mask):
-    """(B, T) with mean 0 and variance 1 over real tokens, at any scale of rewards; 0 on padding."""
-    return torch.where(mask, (x - masked_mean(x, mask)) * torch.rsqrt(x[mask].var() + 1e-8), 0.0)
+    """(B, T) shifted and scaled to mean 0 and variance 1 over real tokens; 0 on padding."""
+    real = x[mask]
+    variance = real.var(correction=min(1, len(real) - 1))  # Bessel's, but 0 for a single token
+    return ((x - real.mean()) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
 
 # %% 5. Loss
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
-    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
-    It is flat where the ratio has left the range on the side that A favours: an old batch says
-    little about a policy so far away. On the other side the ratio is led back.
+    The gradient is 0 where the ratio has left the clip range in the direction that A favours. In
+    the other direction it is not clipped, and moves the ratio back.
     """
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
@@ -192,7 +196,10 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 
 def value_loss(values, old_values, returns, mask, cliprange_value):
-    """Half the squared errors (B, T), flat once a value has gone eps_v towards R; and where."""
+    """Clipped squared errors (B, T), halved, and where the clipped one was the larger.
+
+    The gradient is 0 where a value has moved further than eps_v from V_old towards its return.
+    """
     near_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns).masked_fill(~mask, 0.0) ** 2
     clipped = (near_values - returns).masked_fill(~mask, 0.0) ** 2
@@ -203,31 +210,35 @@ def value_loss(values, old_values, returns, mask, cliprange_value):
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# from_pretrained turns dropout off: sampling, reference and loss must see one distribution
+# from_pretrained turns dropout off: sampling, reference and loss must use one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
 reference = deepcopy(policy)
 reward_model = AutoModelForSequenceClassification.from_pretrained(
     args.reward_model, dtype=torch.float32
 ).to(device)
-bias = getattr(reward_model.config, "reward_bias", 0.0)  # ../reward_model.py centres rewards by it
+# The head of a classifier has no bias. It gets one here: the shift by which ../reward_model.py
+# centres its rewards, or 0. The critic, a copy, learns the mean return with it
+bias = getattr(reward_model.config, "reward_bias", 0.0)
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
-critic = deepcopy(reward_model)  # it knows what is good; rloo.py does without a critic
+critic = deepcopy(reward_model)  # a start that knows the rewards; rloo.py has no critic
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 assert reward_model.config.vocab_size == policy.config.vocab_size, "tokens differ (see ../ppo.py)"
-optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], weight_decay=0.0)
+optimizer = torch.optim.AdamW(
+    [*policy.parameters(), *critic.parameters()], lr=args.learning_rate, weight_decay=0.0
+)
 files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
 data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 prompts = tokenizer(list(data["prompt"]))["input_ids"]
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: what a step draws depends on no step before it."""
+    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
+    """The numbers below n, in an order that depends on the seed and the number of the pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -235,7 +246,7 @@ def shuffled(n, seed, number):
 passes = range(1 + args.total_episodes // len(prompts))
 order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-# %% The loop: its numbers are those of the steps above
+# %% The loop, with the steps of the docstring
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B = args.batch_size
 num_updates = args.total_episodes // B
@@ -245,11 +256,11 @@ for update in (bar := trange(1, num_updates + 1)):
     optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / num_updates)
 
     # 1. Sample
-    rows = [prompts[i] for i in order[(update - 1) * B : update * B]]
-    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(device)
+    texts = [prompts[i] for i in order[(update - 1) * B : update * B]]
+    batch = tokenizer.pad({"input_ids": texts}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
-    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
+    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU, for any device
     responses, old_logprobs = sample(policy, ids, attention_mask, uniforms, args.temperature, stop)
     mask, ended = response_mask(responses, [stop])  # (B, T), (B,)
     ids = torch.cat([ids, responses], 1)  # (B, P+T)
@@ -260,12 +271,12 @@ for update in (bar := trange(1, num_updates + 1)):
         logits = forward(reference, ids, attention_mask).logits  # (B, P+T, V)
         ref_logprobs = response_logprobs(logits, ids, P, args.temperature)  # (B, T)
         old_values = read_head(critic, ids, attention_mask)[:, P - 1 : -1]  # (B, T)
-        last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) where the last real token stands
+        last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) position of the last real token
         scores = read_head(reward_model, ids, attention_mask).gather(1, last).squeeze(1)  # (B,)
-    scores = scores - args.missing_eos_penalty * ~ended  # (B,)
+    scores = torch.where(ended, scores, scores - args.missing_eos_penalty)  # (B,)
 
     # 3. Reward
-    kl = old_logprobs - ref_logprobs  # (B, T) of the drawn tokens alone; on average, it is the KL
+    kl = old_logprobs - ref_logprobs  # (B, T) of the sampled tokens; its expectation is the KL
     rewards = shape_rewards(scores, kl, mask, args.kl_coef)  # (B, T)
 
     # 4. Advantage
@@ -273,27 +284,28 @@ for update in (bar := trange(1, num_updates + 1)):
     advantages = masked_whiten(advantages, mask)
 
     # 5. Loss, and 6. update
-    logs = []  # of all tokens and steps
+    logs = []  # of all tokens, for each optimiser step
     for _ in range(args.num_ppo_epochs):
-        for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
-            logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
-            logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+            logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
+            logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
             pg_loss, ratio, pg_clipped = policy_loss(
-                logprobs, old_logprobs[i], advantages[i], mask[i], args.cliprange
+                logprobs, old_logprobs[rows], advantages[rows], mask[rows], args.cliprange
             )
-            values = read_head(critic, ids[i], attention_mask[i])[:, P - 1 : -1]  # (b, T)
+            loss = masked_mean(pg_loss, mask[rows])
+            values = read_head(critic, ids[rows], attention_mask[rows])[:, P - 1 : -1]  # (b, T)
             vf_loss, vf_clipped = value_loss(
-                values, old_values[i], returns[i], mask[i], args.cliprange_value
+                values, old_values[rows], returns[rows], mask[rows], args.cliprange_value
             )
-            loss = masked_mean(pg_loss, mask[i]) + args.vf_coef * masked_mean(vf_loss, mask[i])
+            loss = loss + args.vf_coef * masked_mean(vf_loss, mask[rows])
             optimizer.zero_grad()
             loss.backward()
-            for model in (policy, critic):  # apart, or a large gradient of one shrinks the other's
+            for model in (policy, critic):  # apart, or one large gradient would shrink both
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             seen = {"loss/policy_avg": pg_loss, "policy/clipfrac_avg": pg_clipped}  # (b, T) each
             seen |= {"loss/value_avg": vf_loss, "val/clipfrac_avg": vf_clipped, "val/ratio": ratio}
-            logs.append({name: x.detach()[mask[i]].float() for name, x in seen.items()})
+            logs.append({name: x.detach()[mask[rows]].float() for name, x in seen.items()})
 
     stats = {name: torch.cat([log[name] for log in logs]).mean().item() for name in seen}
     stats["objective/scores"] = scores.mean().item()

@@ -69,6 +69,10 @@ def test_moving_average_against_openrlhf():
         close(ema.weight[0].detach(), step["ema"])
 
 
+def gradient_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 @pytest.mark.parametrize("module", [ppo, rloo, grpo], ids=["ppo", "rloo", "grpo"])
 def test_the_router_loss_is_the_librarys(module):
     """With advantages 0 nothing but it has a gradient: the coefficient times that of the model's own aux_loss."""
@@ -78,17 +82,21 @@ def test_the_router_loss_is_the_librarys(module):
     rollout.ref_logprobs, rollout.values, rollout.returns = rollout.old_logprobs, zeros, zeros
     args = module.Args(micro_batch_size=6, temperature=0.9, aux_loss_coef=0.5, device="cpu")
     index = (torch.arange(6),)
+    ours = {}
     if module is ppo:
         rollout.advantages = zeros
         critic = ppo.Critic(deepcopy(policy.base_model), nn.Linear(16, 1))
-        ppo.gradient_and_sums(policy, critic, rollout, index, args)
+        args.num_ppo_epochs, args.max_grad_norm = 1, 1e9
+        optimizer = torch.optim.SGD([{"params": model.parameters()} for model in (policy, critic)], lr=0.0)
+        optimizer.register_step_pre_hook(lambda *_: ours.update(gradient_of(policy)))
+        ppo.update(policy, critic, None, optimizer, rollout, [], args)
     elif module is rloo:
         rollout.advantages = zeros[:, :1]
         rloo.gradient_and_sums(policy, rollout, index, args)
     else:
         rollout.advantages, rollout.loss_mask = zeros[:, :1], rollout.mask
         grpo.mini_batch_gradient(policy, rollout, index, args)
-    ours = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    ours = ours or gradient_of(policy)
     policy.zero_grad()
     (0.5 * policy(**rollout.inputs(), output_router_logits=True).aux_loss).backward()
     assert any("gate" in name for name in ours)

@@ -11,7 +11,7 @@ import grpo
 import ppo
 import rloo
 
-# --- masked_mean, masked_var, masked_whiten
+# --- masked_mean, masked_whiten
 
 
 @settings(max_examples=50)
@@ -23,15 +23,19 @@ def test_masked_moments_equal_those_of_the_real_tokens(rows, columns, seed):
     mask[0, 0] = True
     spoilt = x.masked_fill(~mask, float("nan"))
     torch.testing.assert_close(ppo.masked_mean(spoilt, mask), x[mask].mean())
-    if mask.sum() > 1:
-        torch.testing.assert_close(ppo.masked_var(spoilt, mask), x[mask].var())
+    whitened = ppo.masked_whiten(spoilt, mask)
+    assert not whitened[~mask].any()
+    n = int(mask.sum())
+    expected = (x[mask] - x[mask].mean()) / (x[mask].var(correction=min(1, n - 1)) + 1e-8).sqrt()
+    torch.testing.assert_close(whitened[mask], expected)
 
 
 def test_whitening_against_trl016():
     i, o = golden("trl016_masked_whiten")
     mask = i["mask"].bool()
     close(ppo.masked_whiten(i["values"], mask), o["shift_mean_true"], mask)
-    close(ppo.masked_whiten(i["values"], mask, shift_mean=False), o["shift_mean_false"], mask)
+    kept = ppo.masked_whiten(i["values"], mask) + ppo.masked_mean(i["values"], mask)
+    close(kept, o["shift_mean_false"], mask)
 
 
 # --- gae
@@ -70,7 +74,7 @@ def test_rewards_and_gae_against_trl016(case):
     assert torch.equal(longer, ~theirs["padding_mask_p1"])
     rewards = ppo.shape_rewards(0 * scores, kl, mask, a["kl_coef"]) + F.one_hot(last, mask.shape[1]) * scores[:, None]
     if a["whiten_rewards"]:
-        rewards = ppo.masked_whiten(rewards, longer, shift_mean=False)
+        rewards = ppo.masked_whiten(rewards, longer) + ppo.masked_mean(rewards, longer) * longer
     advantages, returns = ppo.gae(rewards, i["values"], longer, a["gamma"], a["lam"])
     close(rewards, theirs["rewards_after_step5"])
     close(advantages, theirs["advantages_raw"])

@@ -1,12 +1,13 @@
-"""docs/fork.md and docs/questions.md: their diffs fit the short files, and do what the pages say."""
+"""docs/fork.md and docs/questions.md: their diffs fit the short files and ppo.py, and do what the pages say."""
 
+import shutil
 import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 from runs import run
-from sources import ROOT, text_of
+from sources import ROOT, load, text_of
 from transformers import AutoModelForCausalLM
 
 import ppo
@@ -17,21 +18,73 @@ import questions  # noqa: E402
 
 DIFFS = {page: forks.read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/questions.md")}
 USED = {("docs/fork.md", name, "lecture/ppo.py") for name in DIFFS["docs/fork.md"]}
+USED |= {(page, name, "ppo.py") for page, name, _ in USED}
 USED |= {("docs/questions.md", arm.fork, arm.script) for arm in questions.arms() if arm.fork != "default"}
 
 
 @pytest.mark.parametrize(("page", "name", "script"), sorted(USED))
 def test_every_diff_fits_its_file(page, name, script):
     """What comes out is another program."""
-    fork = forks.apply(DIFFS[page][name], text_of(script))
+    fork = forks.apply(forks.read_diffs(text_of(page), script)[name], text_of(script))
     compile(fork, name, "exec")
     assert fork != text_of(script)
 
 
 @pytest.mark.parametrize("page", DIFFS)
 def test_no_diff_was_overlooked(page):
-    assert len(DIFFS[page]) == text_of(page).count("```diff")
+    assert len(DIFFS[page]) == text_of(page).count("```diff") - text_of(page).count("```diff\n--- ppo.py")
     assert set(DIFFS[page]) == {name for of, name, _ in USED if of == page}
+
+
+def added(name, script):
+    """The lines that a diff of docs/fork.md adds and removes, without their indentation."""
+    lines = forks.read_diffs(text_of("docs/fork.md"), script)[name].splitlines()
+    return [line[0] + line[1:].strip() for line in lines if line[0] in "+-" and not line.startswith("--- ")]
+
+
+def test_most_forks_are_the_same_in_both_files():
+    """Only the lines around the change differ."""
+    same = [name for name in DIFFS["docs/fork.md"] if added(name, "lecture/ppo.py") == added(name, "ppo.py")]
+    assert len(same) >= 6, same
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch, tiny):
+    """fork("A metric") -> the module that `--write` makes of ppo.py, and metrics of a run of one update with it."""
+
+    def make(name):
+        (tmp_path / "docs").mkdir()
+        for file in ("ppo.py", "docs/fork.md", "docs/questions.md"):
+            shutil.copy(ROOT / file, tmp_path / file)
+        for constant, file in (("ROOT", ""), ("PAGE", "docs/fork.md"), ("QUESTIONS", "docs/questions.md")):
+            monkeypatch.setattr(forks, constant, tmp_path / file)
+        monkeypatch.setattr(sys, "argv", ["forks.py", "--write", name, "--script", "ppo.py"])
+        forks.main()
+        module = load(tmp_path / "fork.py", "fork")
+        settings = tiny["ppo"] | dict(total_episodes=8, model="toy/sft")
+        return run(module, tmp_path / "run", **settings)[0], run(ppo, tmp_path / "plain", **settings)[0]
+
+    return make
+
+
+def test_a_reward_of_the_full_script(fork):
+    line, plain = fork("A reward")
+    assert "rewards/score_texts/mean" in line and "rewards/reward_model/mean" not in line
+    assert line["objective/kl"] == plain["objective/kl"]
+
+
+def test_a_metric_of_the_full_script(fork):
+    line, plain = fork("A metric")
+    assert set(line) - set(plain) == {"objective/length_correlation"}
+    assert -1 <= line["objective/length_correlation"] <= 1
+    assert line["loss/policy_avg"] == plain["loss/policy_avg"]
+
+
+def test_a_loss_term_of_the_full_script(fork):
+    """It is small, and never negative."""
+    line, plain = fork("A loss term")
+    assert line["objective/scores"] == plain["objective/scores"]
+    assert 0 < abs(line["loss/policy_avg"] - plain["loss/policy_avg"]) < 0.1
 
 
 def test_a_diff_that_fits_nowhere_or_twice_is_refused():
@@ -47,15 +100,15 @@ def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, 
     class Rollout(ppo.Rollout):
         surprise: torch.Tensor | None = None  # (B, T)
 
-    def optimize(*given):
+    def update(*given):
         (rollout,) = (x for x in given if isinstance(x, Rollout))
         rollout.surprise = -rollout.ref_logprobs
         return step(*given)
 
-    step, stats = ppo.optimize, ppo.rollout_stats
+    step, stats = ppo.update, ppo.rollout_stats
     surprise = lambda rollout: {"objective/surprise": rollout.surprise[rollout.mask].mean().item()}  # noqa: E731
     monkeypatch.setattr(ppo, "Rollout", Rollout)
-    monkeypatch.setattr(ppo, "optimize", optimize)
+    monkeypatch.setattr(ppo, "update", update)
     monkeypatch.setattr(ppo, "rollout_stats", lambda rollout: stats(rollout) | surprise(rollout))
     lines = run(ppo, tmp_path / "run", eval_steps=1, num_eval_prompts=4, **tiny["ppo"])
     assert all(line["objective/surprise"] > 0 and "eval/scores" in line for line in lines)

@@ -382,7 +382,7 @@ def test_adapter_and_merged_model_are_saved(script, tmp_path, tiny):
 @pytest.mark.filterwarnings("ignore")
 def test_gradient_checkpointing_changes_memory_and_no_number(script, lora_r, tmp_path, tiny, monkeypatch):
     """The same metrics, with far fewer activations kept for the backward pass."""
-    name = "gradient_and_sums" if hasattr(script, "gradient_and_sums") else "mini_batch_gradient"
+    name = next(name for name in ("update", "gradient_and_sums", "mini_batch_gradient") if hasattr(script, name))
     gradient = getattr(script, name)
     kept = []
 

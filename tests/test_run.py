@@ -422,7 +422,7 @@ def test_an_error_in_an_evaluation(whole, settings_of, tmp_path, monkeypatch):
 def test_an_error_in_the_middle_of_an_update(whole, settings_of, tmp_path, monkeypatch, capsys):
     """No checkpoint is made of half a step: the run goes on from the one before."""
     with monkeypatch.context() as patch:
-        fail(patch, ppo, "gradient_and_sums", 8)  # the last of the four of step 2
+        fail(patch, ppo, "policy_loss", 8)  # the last of the four of step 2
         with pytest.raises(Gone):
             run(ppo, tmp_path / "run", **settings_of("ppo"))
     assert checkpoints(tmp_path / "run") == [1]

@@ -77,8 +77,14 @@ def test_each_line_and_what_it_made(record):
     assert list(seen.steps[caller].made) == ["total"] and set(seen.steps[caller].read) == {"responses", "mask"}
 
 
-def test_what_stands_over_the_numbers(record):
-    seen = record()
+@pytest.mark.parametrize("name", recorder.ROW_NUMBERS)
+def test_what_stands_over_the_numbers(record, name):
+    seen = record(
+        "    for i in torch.tensor([1, 0]).split(2):\n        part = total[i] / 4",
+        f"""\
+    for {name} in torch.tensor([1, 0]).split(2):
+        part = total[{name}] / 4""",
+    )
     [part] = [seen.values[step.made["part"]] for step in seen.steps if "part" in step.made]
     assert part.rows == [1, 0] and part.tokens.tolist() == [[4, 5, 6], [1, 2, 3]]
     assert part.mask.tolist() == [[True, True, False], [True] * 3]

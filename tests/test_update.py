@@ -1,11 +1,11 @@
-"""Step 6: mini-batches, gradients as sums over micro-batches, and steps that are not made."""
+"""Step 6: steps that are not made, and the first ratio."""
 
-from types import SimpleNamespace
+from itertools import cycle
 
 import pytest
 import torch
 from runs import run, watch
-from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import GPT2LMHeadModel
 
 import grpo
@@ -17,43 +17,58 @@ SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}
 # --- steps that are left out
 
 
-def steps_made(monkeypatch, script, mini_batches, **settings):
-    """Of six mini-batches with these approximate KL and mean ratio, the numbers of those that made a step."""
-    policy = nn.Linear(1, 1, bias=False)
-    critic = nn.Linear(1, 1, bias=False)
-    models = [policy, critic] if script is ppo else [policy]
-    coming = iter(mini_batches)
-    seen = []
-    made = []
+def mini_batches(script, folder, settings, monkeypatch, ratios=None):
+    """Of each update of a run, for each of its six mini-batches: approximate KL, and whether a step was made.
 
-    def gradient(*_):
-        kl, ratio = next(coming)
-        seen.append(kl)
-        for model in models:
-            model.weight.grad = torch.ones(1, 1)
-        stats = {"policy/approxkl_avg": 2 * kl, "val/ratio": 2 * ratio, "ratio_squared": 2 * ratio**2}
-        return stats | {"policy/entropy_avg": 0.0, "ratio_error": 0.0, "token_error": 0.0, "tokens": 2, "actions": 2}
+    With `ratios` the script sees these as the mean ratios of its mini-batches.
+    """
+    updates = []
+    coming = cycle(ratios or [])
+    policy_loss = script.policy_loss
 
-    monkeypatch.setattr(script, "gradient_and_sums", gradient)
-    optimizer = torch.optim.SGD([{"params": model.parameters()} for model in models], lr=1.0)
-    optimizer.register_step_pre_hook(lambda *_: made.append(len(seen) - 1))
-    args = script.Args(num_ppo_epochs=3, num_mini_batches=2, micro_batch_size=4, **settings)
-    mask = torch.ones(4, 2).bool()
-    rollout = SimpleNamespace(mask=mask, by_length=lambda index: index)
-    stats = script.optimize(*models, None, optimizer, rollout, [], args)
-    assert stats["val/skipped_steps"] == 6 - len(made)
-    return made
+    def noted(logprobs, old_logprobs, advantages, mask, cliprange):
+        losses, ratio, clipped = policy_loss(logprobs, old_logprobs, advantages, mask, cliprange)
+        kl = 0.5 * ((logprobs - old_logprobs)[mask] ** 2).mean().item()
+        updates[-1].append([kl, False])
+        if ratios:
+            ratio = torch.full_like(ratio, next(coming))
+        return losses, ratio, clipped
+
+    def note_step(*_):
+        updates[-1][-1][1] = True
+
+    settings = settings | dict(num_ppo_epochs=3, num_mini_batches=2, micro_batch_size=8, dataset_test_split="none")
+    hook = register_optimizer_step_pre_hook(note_step)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "policy_loss", noted)
+        watch(patch, script, "sample_batch", lambda *_: updates.append([]))
+        lines = run(script, folder, **settings)
+    hook.remove()
+    assert [line["val/skipped_steps"] for line in lines] == [6 - sum(made for _, made in x) for x in updates]
+    return updates
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
-def test_steps_that_are_left_out(monkeypatch, name):
-    """After 1.5 times the target nothing more; a ratio beyond the threshold costs its own step."""
-    script = SCRIPTS[name]
-    kls = [(kl, 1.0) for kl in (0.1, 0.14, 0.2, 0.16, 0.1, 0.1)]
-    assert steps_made(monkeypatch, script, kls, target_kl=0.1) == [0, 1]
-    assert steps_made(monkeypatch, script, kls, target_kl=0.14) == [0, 1, 2, 3, 4, 5]
-    ratios = [(0.0, ratio) for ratio in (1.0, 3.0, 1.0, 9.0, 2.0, 1.0)]
-    assert steps_made(monkeypatch, script, ratios, ratio_threshold=2.5) == [0, 2, 4, 5]
+def test_after_one_and_a_half_times_the_target_there_are_no_more_steps(name, tiny, tmp_path, monkeypatch):
+    settings = tiny[name] | dict(model="toy/sft", learning_rate=3e-3)
+    free = mini_batches(SCRIPTS[name], tmp_path / "free", settings, monkeypatch)
+    assert all(made for update in free for _, made in update) and {len(update) for update in free} == {6}
+    limit = 0.99 * free[0][3][0]
+    settings["target_kl"] = limit / 1.5
+    stopped = mini_batches(SCRIPTS[name], tmp_path / "stopped", settings, monkeypatch)
+    assert len(stopped[0]) <= 4
+    for update in stopped:
+        *before, (last, made) = update
+        assert all(kl <= limit and made for kl, made in before)
+        assert made == (last <= limit) and (len(update) == 6 or not made)
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo"])
+def test_a_ratio_beyond_the_threshold_costs_its_own_step(name, tiny, tmp_path, monkeypatch):
+    settings = tiny[name] | dict(model="toy/sft", ratio_threshold=2.5)
+    ratios = [1.0, 3.0, 1.0, 9.0, 2.0, 1.0]
+    for update in mini_batches(SCRIPTS[name], tmp_path / "run", settings, monkeypatch, ratios):
+        assert [made for _, made in update] == [ratio <= 2.5 for ratio in ratios]
 
 
 # --- the first ratio

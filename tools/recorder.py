@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # what tensors of tokens, and of what is real, are called
 TOKENS = ("ids", "input_ids", "targets", "responses", "stream", "tokens", "prompts", "drawn")
 MASKS = ("mask", "real", "attention_mask", "prompt_mask")
+ROW_NUMBERS = ("rows", "i")  # what the loop over mini-batches calls its row numbers
 FEW = {  # settings that make an update small enough to be read; those that a file lacks are left out
     "batch_size": 4,
     "rloo_k": 2,
@@ -155,7 +156,9 @@ class Recorder:
             sys.exit(f"error: {file} has no loop at its top level: a trace is of a file as those of lecture/ are")
         self.loop = max(loops, key=lambda node: node.end_lineno - node.lineno)
         self.mini_batches = [
-            node for node in ast.walk(self.loop) if isinstance(node, ast.For) and getattr(node.target, "id", "") == "i"
+            node
+            for node in ast.walk(self.loop)
+            if isinstance(node, ast.For) and getattr(node.target, "id", "") in ROW_NUMBERS
         ]
         self.open: list[Call] = []  # the innermost is the last
         self.numbers: dict[object, int] = {}  # identity of a tensor -> number of its value
@@ -290,15 +293,15 @@ class Recorder:
         return self.numbers[key]
 
     def shuffled(self) -> Tensor | None:
-        """The row numbers `i`, while the loop over mini-batches runs."""
-        i = self.names.get("i")
-        inside = any(is_in(self.open[0].statement, node) for node in self.mini_batches)
-        return i if inside and isinstance(i, Tensor) and i.dim() == 1 else None
+        """The row numbers of the mini-batch, while the loop over mini-batches runs."""
+        names = [node.target.id for node in self.mini_batches if is_in(self.open[0].statement, node)]
+        numbers = self.names.get(names[-1]) if names else None
+        return numbers if isinstance(numbers, Tensor) and numbers.dim() == 1 else None
 
     def around(self, x: Tensor) -> tuple:
         """Of a new tensor: its rows' numbers, the tokens over its columns, and where it is no padding."""
-        i = self.shuffled()
-        rows = i.tolist() if i is not None and x.dim() and len(x) == len(i) else None
+        numbers = self.shuffled()
+        rows = numbers.tolist() if numbers is not None and x.dim() and len(x) == len(numbers) else None
         if x.dim() < 2 or x.shape[1] == 1:
             return rows, None, None
         B, C = x.shape[:2]
