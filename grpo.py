@@ -668,7 +668,7 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
     with torch.random.fork_rng(devices=[]):
         order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
     mini_batches = order.split(len(order) // args.num_mini_batches)
-    return [index for rows in mini_batches for index, _ in micro_batches(rollout, rows, args)]
+    return [index for rows in mini_batches for index, _ in with_gradient_first(rollout, rows, args)]
 
 
 def read_again(
@@ -822,7 +822,7 @@ def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 
 
-def micro_batches(rollout: Rollout, rows: Tensor, args: Args) -> list[tuple[Tensor, bool]]:
+def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tuple[Tensor, bool]]:
     """This process's micro-batches of a mini-batch, and whether each needs a backward pass.
 
     Without KL in the loss, rows of advantage 0, those of groups with equal scores, have no gradient. They come last,
@@ -875,7 +875,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
             total_loss = torch.zeros((), device=device)
             sums = defaultdict(float)
             shares = []  # of each row's tokens that are clipped, below and above: (b, 2)
-            for index, needs_backward in micro_batches(rollout, rows, args):
+            for index, needs_backward in with_gradient_first(rollout, rows, args):
                 r = rollout.select(index)
                 mask = r.loss_mask
                 with torch.set_grad_enabled(needs_backward):

@@ -109,7 +109,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import PreTrainedModel, StaticCache, get_scheduler, set_seed
+from transformers import Cache, PreTrainedModel, StaticCache, get_scheduler, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -306,7 +306,7 @@ def train(args: Args) -> None:
                 check_first_ratio(error, step, args)
                 stats["policy/sampler_error"] = error
             with adapter_off(policy, reference):
-                rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args, parts)
+                rollout.ref_logprobs = rollout.map(lambda r: logprobs_under(reference, r, args), args, parts)
             rollout.kl = rollout.map(lambda r: response_kl(policy, reference, r, args), args)
             rollout.values = rollout.map(lambda r: critic_values(policy, critic, r), args)
             rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
@@ -404,10 +404,10 @@ class Rollout:
             setattr(part, name, x)
         return part
 
-    def by_length(self, index: Tensor) -> Tensor:
-        """The row numbers in the order of their lengths, so that neighbours need little padding."""
+    def by_length(self, rows: Tensor) -> Tensor:
+        """The row numbers in the order of the rows' lengths, so that neighbours need little padding."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
-        return index[lengths[index].argsort(stable=True)]
+        return rows[lengths[rows].argsort(stable=True)]
 
     @torch.no_grad()
     def map(
@@ -420,8 +420,8 @@ class Rollout:
         """
         B, T = self.mask.shape
         if micro_batches is None:
-            order = self.by_length(torch.arange(B, device=self.mask.device))[RANK::WORLD_SIZE]
-            micro_batches = order.split(args.micro_batch_size)
+            rows = torch.arange(B, device=self.mask.device)
+            micro_batches = deal(self.by_length(rows), args)[RANK::WORLD_SIZE]
         parts = []
         for index in micro_batches:
             with autocast(args):
@@ -436,6 +436,13 @@ class Rollout:
 
 
 RewardFns = dict[str, Callable[[Rollout], Tensor]]  # by name, what gives the rewards (B,) of a rollout, NaN for none
+
+
+def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
+    """Row numbers cut into micro-batches of nearly equal size, as many for each process: process r computes number r,
+    r + WORLD_SIZE, ..."""
+    num_rounds = math.ceil(len(rows) / (WORLD_SIZE * args.micro_batch_size))
+    return rows.tensor_split(num_rounds * WORLD_SIZE)
 
 
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -472,18 +479,20 @@ class OneTypeCache(StaticCache):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
-def read_prompts(policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, T: int) -> OneTypeCache:
-    """A key-value cache of prompts (B, P) but for their last tokens, with room for T more; equal ones are read once."""
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    if prompts.shape[1] > 1:
-        beginnings = torch.stack([prompts, prompt_mask])[..., :-1]  # (2, B, P-1)
-        read, row_of = beginnings.cpu().unique(dim=1, return_inverse=True)  # not every device can do that
-        ids, mask = read.to(prompts.device)  # (b, P-1) each, for the b that differ
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        policy(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
-        cache.reorder_cache(row_of.to(prompts.device))  # once, not for each tensor of the cache
-    return cache
+def read_prompts(
+    model: nn.Module, prompts: Tensor, prompt_mask: Tensor, cache: Cache, **options
+) -> tuple[ModelOutput, Tensor]:
+    """Reads prompts (B, P) into a key-value cache, equal ones once. Returns the output for those that differ (b, ...),
+    and for each row the number of its prompt among them (B,)."""
+    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU, since not every device has unique
+    different, row_of = columns.unique(dim=1, return_inverse=True)
+    ids, mask = different.to(prompts.device)  # (b, P) each
+    row_of = row_of.to(prompts.device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    output = model(**inputs, past_key_values=cache, use_cache=True, **options)
+    cache.reorder_cache(row_of)  # (b, ...) -> (B, ...)
+    return output, row_of
 
 
 @torch.no_grad()
@@ -498,7 +507,9 @@ def sample(
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
-    cache = read_prompts(policy, prompts, prompt_mask, T)
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
+    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+        read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
     tokens = prompts[:, -1:]  # (rows, 1); like the next three, one row for each of `rows`
     positions = prompt_mask.sum(1, keepdim=True) - 1  # (rows, 1)
@@ -558,7 +569,7 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
 
 
-def response_forward(model: nn.Module, r: Rollout, temperature: float, **options) -> tuple[Tensor, ModelOutput]:
+def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, ModelOutput]:
     """(B, T, V) float32 logits / temperature that predict the response tokens, and the model's whole output.
 
     Position P-1+t of the input predicts response token t.
@@ -567,7 +578,7 @@ def response_forward(model: nn.Module, r: Rollout, temperature: float, **options
     T = r.responses.shape[1]
     positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
     output = model(**r.inputs(), use_cache=False, logits_to_keep=positions, **options)
-    return output.logits.float().div_(temperature), output  # in place: it is the largest tensor of all
+    return output.logits.float().div_(args.temperature), output  # in place: it is the largest tensor of all
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -583,9 +594,9 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
     return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
 
 
-def response_logprobs(model: nn.Module, r: Rollout, args: Args) -> Tensor:
+def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
     """(b, T) log-probabilities of some episodes' responses under a model."""
-    logits, _ = response_forward(model, r, args.temperature)
+    logits, _ = response_forward(model, r, args)
     return token_logprobs(logits, r.responses)
 
 
@@ -595,7 +606,7 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
         order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
     micro_batches = []
     for rows in order.split(len(order) // args.num_mini_batches):
-        micro_batches += rollout.by_length(rows)[RANK::WORLD_SIZE].split(args.micro_batch_size)
+        micro_batches += deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]
     return micro_batches
 
 
@@ -605,7 +616,7 @@ def read_again(
     """(B, T) log-probabilities read as the update will read them: without a cache, beside the same rows, with the same
     padding. They round alike, so the first ratio is exactly 1, also over a whole response, in which the rounding of
     tokens adds up. Also returns the mean of |ratio - 1| between them and the sampler's."""
-    logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args, micro_batches)
+    logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
 
@@ -632,9 +643,9 @@ def response_kl(policy: nn.Module, reference: nn.Module, r: Rollout, args: Args)
     """(b, T) KL of policy and reference for some episodes, by the chosen estimator."""
     if args.kl_estimator != "full":
         return kl_estimate(r.old_logprobs, r.ref_logprobs, args.kl_estimator)
-    logits, _ = response_forward(policy, r, args.temperature)  # (b, T, V)
+    logits, _ = response_forward(policy, r, args)  # (b, T, V)
     with adapter_off(policy, reference):
-        ref_logits, _ = response_forward(reference, r, args.temperature)
+        ref_logits, _ = response_forward(reference, r, args)
     return full_kl(logits, ref_logits)
 
 
@@ -827,10 +838,10 @@ def update(
             optimizer.zero_grad()
             num_tokens = rollout.mask[rows].sum() / WORLD_SIZE
             sums = defaultdict(float)
-            for index in rollout.by_length(rows)[RANK::WORLD_SIZE].split(args.micro_batch_size):
+            for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]:
                 r = rollout.select(index)
                 with autocast(args):
-                    logits, output = response_forward(policy, r, args.temperature, **options)  # (b, T, V)
+                    logits, output = response_forward(policy, r, args, **options)  # (b, T, V)
                 logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)  # (b, T) each
                 aux_loss = output.aux_loss if args.aux_loss_coef else 0.0
                 states = output.hidden_states[-1] if args.critic == "shared" else None  # (b, P+T, D)
@@ -943,9 +954,9 @@ def evaluate(
     eval_args = replace(args, temperature=args.eval_temperature, response_length_min=None)
     extra = -len(prompts) % WORLD_SIZE  # so that all processes have equally many
     rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], eval_args)
-    rollout.old_logprobs = rollout.map(lambda r: response_logprobs(policy, r, args), args)
+    rollout.old_logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args)
     with adapter_off(policy, reference):
-        rollout.ref_logprobs = rollout.map(lambda r: response_logprobs(reference, r, args), args)
+        rollout.ref_logprobs = rollout.map(lambda r: logprobs_under(reference, r, args), args)
     rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
     r = rollout.select(torch.arange(len(prompts), device=rollout.mask.device))
     return {

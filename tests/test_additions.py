@@ -80,23 +80,21 @@ def test_the_router_loss_is_the_librarys(module):
     rollout = tiny_rollout(policy)
     zeros = torch.zeros_like(rollout.old_logprobs)
     rollout.ref_logprobs, rollout.values, rollout.returns = rollout.old_logprobs, zeros, zeros
-    args = module.Args(micro_batch_size=6, temperature=0.9, aux_loss_coef=0.5, device="cpu")
-    index = (torch.arange(6),)
+    rollout.advantages = zeros if module is ppo else zeros[:, :1]
+    given = dict(num_ppo_epochs=1, max_grad_norm=1e9, micro_batch_size=6, temperature=0.9, device="cpu")
+    args = module.Args(aux_loss_coef=0.5, **given)
+    models = [policy]
     ours = {}
     if module is ppo:
-        rollout.advantages = zeros
         critic = ppo.Critic(deepcopy(policy.base_model), nn.Linear(16, 1))
-        args.num_ppo_epochs, args.max_grad_norm = 1, 1e9
-        optimizer = torch.optim.SGD([{"params": model.parameters()} for model in (policy, critic)], lr=0.0)
-        optimizer.register_step_pre_hook(lambda *_: ours.update(gradient_of(policy)))
-        ppo.update(policy, critic, None, optimizer, rollout, [], args)
-    elif module is rloo:
-        rollout.advantages = zeros[:, :1]
-        rloo.gradient_and_sums(policy, rollout, index, args)
+        models.append(critic)
+    optimizer = torch.optim.SGD([{"params": model.parameters()} for model in models], lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: ours.update(gradient_of(policy)))
+    if module is grpo:
+        rollout.loss_mask = rollout.mask
+        grpo.update(policy, optimizer, rollout, args)
     else:
-        rollout.advantages, rollout.loss_mask = zeros[:, :1], rollout.mask
-        grpo.mini_batch_gradient(policy, rollout, index, args)
-    ours = ours or gradient_of(policy)
+        module.update(*models, None, optimizer, rollout, [], args)
     policy.zero_grad()
     (0.5 * policy(**rollout.inputs(), output_router_logits=True).aux_loss).backward()
     assert any("gate" in name for name in ours)

@@ -184,12 +184,12 @@ def test_equal_scores_need_no_backward_pass(loss_type, heard, monkeypatch):
     """The gradient and the metrics are those of a pass over all rows, also if no group differs."""
     scores = torch.tensor([7.0] * 8 + [1, 2, 2, 1][:heard] + [7.0] * (4 - heard))
     settings = dict(loss_type=loss_type, micro_batch_size=4)
-    micro_batches = grpo.micro_batches
+    micro_batches = grpo.with_gradient_first
     parts = []
-    monkeypatch.setattr(grpo, "micro_batches", lambda *args: parts.extend(micro_batches(*args)) or parts)
+    monkeypatch.setattr(grpo, "with_gradient_first", lambda *args: parts.extend(micro_batches(*args)) or parts)
     quick, quick_stats = an_update(scores, **settings)
     assert [needs_backward for _, needs_backward in parts] == [True, False, False]
-    monkeypatch.setattr(grpo, "micro_batches", lambda *args: [(index, True) for index, _ in micro_batches(*args)])
+    monkeypatch.setattr(grpo, "with_gradient_first", lambda *args: [(index, True) for index, _ in micro_batches(*args)])
     plain, stats = an_update(scores, **settings)
     close(quick, plain)
     assert stats == pytest.approx(quick_stats)
@@ -313,7 +313,7 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
     drawn, read = [], []
     watch(monkeypatch, grpo, "batch", lambda _, rows, number, *__: drawn.append(number))
     watch(
-        monkeypatch, grpo, "optimize", lambda _, policy, optimizer, r, args: read.append(r.inputs()["attention_mask"])
+        monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.inputs()["attention_mask"])
     )
     *_, last = run(grpo, tmp_path / "out", **settings | dict(dataset_test_split="none", num_eval_prompts=256))
     assert drawn == list(range(9)) and last["sampled_batches"] == 3

@@ -86,7 +86,9 @@ def test_rollouts_are_plain_forward_passes(kind, bf16):
         policy.stop_token_ids = [responses[0, 3].item()]  # so that at least one row leaves the batch on the way
         r = ppo.Rollout(prompts, mask, *ppo.sample(policy, prompts, mask, uniforms(), 0.9), examples=[])
         assert r.ended.any()
-        read = ppo.token_logprobs(ppo.response_forward(policy, r, 0.9)[0], r.responses)
+        read = ppo.token_logprobs(
+            ppo.response_forward(policy, r, ppo.Args(temperature=0.9, device="cpu"))[0], r.responses
+        )
         for i in range(6):
             real = r.mask[i]
             response = r.responses[i][real]
@@ -311,7 +313,7 @@ def test_the_reference_is_the_policy_with_its_adapter_off(kind):
     policy = tiny_model(kind)
     rollout = tiny_rollout(policy)
     args = ppo.Args(lora_r=1, micro_batch_size=6, temperature=0.9, device="cpu")
-    logprobs = lambda model: rollout.map(lambda r: ppo.response_logprobs(model, r, args), args)  # noqa: E731
+    logprobs = lambda model: rollout.map(lambda r: ppo.logprobs_under(model, r, args), args)  # noqa: E731
     before = logprobs(policy)
     size = policy.num_parameters()
     ppo.add_adapter(policy, args, task_type="CAUSAL_LM")

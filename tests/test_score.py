@@ -32,7 +32,7 @@ def test_logprobs_and_entropy_with_temperature_against_trl016(temperature):
     real = torch.ones_like(i["index"], dtype=torch.bool)
     rows = torch.arange(len(logits))[:, None]
     r = make_rollout(real, i["index"], prompts=rows, prompt_mask=real[:, :1], responses=i["index"])
-    read = ppo.response_forward(model, r, temperature)[0].detach()
+    read = ppo.response_forward(model, r, ppo.Args(temperature=temperature, device="cpu"))[0].detach()
     close(ppo.token_logprobs(read, i["index"]), theirs["logprobs"], **FLOAT32)
     close(token_entropy(read), theirs["entropy"], **FLOAT32)
 

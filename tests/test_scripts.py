@@ -21,7 +21,7 @@ from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_
 MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRIPTS}
 # What bears the same name in several scripts has the same text, but for these, which differ on purpose
 OF_THE_ALGORITHM = """
-    Args train policy_forward mini_batch_gradient gradient_and_sums optimize rollout_stats evaluate report
+    Args train Rollout.by_length response_forward policy_forward mini_batch_gradient gradient_and_sums optimize rollout_stats evaluate report
     show_samples first_pass load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs as_pairs
     encode_pair update
     default_rate"""
@@ -61,9 +61,9 @@ OF_THE_SHORT_FILE = {
     "sft": "pad token_logprobs",
     "reward_model": "read_reward pair_rewards preference_loss",
     "dpo": "pad completion_logps dpo_loss",
-    "ppo": "sample response_logprobs",
-    "rloo": "sample response_logprobs",
-    "grpo": "sample response_logprobs token_weights",
+    "ppo": "sample",
+    "rloo": "sample",
+    "grpo": "sample token_weights",
     "ddpo": "ddim_step gaussian_logprobs encode policy_loss",
 }
 

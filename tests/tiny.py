@@ -68,4 +68,4 @@ def tiny_rollout(policy: nn.Module, stop: int = STOP, pad: int = PAD) -> ppo.Rol
 def logits_of(policy: nn.Module, rollout: ppo.Rollout) -> Tensor:
     """(B, T, V) at temperature 1, without gradient."""
     with torch.no_grad():
-        return ppo.response_forward(policy, rollout, 1.0)[0]
+        return ppo.response_forward(policy, rollout, ppo.Args(temperature=1.0, device="cpu"))[0]
