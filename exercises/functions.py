@@ -296,16 +296,17 @@ def value_loss(
     raise NotImplementedError("value_loss")
 
 
-def token_weights(mask: Tensor, num_tokens: float, args) -> Tensor:
+def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args) -> Tensor:
     """(B, T) what the tokens' losses are multiplied by, so that their sum is the loss of a mini-batch; 0 on padding.
 
         args.loss_type  "dapo"      1 / num_tokens: every token counts alike
-                        "grpo"      1 / (B * tokens of the row): every response counts alike
-                        "dr_grpo"   1 / (B * args.response_length): as dapo, but by a constant
+                        "grpo"      1 / (num_rows * tokens of the row): every response counts alike
+                        "dr_grpo"   1 / (num_rows * args.response_length): as dapo, but by a constant
 
-    num_tokens is the number of real tokens in a mini-batch, on average over those of the step.
+    num_rows is the number of responses in a mini-batch, num_tokens that of its real tokens, on average over the
+    mini-batches of a batch.
 
-    Example: mask = [[1, 1, 0, 0], [1, 1, 1, 1]], num_tokens = 6, response_length = 5
+    Example: mask = [[1, 1, 0, 0], [1, 1, 1, 1]], num_rows = 2, num_tokens = 6, response_length = 5
         dapo     [[1/6,  1/6,  0, 0],  [1/6,  1/6,  1/6,  1/6]]
         grpo     [[1/4,  1/4,  0, 0],  [1/8,  1/8,  1/8,  1/8]]
         dr_grpo  [[1/10, 1/10, 0, 0],  [1/10, 1/10, 1/10, 1/10]]

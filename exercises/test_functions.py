@@ -642,11 +642,11 @@ def test_token_weights(student):
         def args(name):
             return SimpleNamespace(loss_type=name, response_length=response_length)
 
-        return {name: function(mask, num_tokens, args(name)) for name in types}
+        return {name: function(mask, len(mask), num_tokens, args(name)) for name in types}
 
     def of(**rules):
         """Mistakes in some of the types, of the mask, the number of tokens and the response's length."""
-        return lambda mask, n, args: rules.get(args.loss_type, lambda *_: torch.zeros(0))(mask, n, args.response_length)
+        return lambda mask, _, n, args: rules.get(args.loss_type, lambda *_: torch.zeros(0))(mask, n, args.response_length)
 
     mistakes = {
         "Padding has a weight, too. It is 0 there.": of(

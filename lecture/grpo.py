@@ -55,7 +55,7 @@ TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 @dataclass
 class Args:
     num_generations: int = 8  # G, the responses to each prompt. More: a better baseline
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # how tokens add up, see token_weights
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"  # how tokens add up: token_weights
     # what divides advantages: a deviation, the group's mean (MaxRL), or nothing (Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     baseline: Literal["mean", "none"] = "mean"  # none: the scores are the advantages (RFT)
@@ -183,13 +183,21 @@ def kl_estimate(logprobs, ref_logprobs, estimator):
     return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
 
 
-def token_weights(mask, num_tokens, args):
-    """(B, T) what the tokens' losses are multiplied by, to be added up to that of a mini-batch."""
-    if args.loss_type == "grpo":  # all responses alike; in a long one, a token counts less
-        return mask / mask.sum(1, keepdim=True) / len(mask)
-    if args.loss_type == "dr_grpo":  # all tokens alike, by a constant
-        return mask / (len(mask) * args.response_length)
-    return mask / num_tokens  # dapo: all tokens of the batch alike, in whichever mini-batch
+def token_weights(mask, num_rows, num_tokens, args):
+    """(b, T) weights of the tokens' losses, whose sum is the loss of a mini-batch.
+
+    With grpo all responses count alike, so a token of a long one counts less. With dr_grpo all
+    tokens count alike, by a constant; with bnpo, too, by the tokens of these rows; with dapo, by
+    the tokens of an average mini-batch of this batch.
+    """
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
+    if args.loss_type == "grpo":
+        return mask / (num_rows * lengths)
+    if args.loss_type == "dr_grpo":
+        return mask / (num_rows * args.response_length)
+    if args.loss_type == "bnpo":
+        return mask * len(mask) / (num_rows * mask.sum().clamp(min=1))
+    return mask / num_tokens
 
 
 # %% Models and data
@@ -204,7 +212,7 @@ tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # re
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 file, _, function = args.reward_fn.rpartition(":")
 reward = runpy.run_path(file)[function]  # of prompts, completions and the columns of the dataset
-optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0)
 files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
 data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 examples = data.to_list()
@@ -236,8 +244,8 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 1. Sample
     drawn = [i for i in order[(update - 1) * B // G : update * B // G] for _ in range(G)]  # (B,)
-    rows = [prompts[i] for i in drawn]
-    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(device)
+    token_lists = [prompts[i] for i in drawn]
+    batch = tokenizer.pad({"input_ids": token_lists}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
     uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
@@ -247,13 +255,13 @@ for update in (bar := trange(1, num_updates + 1)):
     attention_mask = torch.cat([attention_mask, mask], 1)  # (B, P+T)
 
     # 2. Score
-    wholes = [row[real.bool()] for row, real in zip(ids, attention_mask)]
-    heads = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    texts = tokenizer.batch_decode(wholes, skip_special_tokens=True)  # alone, some lose a space
-    texts = [text.removeprefix(head) for head, text in zip(heads, texts)]
+    starts = tokenizer.batch_decode(token_lists, skip_special_tokens=True)
+    token_lists = [row[real.bool()] for row, real in zip(ids, attention_mask)]
+    texts = tokenizer.batch_decode(token_lists, skip_special_tokens=True)  # prompt and response:
+    texts = [text.removeprefix(start) for start, text in zip(starts, texts)]  # keeps a first space
     columns = {name: [examples[i][name] for i in drawn] for name in examples[0]}
-    said = reward(prompts=columns["prompt"], completions=texts, **columns)
-    scores = torch.tensor([float(x) for x in said], device=device)  # (B,)
+    rewards = reward(prompts=columns["prompt"], completions=texts, **columns)
+    scores = torch.tensor([float(x) for x in rewards], device=device)  # (B,)
     if args.beta:
         with torch.no_grad():
             logits = forward(reference, ids, attention_mask).logits  # (B, P+T, V)
@@ -268,22 +276,23 @@ for update in (bar := trange(1, num_updates + 1)):
     num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
     logs = []  # of the steps, each a mean over tokens
     for _ in range(args.num_ppo_epochs):
-        for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
-            logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
-            logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+            logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
+            logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
             losses, ratio, clipped = policy_loss(
-                logprobs, old_logprobs[i], advantages[i], mask[i], args.epsilon
+                logprobs, old_logprobs[rows], advantages[rows], mask[rows], args.epsilon
             )
             kl = torch.zeros_like(losses)  # (b, T)
             if args.beta:  # times the ratio, which makes its gradient that of the true KL
-                kl = kl_estimate(logprobs, ref_logprobs[i], "k3") * ratio
-            loss = ((losses + args.beta * kl) * token_weights(mask[i], num_tokens, args)).sum()
+                kl = kl_estimate(logprobs, ref_logprobs[rows], "k3") * ratio
+            weights = token_weights(mask[rows], len(rows), num_tokens, args)  # (b, T)
+            loss = ((losses + args.beta * kl) * weights).sum()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             seen = {"clip_ratio/region_mean": clipped, "val/ratio": ratio, "kl": kl}  # (b, T) each
-            logs.append({name: x.detach()[mask[i]].float().mean() for name, x in seen.items()})
+            logs.append({name: x.detach()[mask[rows]].float().mean() for name, x in seen.items()})
 
     stats = {name: torch.stack([log[name] for log in logs]).mean().item() for name in seen}
     stats["reward"] = scores.mean().item()

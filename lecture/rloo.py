@@ -185,7 +185,7 @@ tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # re
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 assert reward_model.config.vocab_size == policy.config.vocab_size, "tokens differ (see ../rloo.py)"
 
-optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0)
 files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
 data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 prompts = tokenizer(list(data["prompt"]))["input_ids"]
@@ -215,8 +215,9 @@ for update in (bar := trange(1, num_updates + 1)):
     optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / num_updates)
 
     # 1. Sample
-    rows = [prompts[i] for i in order[(update - 1) * B // K : update * B // K] for _ in range(K)]
-    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(device)
+    drawn = order[(update - 1) * B // K : update * B // K]
+    token_lists = [prompts[i] for i in drawn for _ in range(K)]
+    batch = tokenizer.pad({"input_ids": token_lists}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
     uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
@@ -231,7 +232,7 @@ for update in (bar := trange(1, num_updates + 1)):
         ref_logprobs = response_logprobs(logits, ids, P, args.temperature)  # (B, T)
         last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) where the last real token stands
         scores = read_head(reward_model, ids, attention_mask).gather(1, last).squeeze(1)  # (B,)
-    scores = scores - args.missing_eos_penalty * ~ended  # (B,)
+    scores = torch.where(ended, scores, scores - args.missing_eos_penalty)  # (B,)
 
     # 3. Reward
     kl = old_logprobs - ref_logprobs  # (B, T) of the drawn tokens alone; on average, it is the KL
@@ -245,12 +246,12 @@ for update in (bar := trange(1, num_updates + 1)):
     # 5. Loss, and 6. update
     logs = []  # of all responses and steps
     for _ in range(args.num_ppo_epochs):
-        for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
-            logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
-            logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
-            new = (logprobs * mask[i]).sum(1, keepdim=True)  # (b, 1)
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+            logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
+            logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
+            new = (logprobs * mask[rows]).sum(1, keepdim=True)  # (b, 1)
             pg_loss, ratio, clipped = policy_loss(
-                new, old[i], advantages[i], real[i], args.cliprange
+                new, old[rows], advantages[rows], real[rows], args.cliprange
             )
             loss = pg_loss.mean()
             optimizer.zero_grad()

@@ -63,7 +63,7 @@ OF_THE_SHORT_FILE = {
     "dpo": "pad completion_logps dpo_loss",
     "ppo": "sample",
     "rloo": "sample",
-    "grpo": "sample token_weights",
+    "grpo": "sample",
     "ddpo": "ddim_step gaussian_logprobs encode policy_loss",
 }
 
