@@ -23,10 +23,10 @@ MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRI
 OF_THE_ALGORITHM = """
     Args train policy_forward mini_batch_gradient gradient_and_sums optimize rollout_stats evaluate report
     show_samples first_pass load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs as_pairs
-    encode_pair
+    encode_pair update
     default_rate"""
 OF_IMAGES = """
-    join add_adapter sample_batch mini_batches warn_about make_reward_fns function_reward load_prompts check_first_ratio
+    join add_adapter sample_batch policy_loss warn_about make_reward_fns function_reward load_prompts check_first_ratio
     start Run.tensors save_model write_card"""
 
 
@@ -64,7 +64,7 @@ OF_THE_SHORT_FILE = {
     "ppo": "sample response_logprobs shape_rewards gae masked_whiten policy_loss value_loss",
     "rloo": "sample response_logprobs policy_loss",
     "grpo": "sample response_logprobs token_weights",
-    "ddpo": "ddim_step gaussian_logprobs encode policy_loss",
+    "ddpo": "",
 }
 
 
