@@ -213,7 +213,7 @@ def draw_examples():
     return decode(pipe, latents[:, -1])
 
 
-# %% The loop. The numbers are those of the steps at the top
+# %% The loop: its numbers are those of the steps above
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 history = []  # metrics, one dict per epoch
 first_examples = draw_examples()
@@ -273,7 +273,7 @@ for epoch in (bar := trange(1, args.num_epochs + 1)):
     wandb.log(stats, step=epoch)
     bar.set_postfix_str(f"reward {stats['reward_mean']:.2f}")
 
-# %% Save the pipeline, and eight images of the first model above eight of the trained one
+# %% The trained pipeline, and eight of its images below eight of the first model's
 pipe.save_pretrained(args.output_dir)
 images = torch.cat([first_examples, draw_examples()])  # (16, 3, height, width)
 images = F.interpolate(images, 128)

@@ -155,7 +155,9 @@ class Recorder:
             sys.exit(f"error: {file} has no loop at its top level: a trace is of a file as those of lecture/ are")
         self.loop = max(loops, key=lambda node: node.end_lineno - node.lineno)
         self.mini_batches = [
-            node for node in ast.walk(self.loop) if isinstance(node, ast.For) and getattr(node.target, "id", "") == "i"
+            node
+            for node in ast.walk(self.loop)
+            if isinstance(node, ast.For) and getattr(node.target, "id", "") in ("i", "rows")
         ]
         self.open: list[Call] = []  # the innermost is the last
         self.numbers: dict[object, int] = {}  # identity of a tensor -> number of its value
@@ -290,10 +292,10 @@ class Recorder:
         return self.numbers[key]
 
     def shuffled(self) -> Tensor | None:
-        """The row numbers `i`, while the loop over mini-batches runs."""
-        i = self.names.get("i")
-        inside = any(is_in(self.open[0].statement, node) for node in self.mini_batches)
-        return i if inside and isinstance(i, Tensor) and i.dim() == 1 else None
+        """The numbers of the rows, `i` or `rows`, while the loop over mini-batches runs."""
+        inside = [node.target.id for node in self.mini_batches if is_in(self.open[0].statement, node)]
+        rows = self.names.get(inside[-1]) if inside else None
+        return rows if isinstance(rows, Tensor) and rows.dim() == 1 else None
 
     def around(self, x: Tensor) -> tuple:
         """Of a new tensor: its rows' numbers, the tokens over its columns, and where it is no padding."""
