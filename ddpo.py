@@ -266,7 +266,7 @@ class Chain:
     pipe: "diffusers.StableDiffusionPipeline"  # its text encoder, image decoder and schedule are used
     policy: nn.Module  # its UNet, in training
     reference: nn.Module  # the first UNet, frozen; with LoRA the policy, whose adapter is turned off
-    timesteps: Tensor  # (N,) from 999 down to 0
+    timesteps: Tensor  # (N,) descending, from 999 or less
     negative: Tensor  # (1, L, D) the text encoder's output for the negative prompt
 
     def predict(self, x: Tensor, t: Tensor, context: Tensor, args: Args, of: str = "policy") -> Tensor:
