@@ -31,8 +31,8 @@ The sides differ in this:
     in float32, and in PPO also generation and the scoring critic; TRL 0.7.11 generation and the reward model.
   - TRL 0.7.11 has a value head on the policy, so ours runs with `--critic shared`. Both use temperature 1, because
     TRL's log-probabilities ignore the temperature.
-  - TRL 1.16 has no PPO, and is the only version compared for GRPO, with KL in the loss. Its defaults bfloat16 and gradient
-    checkpointing are turned off, so that both sides do the same work.
+  - TRL 1.16 has no PPO, and is the only version compared for GRPO, with KL in the loss. Its defaults bfloat16 and
+    gradient checkpointing are turned off, so that both sides do the same work.
 
 For ours, the times of rollout, score (reference, critic, reward) and update (gradient steps) come from metrics.jsonl;
 for TRL, from the start and end of generation and the start of the epochs. The rest is metrics and advantages.

@@ -35,7 +35,7 @@ decodes the stream and encodes it again, the loss may see other tokens than thos
   python lecture/agent.py --env mine.py:Tool --dataset MINE --model Qwen/Qwen3-0.6B \\
       --learning-rate 3e-6 --response-length 2048 --num-generations 8 --batch-size 64
 
-Papers: GRPO 2402.03300; of several turns RAGEN 2504.20073, Search-R1 2503.09516 (arXiv).
+Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516 (arXiv).
 """
 
 # %% Settings, with the names of ../grpo.py
@@ -81,7 +81,7 @@ class Args:
 
 # %% 1. Play
 def forward(model, input_ids, attention_mask, **options):
-    """Output on texts (B, S), or their newest tokens. Positions skip padding; GPT-2's do not."""
+    """Output for texts (B, S), or with a cache for their new tokens. Padding has no position."""
     options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
@@ -104,9 +104,9 @@ def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
     """Streams (B, T) after prompts (B, P), one per game, from uniforms (B, response_length).
 
     Also returns logprobs, mask, written, turn and rewards, all (B, T). In each step, the next token
-    of a row comes from the environment's answer, if some of it is left, and else from the policy;
-    the tokens of rows whose episode is over do not count. Sampled tokens are never encoded again:
-    only the answer is encoded. A turn that the end of the stream cuts off is passed on as it is.
+    of a row comes from the environment's answer, if some of it is left, and else from the policy.
+    Tokens after the end of an episode do not count. Sampled tokens are never encoded again: only
+    the answer is encoded. A turn that the end of the stream cuts off goes to the game as it is.
     """
     B, T = uniforms.shape
     device = prompts.device
@@ -154,7 +154,7 @@ def group_advantages(scores, G, scale):
     their std, .5, this is [1.5, -.5, -.5, -.5]: rare successes and rare failures have more weight.
     """
     groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
-    groups = groups - groups[:, :1]  # so that equal scores give 0, whatever rounding does to a mean
+    groups = groups - groups[:, :1]  # so that equal scores give exactly 0: a mean may be rounded
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
