@@ -14,7 +14,7 @@
 # ///
 """DDPO for diffusion models: policy + reward on images -> better policy.
 
-The policy gradient of ppo.py on another chain. An image is a response, a denoising step is a token:
+The policy gradient of ppo.py, applied to images. An image is a response, a denoising step a token:
 
   text     prompt  ->  y_1  ->  y_2  -> ... -> y_T     y_t ~ softmax(logits of y_<t)          score of y_1 ... y_T
   image    noise x_N -> x_{N-1} -> ...  -> x_0         x_{t-1} ~ Normal(mu(x_t, t), sigma_t)  score of x_0
@@ -28,13 +28,13 @@ For each epoch:
                  + kl_coef * KL of the step to the first model, per pixel, if asked
   5. update      `train_num_inner_epochs` passes, each sample's steps in an order of its own; AdamW
 
-The state is the noisy image, the action the next, less noisy one; the network's weights move mu, and sigma is fixed by
-the schedule. There is no critic and no discount, and only the last image is judged. The last step of some schedules has
-sigma = 0: it is no choice, has no probability, and is left out. The ratio is that of a mean over pixels, not of a sum,
-so it stays near 1, which is why eps is 1e-4 and not 0.2.
+The state is the noisy image; the action is the next, less noisy image. The network predicts mu; sigma is fixed by the
+schedule. There is no critic and no discount, and only the last image has a score. Some schedules end with a step with
+sigma = 0: it is deterministic, has no density, and is not trained on. Log-probabilities are means over pixels, not
+sums, so that the ratio stays near 1; that is why eps is 1e-4 and not 0.2.
 
-The KL of a step is |mu - mu_ref|^2 / (2 sigma^2), in nats; summed over pixels and steps it is what the policy has paid
-in closeness to the first model. The paper has no such term; DPOK has it in the loss, as here.
+The KL of a step is |mu - mu_ref|^2 / (2 sigma^2), in nats; summed over pixels and steps it measures how far the policy
+is from the first model. The paper has no KL term; DPOK has it in the loss, as here.
 Papers: Black et al. 2023 (DDPO, arXiv 2305.13301, sec. 4); Song et al. 2020 (DDIM, 2010.02502, eq. 12 and 16); Ho &
 Salimans 2022 (classifier-free guidance, 2207.12598); Fan et al. 2023 (DPOK, 2305.16381). docs/ddpo.md has a glossary.
 
@@ -58,7 +58,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
@@ -119,41 +119,41 @@ class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images ---
     # denoising steps N (TRL: 50)
     sample_num_steps: Count = 10
-    # scale of sigma: 0 would be deterministic, and teach nothing; at 1, DDPM's (TRL: 1)
+    # scale of sigma; with 0, sampling would not explore; 1 is DDPM (TRL: 1)
     sample_eta: Annotated[float, Field(gt=0, le=1)] = 1.0
-    sample_guidance_scale: NonNegative = 1.0  # weight of the prompt, in sampling and training; 1: no guidance (TRL: 5)
+    sample_guidance_scale: NonNegative = 1.0  # classifier-free guidance in sampling and training; 1: none (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
     sample_num_batches_per_epoch: Count = 4  # such batches in an epoch (TRL: 2)
-    negative_prompts: Name | None = None  # the prompt that guidance leads away from; by default an empty one (TRL)
+    negative_prompts: Name | None = None  # the negative prompt of the guidance; by default empty (TRL)
 
     # --- DDPO. An optimiser step: train_batch_size * train_gradient_accumulation_steps * processes images ---
     # images in a forward and backward pass, on each process (TRL: 1)
     train_batch_size: Count = 64
-    train_gradient_accumulation_steps: Count = 2  # such passes for one optimiser step (TRL: 1)
+    train_gradient_accumulation_steps: Count = 2  # passes per optimiser step (TRL: 1)
     train_num_inner_epochs: Count = 1  # passes over the images of an epoch (TRL: 1)
-    train_clip_range: Positive = 1e-4  # eps of the clipped ratio (TRL)
+    train_clip_range: Positive = 1e-4  # eps: the ratio is clipped to 1 +- this (TRL)
     train_adv_clip_max: Positive = 5.0  # advantages are clipped to +- this (TRL)
-    train_timestep_fraction: Share = 1.0  # share of an image's steps that is trained on, drawn for each image (TRL)
-    per_prompt_stat_tracking: bool = False  # compare a score with the last ones of the same prompt (TRL)
-    per_prompt_stat_tracking_buffer_size: Count = 16  # how many of these are kept (TRL)
-    per_prompt_stat_tracking_min_count: Count = 16  # with fewer, the batch is what is compared with (TRL)
-    kl_coef: NonNegative = 0.0  # weight of the KL to the first model in the loss (DPOK; 0 in DDPO)
+    train_timestep_fraction: Share = 1.0  # fraction of each image's steps to train on, chosen at random (TRL)
+    per_prompt_stat_tracking: bool = False  # normalise scores by the recent scores of the same prompt (TRL)
+    per_prompt_stat_tracking_buffer_size: Count = 16  # number of recent scores to keep per prompt (TRL)
+    per_prompt_stat_tracking_min_count: Count = 16  # a prompt with fewer is normalised by the whole batch (TRL)
+    kl_coef: NonNegative = 0.0  # coefficient of the KL to the first model in the loss (DPOK; 0 in DDPO)
 
     # --- Optimisation ---
-    # AdamW's, constant (TRL)
+    # learning rate of AdamW, constant (TRL)
     train_learning_rate: Positive = 3e-4
-    train_adam_beta1: Decay = 0.9  # AdamW's (TRL)
-    train_adam_beta2: Decay = 0.999  # AdamW's (TRL)
-    train_adam_epsilon: Positive = 1e-8  # AdamW's (TRL)
-    train_adam_weight_decay: NonNegative = 1e-4  # AdamW's (TRL)
+    train_adam_beta1: Decay = 0.9  # beta1 of AdamW (TRL)
+    train_adam_beta2: Decay = 0.999  # beta2 of AdamW (TRL)
+    train_adam_epsilon: Positive = 1e-8  # epsilon of AdamW (TRL)
+    train_adam_weight_decay: NonNegative = 1e-4  # weight decay of AdamW (TRL)
     train_max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm (TRL)
 
     # --- Model: a folder, or a name on the hub ---
-    # a Stable Diffusion pipeline; its UNet is trained, and KL is measured against it
+    # a Stable Diffusion pipeline; its UNet is trained, and is the reference of the KL
     model: Name = "toy/shapes/sd"
-    # file.py:name of f(images, prompts, metadata), as in TRL; of several, the sum
+    # file.py:name of f(images, prompts, metadata), as in TRL; several are added up
     reward_fn: tuple[Name, ...] = ("toy/shapes/make.py:left_ink",)
-    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL). 0: logged alone
+    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
     lora_alpha: Positive = 4.0  # the adapter's output is scaled by lora_alpha / lora_r
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
@@ -164,8 +164,8 @@ class Args:
     dataset: Name = "toy/shapes/data"
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
-    prompt_column: Name = "prompt"  # texts; the other columns of a row are its metadata
-    seed: Natural = 1  # seed of noise, order of prompts, and adapters
+    prompt_column: Name = "prompt"  # column of the prompts; the whole row is the metadata of its image
+    seed: Natural = 1  # seed of the noise, the order of prompts, and the adapters
 
     # --- Run ---
     # the folder of a run: continue it, with its settings; those on the command line win
@@ -175,8 +175,8 @@ class Args:
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    image_steps: Count = 5  # epochs between pictures in images/: above, the first model's; below, the policy's
-    save_steps: Count = 10  # epochs between checkpoints, each of which holds everything that a run consists of
+    image_steps: Count = 5  # epochs between pictures in images/: the first model's images above the policy's
+    save_steps: Count = 10  # epochs between checkpoints, each of which has everything that a resumed run needs
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
@@ -187,7 +187,7 @@ class Args:
 
 
 def train(args: Args) -> None:
-    """Trains the UNet of a pipeline; leaves the pipeline, metrics, curves and pictures in the run's folder."""
+    """Trains the UNet of a pipeline. Writes the pipeline, metrics, curves and pictures to the run's folder."""
     check_args(args)
     start(args)
     asked = args
@@ -201,7 +201,7 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, chain.policy)
     schedule = get_scheduler("constant", optimizer)
-    memory = {"scores": {}}  # what lasts from epoch to epoch besides weights: the last scores of each prompt
+    memory = {"scores": {}}  # state besides the weights: the recent scores of each prompt
     run = Run(args, args.num_epochs, optimizer, schedule, memory, asked, model=chain.policy)
     for epoch in run.steps():
         set_seed(make_seed(args.seed, epoch))
@@ -219,7 +219,7 @@ def train(args: Args) -> None:
             advantages = normalize(rollout.scores, rollout.scores, 1e-8)
         rollout.advantages = advantages.clamp(-args.train_adv_clip_max, args.train_adv_clip_max)
         with run.clock("update"):
-            stats = optimize(chain, optimizer, rollout, args)  # 4 and 5
+            stats = update(chain, optimizer, rollout, args)  # 4 and 5
         check_first_ratio(stats["first_ratio_error"], epoch, args)
         stats |= rollout_stats(rollout)
         stats["epoch"] = epoch
@@ -242,38 +242,37 @@ def train(args: Args) -> None:
 
 @dataclass
 class Rollout:
-    """A batch of images, the chain of noisier ones that each came from, and what the later steps find out about them.
+    """B images with the denoising steps that led to them, and their scores and advantages.
 
-    B images of a batch, or the share of them that this process samples; all of them, once they are joined.
+    First a part of this process's share of the batch; `join` makes one rollout of all parts of all processes.
     """
 
     examples: list[dict]  # B rows of the dataset, with prompt and metadata
     context: Tensor  # (B, L, D) the text encoder's output
     latents: Tensor  # (B, N+1, C, H, W) from noise x_N to x_0
     old_logprobs: Tensor  # (B, N) of each step, under the policy that drew it
-    kl: Tensor  # (B, N) of each step to the first model, in nats
+    kl: Tensor  # (B, N) KL of each step to the first model, in nats
     ref_means: Tensor | None  # (B, N, C, H, W) mean of each step under the first model, if the loss needs it
-    images: Tensor | None  # (B, 3, height, width) in [0, 1], until they are judged
+    images: Tensor | None  # (B, 3, height, width) in [0, 1], until they have scores
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), their weighted sum
+    scores: Tensor | None = None  # (B,), the weighted sum of the rewards
     advantages: Tensor | None = None  # (B,)
 
 
 @dataclass
 class Chain:
-    """What turns noise into images: the networks and the schedule."""
+    """The networks and the schedule that turn noise into images."""
 
-    pipe: "diffusers.StableDiffusionPipeline"  # all of it, whose text encoder, image decoder and schedule are used
+    pipe: "diffusers.StableDiffusionPipeline"  # its text encoder, image decoder and schedule are used
     policy: nn.Module  # its UNet, in training
     reference: nn.Module  # the first UNet, frozen; with LoRA the policy, whose adapter is turned off
-    timesteps: Tensor  # (N,) falling, of 0 ... 999
+    timesteps: Tensor  # (N,) descending, from 999 or less
     negative: Tensor  # (1, L, D) the text encoder's output for the negative prompt
 
-    def step(self, x: Tensor, t: Tensor, context: Tensor, args: Args, of: str = "policy") -> tuple[Tensor, Tensor]:
-        """Mean (b, C, H, W) and deviation (b, 1, 1, 1) of x_{t-1}, given images x at times t (b,) and prompts
-        (b, L, D), under the network `of`, policy or reference.
+    def predict(self, x: Tensor, t: Tensor, context: Tensor, args: Args, of: str = "policy") -> Tensor:
+        """(b, C, H, W) prediction for x_t at times t (b,) and prompts (b, L, D), by the policy or the reference.
 
-        With guidance the prediction is u + g (c - u), from those with the negative prompt and with the prompt.
+        With guidance it is u + g (c - u), where u is the prediction for the negative prompt, c that for the prompt.
         """
         unet = getattr(self, of)
         adapter = nullcontext()
@@ -282,16 +281,14 @@ class Chain:
         g = args.sample_guidance_scale
         with adapter, autocast(args):
             if g == 1:
-                prediction = unet(x, t, context).sample.float()
-            else:
-                prompts = torch.cat([self.negative.expand_as(context), context])
-                both = unet(torch.cat([x, x]), torch.cat([t, t]), prompts).sample.float()
-                u, c = both.chunk(2)
-                prediction = u + g * (c - u)
-        return ddim_step(self.pipe.scheduler, prediction, t, x, args.sample_eta)
+                return unet(x, t, context).sample.float()
+            prompts = torch.cat([self.negative.expand_as(context), context])
+            both = unet(torch.cat([x, x]), torch.cat([t, t]), prompts).sample.float()
+            u, c = both.chunk(2)
+            return u + g * (c - u)
 
     def draw_noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, N+1, C, H, W) all the randomness of n images: x_N, then what each of the N steps adds."""
+        """(n, N+1, C, H, W) the noise of n images: x_N, then z of each step."""
         config = self.policy.config
         shape = (config.in_channels, config.sample_size, config.sample_size)
         return torch.randn(n, len(self.timesteps) + 1, *shape, generator=generator)
@@ -300,62 +297,69 @@ class Chain:
 def ddim_step(
     scheduler: "diffusers.DDIMScheduler", prediction: Tensor, t: Tensor, x: Tensor, eta: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean (b, C, H, W) and standard deviation (b, 1, 1, 1) of x_{t-1}, given x_t (DDIM, eq. 12 and 16).
+    """Mean (b, C, H, W) and standard deviation (b, 1, 1, 1) of x_{t-1}, given x_t at times t (b,).
 
-    a is the share of signal in the variance of x_t = sqrt(a) x_0 + sqrt(1 - a) noise. From the prediction follows a
-    guess of image and noise; put together again with the a of the time before, they are the mean.
+    a is the share of signal in the variance of x_t, a_prev that of x_{t-1} (DDIM, eq. 12 and 16). The network's
+    prediction gives an estimate of image and noise in x_t, and these give the mean of x_{t-1}:
+        x_t     = sqrt(a) image + sqrt(1 - a) noise
+        x_{t-1} = sqrt(a_prev) image + sqrt(1 - a_prev - sigma^2) noise + sigma z
     """
     config = scheduler.config
-    alphas = scheduler.alphas_cumprod.to(x)
     t = t.view(-1, 1, 1, 1)
-    before = t - config.num_train_timesteps // scheduler.num_inference_steps
+    t_prev = t - config.num_train_timesteps // scheduler.num_inference_steps
+    alphas = scheduler.alphas_cumprod.to(x)  # (1000,) falling, from nearly 1 to nearly 0
     a = alphas[t]
-    a_prev = torch.where(before < 0, scheduler.final_alpha_cumprod.to(x), alphas[before.clamp(min=0)])
-    if config.prediction_type == "epsilon":
+    final = scheduler.final_alpha_cumprod.to(x)  # of x_0
+    a_prev = torch.where(t_prev < 0, final, alphas[t_prev.clamp(min=0)])
+    if config.prediction_type == "epsilon":  # the noise
         image = (x - (1 - a).sqrt() * prediction) / a.sqrt()
-    elif config.prediction_type == "sample":
+    elif config.prediction_type == "sample":  # the image
         image = prediction
-    else:  # v_prediction (Salimans & Ho 2022)
+    else:  # v_prediction, a mixture of both (Salimans & Ho 2022)
         image = a.sqrt() * x - (1 - a).sqrt() * prediction
-    noise = (x - a.sqrt() * image) / (1 - a).sqrt()  # what else there is in x
+    noise = (x - a.sqrt() * image) / (1 - a).sqrt()
     if config.clip_sample:
         image = image.clamp(-config.clip_sample_range, config.clip_sample_range)
     std = eta * ((1 - a_prev) / (1 - a) * (1 - a / a_prev)).sqrt()
     noise_variance = (1 - a_prev - std**2).clamp(min=0)
-    return a_prev.sqrt() * image + noise_variance.sqrt() * noise, std
+    mean = a_prev.sqrt() * image + noise_variance.sqrt() * noise
+    return mean, std
 
 
 def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """(b,) log-density of x (b, C, H, W), as a mean over pixels (TRL); NaN if the deviation is 0: that is no choice."""
+    """(b,) log-density of x (b, C, H, W), as a mean over pixels (TRL). It is NaN if std is 0."""
     return Normal(mean, std, validate_args=False).log_prob(x).mean((1, 2, 3))
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
-    """(b,) KL in nats between normal distributions of one deviation, a sum over pixels; 0 if the deviation is 0."""
+    """(b,) KL in nats between two normal distributions of the same std, as a sum over pixels. It is 0 if std is 0."""
     kl = (mean - ref_mean) ** 2 / (2 * std**2)
     return kl.masked_fill(std == 0, 0.0).sum((1, 2, 3))
 
 
 @torch.no_grad()
 def sample_images(chain: Chain, examples: list[dict], noise: Tensor, args: Args, of: str = "policy") -> Rollout:
-    """Draws an image for each of some rows from its noise (b, N+1, C, H, W), and keeps what the later steps need."""
-    context = encode(chain.pipe, [x[args.prompt_column] for x in examples], args)
+    """Draws an image per example from its noise (b, N+1, C, H, W), with the policy or the reference."""
+    scheduler = chain.pipe.scheduler
+    with autocast(args):
+        context = encode(chain.pipe, [x[args.prompt_column] for x in examples])
     noise = noise.to(args.device)
-    x = noise[:, 0]
-    latents = [x]
-    logprobs = []
-    kl = []
-    ref_means = []
+    x = noise[:, 0]  # (b, C, H, W)
+    latents, logprobs, kl, ref_means = [x], [], [], []
     for t, z in zip(chain.timesteps, noise[:, 1:].unbind(1)):
-        times = t.expand(len(x))
-        mean, std = chain.step(x, times, context, args, of)
-        ref_mean, _ = chain.step(x, times, context, args, "reference")
+        t = t.expand(len(x))  # (b,)
+        prediction = chain.predict(x, t, context, args, of)  # (b, C, H, W)
+        mean, std = ddim_step(scheduler, prediction, t, x, args.sample_eta)
+        ref_prediction = chain.predict(x, t, context, args, "reference")
+        ref_mean, _ = ddim_step(scheduler, ref_prediction, t, x, args.sample_eta)
         x = mean + std * z
         latents.append(x)
         logprobs.append(gaussian_logprobs(x, mean, std))
         kl.append(gaussian_kl(mean, ref_mean, std))
         ref_means.append(ref_mean)
-    require(x.isfinite().all(), "the policy's images are not finite: most often the learning rate is too high")
+    require(x.isfinite().all(), "the policy's images are not finite: the learning rate may be too high")
+    with autocast(args):
+        images = decode(chain.pipe, x)
     return Rollout(
         examples,
         context,
@@ -363,14 +367,15 @@ def sample_images(chain: Chain, examples: list[dict], noise: Tensor, args: Args,
         old_logprobs=torch.stack(logprobs, 1),
         kl=torch.stack(kl, 1),
         ref_means=torch.stack(ref_means, 1) if args.kl_coef else None,
-        images=decode_latents(chain.pipe, x, args),
+        images=images,
     )
 
 
 def sample_batch(chain: Chain, examples: list[dict], args: Args) -> list[Rollout]:
-    """Step 1 for an epoch: parts of `sample_batch_size` images, those of this process.
+    """Step 1 for an epoch: this process's share of the images, in parts of `sample_batch_size`.
 
-    All processes draw the noise of all images, and each denoises its share: how many there are changes no image.
+    Each process draws the noise of all images and denoises its share, so that the images do not depend on the number
+    of processes.
     """
     parts = []
     size = args.sample_batch_size * WORLD_SIZE
@@ -382,7 +387,7 @@ def sample_batch(chain: Chain, examples: list[dict], args: Args) -> list[Rollout
 
 
 def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
-    """The parts of an epoch as one, with the images of all processes, in the order of the examples."""
+    """One rollout from the parts of all processes, in the order of the examples."""
     whole = copy(parts[0])
     whole.examples = examples
     for name, x in vars(parts[0]).items():
@@ -400,13 +405,13 @@ def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
 
 
 def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args) -> None:
-    """Step 2 for a part of an epoch: fills in rewards_by_name and scores (b,)."""
+    """Step 2 for a part: sets rewards_by_name and scores (b,)."""
     part.rewards_by_name = {name: function(part) for name, function in reward_fns.items()}
     is_given = torch.stack([~x.isnan() for x in part.rewards_by_name.values()])  # (K, b)
-    require(is_given.any(0).all(), "an image has no reward at all: each of --reward-fn gave None or NaN")
+    require(is_given.any(0).all(), "an image has no reward at all: each of --reward-fn returned None or NaN")
     part.scores = weighted_sum(part.rewards_by_name, args.reward_weights)
-    require(part.scores.isfinite().all(), "one of --reward-fn gave an infinite reward")
-    part.images = None  # they are large, and what follows reads the chains
+    require(part.scores.isfinite().all(), "one of --reward-fn returned an infinite reward")
+    part.images = None  # frees memory: the update needs the latents alone
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
@@ -421,15 +426,15 @@ def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tens
 
 
 def normalize(scores: Tensor, others: Tensor, eps: float) -> Tensor:
-    """(b,) scores less the mean of others, over their deviation: 0 if all are equal."""
-    first = scores[0]  # subtracted from all: a mean of equal numbers is not always that number, a mean of zeros is 0
+    """(b,) scores minus the mean of others, divided by their standard deviation; 0 if all are equal."""
+    first = scores[0]  # subtracted from all, so that equal scores give exactly 0: their mean may be rounded
     return (scores - first - (others - first).mean()) / (others.std(correction=0) + eps)
 
 
 def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, list[float]], args: Args) -> Tensor:
-    """(B,) scores, shifted and scaled by the mean and deviation of the last scores of the same prompt, these included.
+    """(B,) scores, normalised by the recent scores of the same prompt, these included.
 
-    A prompt with fewer than `per_prompt_stat_tracking_min_count` of them is compared with the whole batch (TRL).
+    A prompt with fewer than `per_prompt_stat_tracking_min_count` recent scores is normalised by the whole batch (TRL).
     """
     advantages = torch.empty_like(scores)
     for prompt in dict.fromkeys(prompts):
@@ -446,102 +451,78 @@ def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, lis
 # --- 4. Loss ----------------------------------------------------------------------------------------------------------
 
 
-def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Clipped surrogate (PPO, eq. 7), negated: losses (B, T), the ratio, and where the clipped branch was the larger.
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """Clipped losses (b,) (PPO, eq. 7), and the ratio.
 
-    The larger loss is taken, so that moving beyond cliprange never lowers the loss, but can still raise it.
+    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
+    direction it is not clipped, and moves the ratio back.
     """
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
-    advantages = advantages.masked_fill(~mask, 0.0)
-    ratio = log_ratio.exp()
+    ratio = (logprobs - old_logprobs).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+    return torch.max(unclipped, clipped), ratio
 
 
 # --- 5. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batches(rollout: Rollout, args: Args) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each optimiser step the rows (b,) of the images, and which of its denoising steps each is trained on (b, S).
+def update(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
+    """Steps 4 and 5: `train_num_inner_epochs` passes over the images. Returns means of the metrics.
 
-    Each image has an order of its own, and its steps with a deviation of 0, which come last, are left out. The images
-    of a pass are in a random order. Each process gets its share.
+    The loss of a mini-batch is a mean over its pairs of image and step, however it is split into parts. Each process
+    takes the mean over its share of the pairs; clip_gradient averages the gradients over processes.
     """
     B = len(rollout.scores)
-    size = args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
-    N = int(rollout.old_logprobs[0].isfinite().sum())
+    N = int(rollout.old_logprobs[0].isfinite().sum())  # leaves out a last step with sigma = 0
     S = max(1, int(N * args.train_timestep_fraction))
+    mini_batch_size = args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
+    logs = []  # one per optimiser step
     for _ in range(args.train_num_inner_epochs):
-        order = torch.randperm(B)
-        steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)])  # (B, S)
-        for mini_batch in order.split(size):
-            rows = mini_batch[RANK::WORLD_SIZE]
-            yield rows.to(args.device), steps[rows].to(args.device)
-
-
-def mini_batch_gradient(chain: Chain, rollout: Rollout, rows: Tensor, steps: Tensor, args: Args) -> dict[str, float]:
-    """Adds up the gradient of a mini-batch; returns means over it of what is logged.
-
-    The loss is a mean over pairs of image and step. So each part divides by the number of pairs in the whole
-    mini-batch, and how it is cut changes nothing. If several processes share it, that is the number of each, because
-    gradients become means over processes.
-    """
-    sums = defaultdict(float)
-    for index, columns in zip(rows.split(args.train_batch_size), steps.split(args.train_batch_size)):
-        for step in columns.unbind(1):  # (b,), for each image another
-            x = rollout.latents[index, step]  # (b, C, H, W)
-            x_prev = rollout.latents[index, step + 1]
-            old_logprobs = rollout.old_logprobs[index, step]  # (b,)
-            advantages = rollout.advantages[index]
-            mean, std = chain.step(x, chain.timesteps[step], rollout.context[index], args)
-            logprobs = gaussian_logprobs(x_prev, mean, std)
-            mask = torch.ones_like(logprobs, dtype=torch.bool)
-            loss, ratio, _ = policy_loss(logprobs, old_logprobs, advantages, mask, args.train_clip_range)  # (b,)
-            if args.kl_coef:
-                kl = gaussian_kl(mean, rollout.ref_means[index, step], std)
-                loss = loss + args.kl_coef * kl / x[0].numel()  # per pixel, as the log-probabilities are
-            (loss.sum() / steps.numel()).backward()
-            distance = (ratio - 1).abs()
-            stats = {
-                "loss": loss,
-                "approx_kl": 0.5 * (logprobs - old_logprobs) ** 2,
-                "clipfrac": (distance > args.train_clip_range).float(),
-                "ratio_error": distance,
-            }
-            for name, values in stats.items():
-                sums[name] += values.detach().sum()
-    totals = all_reduce(torch.stack(list(sums.values())))
-    means = totals / (WORLD_SIZE * steps.numel())
-    return dict(zip(sums, means.tolist()))
-
-
-def optimize(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
-    """`train_num_inner_epochs` passes over the images; means over all steps of images that were trained on."""
-    sums = Counter()
-    num_steps = 0
-    for rows, steps in mini_batches(rollout, args):
-        optimizer.zero_grad()
-        means = mini_batch_gradient(chain, rollout, rows, steps, args)
-        if num_steps == 0:
-            first_error = means["ratio_error"]  # the ratio is 1 but for rounding: nothing has moved yet
-        norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
-        if norm.isfinite():  # else the weights would be NaN for good
-            optimizer.step()
-        sums.update(means | {"grad_norm": norm.item()})
-        num_steps += 1
+        batch = torch.randperm(B).to(args.device)
+        steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)])  # (B, S) an order for each image
+        steps = steps.to(args.device)
+        for mini_batch in batch.split(mini_batch_size):
+            optimizer.zero_grad()
+            num_pairs = len(mini_batch) * S / WORLD_SIZE
+            sums = defaultdict(float)
+            for rows in mini_batch[RANK::WORLD_SIZE].split(args.train_batch_size):  # (b,) numbers of images
+                for k in steps[rows].T:  # (b,) number of a step, another one for each image
+                    t = chain.timesteps[k]  # (b,)
+                    x, x_prev = rollout.latents[rows, k], rollout.latents[rows, k + 1]  # (b, C, H, W) each
+                    prediction = chain.predict(x, t, rollout.context[rows], args)  # (b, C, H, W)
+                    mean, std = ddim_step(chain.pipe.scheduler, prediction, t, x, args.sample_eta)
+                    logprobs = gaussian_logprobs(x_prev, mean, std)  # (b,)
+                    old_logprobs = rollout.old_logprobs[rows, k]
+                    loss, ratio = policy_loss(logprobs, old_logprobs, rollout.advantages[rows], args.train_clip_range)
+                    if args.kl_coef:
+                        kl = gaussian_kl(mean, rollout.ref_means[rows, k], std)
+                        loss = loss + args.kl_coef * kl / x[0].numel()  # per pixel, like the log-probabilities
+                    (loss.sum() / num_pairs).backward()  # adds to the gradient
+                    distance = (ratio - 1).abs()
+                    seen = {
+                        "loss": loss,
+                        "approx_kl": 0.5 * (logprobs - old_logprobs) ** 2,
+                        "clipfrac": (distance > args.train_clip_range).float(),
+                        "ratio_error": distance,
+                    }
+                    for name, values in seen.items():
+                        sums[name] += values.detach().sum()
+            means = all_reduce(torch.stack(list(sums.values()))) / (WORLD_SIZE * num_pairs)
+            norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
+            if norm.isfinite():  # otherwise the weights would become NaN
+                optimizer.step()
+            logs.append(dict(zip(sums, means.tolist())) | {"grad_norm": norm.item()})
     optimizer.zero_grad()
-    del sums["ratio_error"]
-    return {name: x / num_steps for name, x in sums.items()} | {"first_ratio_error": first_error}
+    stats = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
+    del stats["ratio_error"]
+    return stats | {"first_ratio_error": logs[0]["ratio_error"]}  # before any step, where the ratio should be 1
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
-    """The metrics that describe an epoch's images, before the update."""
+    """Metrics of an epoch's images, from before the update."""
     stats = {
         "reward_mean": rollout.scores.mean().item(),
         "reward_std": rollout.scores.std(correction=0).item(),
@@ -561,23 +542,23 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def warn_about(rollout: Rollout) -> None:
-    """Warns, once, if no image did better than another."""
+    """Warns, once, if all advantages are 0."""
     if not rollout.advantages.any():
         warnings.warn(
-            "all rewards of an epoch, or of each of its prompts, are equal, so there is nothing to learn from: look at "
+            "all rewards of an epoch, or of each of its prompts, are equal, so there is nothing to learn from: check "
             "the reward"
         )
 
 
 def draw_images(run: "Run", chain: Chain, prompts: list[dict], args: Args) -> None:
-    """images/epoch-N.png: eight images of the first model, and below them those of the policy, from the same noise."""
+    """images/epoch-N.png: eight images of the first model above eight of the policy, from the same noise."""
     if RANK:
         return
     examples = [prompts[i % len(prompts)] for i in range(8)]
     noise = chain.draw_noise(8, torch.Generator().manual_seed(args.seed))  # the same in each epoch
     rows = [sample_images(chain, examples, noise, args, of).images for of in ("reference", "policy")]
-    images = F.pad(torch.cat(rows), (1, 1, 1, 1), value=0.5)  # (16, 3, height, width), framed
-    images = F.interpolate(images, scale_factor=max(1, 64 // images.shape[-1]))  # small ones larger
+    images = F.pad(torch.cat(rows), (1, 1, 1, 1), value=0.5)  # (16, 3, height, width) with a frame
+    images = F.interpolate(images, scale_factor=max(1, 64 // images.shape[-1]))  # enlarges small images
     pictures = chain.pipe.numpy_to_pil(images.permute(0, 2, 3, 1).cpu().numpy())
     folder = run.output / "images"
     folder.mkdir(exist_ok=True)
@@ -588,9 +569,9 @@ def draw_images(run: "Run", chain: Chain, prompts: list[dict], args: Args) -> No
 
 
 def load_chain(args: Args) -> Chain:
-    """Policy and reference from a Stable Diffusion pipeline, with DDIM's schedule; the UNet alone is trained.
+    """Policy and reference from a Stable Diffusion pipeline, with DDIM's schedule. Only the UNet is trained.
 
-    It stays in evaluation mode: sampling and update see one distribution, which dropout would change.
+    It stays in evaluation mode: with dropout, sampling and update would see different distributions.
     """
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(
         locate(args.model),
@@ -603,15 +584,16 @@ def load_chain(args: Args) -> Chain:
     pipe.scheduler.set_timesteps(args.sample_num_steps)
     config = pipe.scheduler.config
     is_known = config.prediction_type in ("epsilon", "sample", "v_prediction") and not config.thresholding
-    require(is_known, f"{args.model}: its scheduler has no normal distribution that ddim_step knows")
+    require(is_known, f"{args.model}: its scheduler has a prediction_type or thresholding that is not supported")
     policy = pipe.unet.eval()
     if args.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
     if args.lora_r:
         policy = add_adapter(policy, args)
     reference = make_reference(args, policy).to(args.device)
-    policy.pipe = pipe.to(args.device)  # what it is saved in
-    negative = encode(pipe, [args.negative_prompts or ""], args)
+    policy.pipe = pipe.to(args.device)  # for save_model
+    with autocast(args):
+        negative = encode(pipe, [args.negative_prompts or ""])
     return Chain(pipe, policy, reference, pipe.scheduler.timesteps.to(args.device), negative)
 
 
@@ -625,7 +607,7 @@ def add_adapter(unet: nn.Module, args: Args) -> nn.Module:
 
 
 def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for what is trained of the UNet."""
+    """AdamW for the trained weights of the UNet."""
     return torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad],
         lr=args.train_learning_rate,
@@ -642,47 +624,47 @@ def make_reference(args: Args, policy: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def encode(pipe: "diffusers.StableDiffusionPipeline", prompts: list[str], args: Args) -> Tensor:
-    """(B, L, D) what the text encoder makes of prompts, cut or padded to the greatest length it knows."""
-    with autocast(args):
-        context, _ = pipe.encode_prompt(prompts, args.device, 1, do_classifier_free_guidance=False)
+def encode(pipe: "diffusers.StableDiffusionPipeline", texts: list[str]) -> Tensor:
+    """(b, L, D) the text encoder's output for prompts, padded or truncated to its maximum length."""
+    context, _ = pipe.encode_prompt(texts, pipe.device, 1, do_classifier_free_guidance=False)
     return context.float()
 
 
-def decode_latents(pipe: "diffusers.StableDiffusionPipeline", latents: Tensor, args: Args) -> Tensor:
-    """(B, 3, height, width) images in [0, 1], eight at a time: the decoder is large."""
-    with autocast(args):
-        parts = [pipe.vae.decode(x).sample for x in (latents / pipe.vae.config.scaling_factor).split(8)]
-    return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
+def decode(pipe: "diffusers.StableDiffusionPipeline", x: Tensor) -> Tensor:
+    """(b, 3, height, width) images in [0, 1] from latents (b, C, H, W), eight at a time to save memory."""
+    parts = (x / pipe.vae.config.scaling_factor).split(8)
+    images = torch.cat([pipe.vae.decode(part).sample for part in parts])  # in about [-1, 1]
+    return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
 def make_reward_fns(args: Args) -> dict[str, Callable[[Rollout], Tensor]]:
-    """What --reward-fn names, by name: functions from a part of an epoch to rewards (b,), NaN where one said None."""
+    """The functions of --reward-fn, by name: from a part of an epoch to rewards (b,), with NaN for None."""
     reward_fns = {}
     for spec in args.reward_fn:
         name = spec.rpartition(":")[2]
-        require(name not in reward_fns, f"--reward-fn: two of them are called {name!r}; rename one")
+        require(name not in reward_fns, f"--reward-fn: two functions are called {name!r}; rename one")
         reward_fns[name] = function_reward(spec, args)
     return reward_fns
 
 
 def function_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
-    """A user's function, with TRL's signature: f(images, prompts, metadata) -> a number per image, or None.
+    """A user's function, with TRL's signature: f(images, prompts, metadata) -> a number or None per image.
 
-    The metadata of an image is its row of the dataset. As in TRL, a pair of the numbers and of more metadata will do.
-    The function is given copies.
+    The metadata of an image is its row of the dataset. As in TRL, the function may also return a pair, the numbers and
+    more metadata, which is ignored. It gets copies of its arguments, and may change them.
     """
     function = load_function(spec)
 
     def reward(part: Rollout) -> Tensor:
         """(b,) rewards of the images (b, 3, height, width) of this process; NaN for None."""
         rows = deepcopy(part.examples)
-        with torch.random.fork_rng(devices=[]):  # whatever it draws, all processes go on with the same numbers
-            said = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
-        if isinstance(said, tuple):
-            said = said[0]
-        require(len(said) == len(rows), f"{spec} should give a list of {len(rows)} rewards, not {said!r:.80}")
-        return torch.tensor([math.nan if x is None else float(x) for x in said], device=args.device)
+        with torch.random.fork_rng(devices=[]):  # random numbers that it draws do not change the run's
+            rewards = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
+        if isinstance(rewards, tuple):
+            rewards = rewards[0]
+        is_list = len(rewards) == len(rows)
+        require(is_list, f"{spec} should return a list of {len(rows)} rewards, not {rewards!r:.80}")
+        return torch.tensor([math.nan if x is None else float(x) for x in rewards], device=args.device)
 
     return reward
 
@@ -708,31 +690,34 @@ def load_prompts(args: Args) -> list[dict]:
     column = args.prompt_column
     require(column in data.column_names, f"no column {column!r}, but {data.column_names}: set --prompt-column")
     rows = data.to_list()
-    require(all(isinstance(row[column], str) for row in rows), f"the column {column!r} has values that are no texts")
+    require(all(isinstance(row[column], str) for row in rows), f"the column {column!r} has values that are not texts")
     return rows
 
 
 def print_prompts(prompts: list[dict], tokenizer: transformers.CLIPTokenizer, args: Args) -> None:
-    """Two lines: how many prompts there are and how long, and the first as the text encoder reads it."""
+    """Prints the number and the lengths of the prompts, and the first prompt as the text encoder reads it."""
     limit = tokenizer.model_max_length
     ids = tokenizer([row[args.prompt_column] for row in prompts])["input_ids"]
     lengths = [len(x) for x in ids]
     sizes = f"{min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
-    print(f"prompts: {len(ids)}, of {sizes}; cut {sum(length > limit for length in lengths)} to {limit}")
+    num_cut = sum(length > limit for length in lengths)
+    print(f"prompts: {len(ids)}, of {sizes}; {num_cut} truncated to {limit}")
     print(f"the first, as the text encoder reads it: {tokenizer.decode(ids[0][:limit])}")
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together, or that another one switches off."""
+    """Stops with an error if settings contradict each other, or if one has no effect."""
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
-    require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
+    require(
+        fits, f"--reward-weights has {len(args.reward_weights)} numbers, --reward-fn {len(args.reward_fn)} functions"
+    )
     is_guided = args.sample_guidance_scale != 1
     refuse_unused(args, "negative_prompts", is_guided, "with --sample-guidance-scale 1")
     kept = args.per_prompt_stat_tracking_buffer_size
     of_tracking = "per_prompt_stat_tracking_buffer_size per_prompt_stat_tracking_min_count"
     refuse_unused(args, of_tracking, args.per_prompt_stat_tracking, "without --per-prompt-stat-tracking")
     fits = args.per_prompt_stat_tracking_min_count <= kept or not args.per_prompt_stat_tracking
-    require(fits, f"--per-prompt-stat-tracking-min-count is more than the {kept} scores that are kept of a prompt")
+    require(fits, f"--per-prompt-stat-tracking-min-count exceeds --per-prompt-stat-tracking-buffer-size, {kept}")
     refuse_unused(args, "lora_alpha", args.lora_r, "without --lora-r")
     refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
     refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
@@ -741,14 +726,13 @@ def check_args(args: Args) -> None:
     trained = args.train_batch_size * args.train_gradient_accumulation_steps
     require(
         sampled % trained == 0,
-        f"an epoch has --sample-batch-size * --sample-num-batches-per-epoch = {sampled} images on each process, which "
-        f"is no multiple of the --train-batch-size * --train-gradient-accumulation-steps = {trained} of an optimiser "
-        "step",
+        f"--sample-batch-size * --sample-num-batches-per-epoch = {sampled} images of an epoch must be a multiple of "
+        f"--train-batch-size * --train-gradient-accumulation-steps = {trained} images of an optimiser step",
     )
 
 
 def choose_sizes(args: Args, chain: Chain) -> tuple[int, int]:
-    """The images of an epoch, on all processes together, and its optimiser steps; prints them in words."""
+    """The number of images of an epoch, over all processes, and of its optimiser steps. Prints the sizes."""
     images = args.sample_batch_size * args.sample_num_batches_per_epoch * WORLD_SIZE
     mini_batch = args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
     size = sum(p.numel() for p in chain.policy.parameters() if p.requires_grad)
@@ -758,11 +742,11 @@ def choose_sizes(args: Args, chain: Chain) -> tuple[int, int]:
 
 
 def check_first_ratio(error: float, epoch: int, args: Args) -> None:
-    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
-    sampled: ends the program in the first epoch. A run that has trained goes on, with a warning.
+    """Checks the mean of |ratio - 1| before any step of an epoch. If it is more than rounding, the policy of the update
+    is not the policy that sampled: an error in the first epoch, and a warning later.
 
-    Float32 moves the ratio by 1e-7, with --sample-eta 0.01 by 5e-6 (measured on a CPU). Beyond 1e-4, TRL's clip range,
-    rounding alone would decide what is clipped; bf16, with 8 binary digits, may do that."""
+    Rounding in float32 changes the ratio by 1e-7, with --sample-eta 0.01 by 5e-6 (measured on a CPU); bfloat16 has only
+    8 bits. 1e-4 is TRL's clip range."""
     bound = 1e-4
     if args.bf16:
         bound = 2e-2
@@ -770,8 +754,8 @@ def check_first_ratio(error: float, epoch: int, args: Args) -> None:
         return
     require(
         epoch > 1,
-        f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {bound:g}): sampling and update "
-        "see different distributions. Usual causes: dropout that is on, weights that are not finite",
+        f"the ratio pi/pi_old differs from 1 by {error:.2g} before any step (allowed: {bound:g}): sampling and update "
+        "see different distributions. Usual causes: dropout is on, or weights are not finite",
     )
     warnings.warn("sampling and update see different distributions: see first_ratio_error among the metrics")
 

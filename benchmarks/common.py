@@ -1,4 +1,4 @@
-"""What every measurement needs: where things are, on which machine and at which revision it was made, a figure."""
+"""Shared by all benchmarks: folders, descriptions of the machine and the revision, and a figure."""
 
 import os
 import platform
@@ -6,7 +6,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-# Only the standard library up here: this is also read in TRL's environments, by processes that must stay small.
+# Only the standard library here: this file is also imported in TRL's environments, by processes that must stay small.
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"  # of speed and memory
@@ -14,7 +14,7 @@ LEARNED = ROOT / "experiments/results"
 
 
 class BenchmarkError(Exception):
-    """A mistake in the input, or two sides that did not do the same work; shown as one sentence."""
+    """An error of the user, or two sides that did not do the same work; shown without a traceback."""
 
 
 def require(condition: object, sentence: str) -> None:
@@ -24,33 +24,32 @@ def require(condition: object, sentence: str) -> None:
 
 
 def output_of(command: list[str]) -> str:
-    """What a command prints; raises BenchmarkError with its complaint if it fails."""
+    """The output of a command; raises BenchmarkError with its error message if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     require(done.returncode == 0, f"`{shlex.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
 
 
 def describe_machine() -> dict:
-    """Name, processor (of one name there are several kinds), cores and memory; whoever has torch adds the GPU."""
+    """Name, processor (one name may cover several kinds), cores and memory. A caller with torch adds the GPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    told = {
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-    }  # of the last core
-    cpu = told.get("model name", platform.processor())
-    kind = f"family {told.get('cpu family')}, model {told.get('model')}{', AVX-512' if 'avx512f' in str(told) else ''}"
+    pairs = (line.partition(":") for line in lines)
+    core = {name.strip(): value.strip() for name, _, value in pairs}  # the last core
+    cpu = core.get("model name", platform.processor())
+    kind = f"family {core.get('cpu family')}, model {core.get('model')}{', AVX-512' if 'avx512f' in str(core) else ''}"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     machine = {"name": platform.node(), "cpu": cpu, "kind": kind, "cores": os.cpu_count()}
     return machine | {"memory_gb": round(memory, 1), "gpu": None}
 
 
 def describe_ours(folder: Path) -> dict:
-    """The commit, and whether anything has been changed since."""
+    """The commit, with -dirty if there are uncommitted changes."""
     return {"commit": output_of(["git", "-C", str(folder), "describe", "--always", "--dirty"]).strip()}
 
 
 def figure_of(rows: int, columns: int, width: float, height: float):
-    """A figure of matplotlib's with its axes (rows, columns)."""
+    """A matplotlib figure and its axes (rows, columns)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

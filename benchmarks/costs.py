@@ -1,9 +1,9 @@
-"""What a command costs at two revisions of this project: seconds and memory of its parts, in turn.
+"""Compares the time and memory of a few commands at two revisions of this project.
 
     python benchmarks/costs.py 8a7a740 --model FOLDER      # writes results/costs.json; FOLDER: python tools/smollm2.py
 
-`--model` is a causal language model of some size; the two sides alternate `--repeats` times. Nothing but these commands
-should run meanwhile. `python experiments/tables.py` writes the table of benchmarks/README.md.
+`--model` is a causal language model; the two revisions alternate `--repeats` times. Nothing else should run on the
+machine. `python experiments/tables.py` writes the table of benchmarks/README.md.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 HALF = """
 def half(prompts, completions, **columns):
-    \"\"\"Groups of 8: in every second one all scores are equal.\"\"\"
+    \"\"\"Groups of 8; in every second group all scores are equal.\"\"\"
     return [float(i % 2) if i // 8 % 2 else 0.5 for i in range(len(prompts))]
 """
 PLAIN = "--dataset-test-split none --num-sample-generations 0 --output-dir {out}"
 ON_SUMS = f"--model {{model}} --dataset {{few}} --reward-fn {{half}} {PLAIN}"
-# What is measured: the words of a command line, and which number of metrics.jsonl tells of it, if one does
+# What is measured: a command line, and a metric of metrics.jsonl, or None for all CPU time
 CASES = {
     "memory of a run that saves a checkpoint": (
         f"rloo.py --batch-size 8 --total-episodes 8 --micro-batch-size 4 --response-length 16 --save-steps 1 {ON_SUMS}",
@@ -52,7 +52,7 @@ CASES = {
 
 
 def write_data(folder: Path) -> dict[str, str]:
-    """The files that the commands name."""
+    """Writes the files that the commands read; returns their names."""
     sums = [
         {"prompt": f"What is {i % 90 + 10} + {i % 37}?", "answer": str(i % 90 + 10 + i % 37)} for i in range(200_000)
     ]
@@ -66,13 +66,13 @@ def write_data(folder: Path) -> dict[str, str]:
 
 
 def cost(code: Path, command: str, metric: str | None, out: Path) -> dict[str, float]:
-    """Seconds (of the metric, or of all CPU time), and the peak of resident memory in GB."""
+    """Seconds (the metric, or all CPU time), and the peak of resident memory in GB."""
     words = [sys.executable, *command.split()]
     process = subprocess.Popen(words, cwd=code, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    complaint = process.stderr.read()
+    errors = process.stderr.read()
     _, status, used = os.wait4(process.pid, 0)
     if status:
-        sys.exit(f"error: `{command}` failed in {code}: {complaint[-500:]}")
+        sys.exit(f"error: `{command}` failed in {code}: {errors[-500:]}")
     seconds = used.ru_utime + used.ru_stime
     if metric:
         seconds = json.loads(Path(out, "metrics.jsonl").read_text().splitlines()[-1])[metric]
@@ -80,9 +80,9 @@ def cost(code: Path, command: str, metric: str | None, out: Path) -> dict[str, f
 
 
 def main() -> None:
-    """Runs all cases on both sides."""
+    """Runs all cases at both revisions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", help="any name that git knows")
+    parser.add_argument("revision", help="a git revision to compare with")
     parser.add_argument("--model", required=True, help="folder of a causal language model")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def table(cases: dict[str, dict]) -> str:
-    """Markdown: medians of both sides, and their ratios with the range over the pairs."""
+    """Markdown: the medians of both revisions, and their ratios with the range over the pairs."""
     lines = [
         "| | seconds before | after | **ratio** | GB before | after | ratio |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -1,15 +1,15 @@
-"""Do the scripts run on this GPU, with the numbers of the CPU, and how fast? Ten minutes; prints Markdown for an issue.
+"""Checks that the scripts run on this GPU with the same numbers as on the CPU, and measures their speed.
 
-    python benchmarks/gpu_report.py > report.md
-    python benchmarks/gpu_report.py --device cpu --quick        # the CPU beside itself: what a report looks like
+    python benchmarks/gpu_report.py > report.md                 # ten minutes; Markdown for an issue
+    python benchmarks/gpu_report.py --device cpu --quick        # compares the CPU with itself, to see a report
     python benchmarks/gpu_report.py --device pretend --quick    # the device that tests/pretend_device.py simulates
-    python benchmarks/gpu_report.py --only "GPT-2"              # the rows of the table with this in their names
+    python benchmarks/gpu_report.py --only "GPT-2"              # only the rows of the table with this in their names
 
-Each run is a process of its own: the default of each script, shortened; PPO resumed halfway; PPO on two processes, if
-there are two GPUs; PPO with a policy of GPT-2's size (random weights, the toy world's tokens), with and without --bf16.
-A GPU rounds otherwise than a CPU, above all in TF32 and bfloat16: here and there another token is drawn, and the rest
-of that response is another one. So first updates are compared, and not to many digits. An update's time is the median
-over all but the first, which warms up.
+Each run is a process of its own: the default run of each script, shortened; PPO resumed halfway; PPO on two processes,
+if there are two GPUs; PPO with a policy of the size of GPT-2 (random weights, tokens of the toy world), with and
+without --bf16. A GPU rounds differently from a CPU, above all in TF32 and bfloat16: now and then it samples another
+token, and the rest of that response differs. That is why the first updates are compared, and only to a few digits. The
+time of an update is the median over all updates but the first, which is a warm-up.
 """
 
 import argparse
@@ -42,7 +42,7 @@ CLOCKS = ("time/", "perf/", "eps")
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a script in a folder of its own, from the start or from the middle of another one."""
+    """A run of a script in its own folder, from the start or resumed from the middle of another run."""
 
     script: str
     device: str
@@ -53,7 +53,7 @@ class Run:
 
     @cache
     def lines(self) -> list[dict]:
-        """The metrics of its updates; raises BenchmarkError if it fails."""
+        """The metrics of all updates; raises BenchmarkError if the run fails."""
         command = [sys.executable]
         if self.processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
@@ -71,17 +71,17 @@ class Run:
         print(*command[1:], file=sys.stderr)
         done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
         errors = [line for line in done.stderr.splitlines() if "rror" in line]
-        require(done.returncode == 0, (errors or ["it ended without a message"])[0])
+        require(done.returncode == 0, (errors or ["it failed without an error message"])[0])
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def seconds(self) -> float:
-        """Those of an update."""
+        """Seconds of an update."""
         lines = self.lines()
         return statistics.median(sum(x for name, x in line.items() if "time/" in name) for line in lines[1:] or lines)
 
 
 def compare(title: str, expected: Run, run: Run) -> list[str]:
-    """A row of the table: a run beside another, in speed and in the metrics of an update."""
+    """A row of the table, which compares speed and metrics of two runs."""
     update = -1 if run.begun else 0
     try:
         a, b = expected.lines()[update], run.lines()[update]
@@ -98,7 +98,7 @@ def compare(title: str, expected: Run, run: Run) -> list[str]:
 
 
 def make_gpt2(folder: Path, quick: bool) -> Path:
-    """A policy of GPT-2's size with random weights, which knows the toy world's tokens."""
+    """A policy of the size of GPT-2 with random weights and the toy world's tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
@@ -110,7 +110,7 @@ def make_gpt2(folder: Path, quick: bool) -> Path:
 
 
 def pairs(device: str, gpus: int, quick: bool, folder: Path) -> dict[str, tuple[Run, Run]]:
-    """Rows of the table by name: a run, and what it is compared with before it."""
+    """The rows of the table by name: the run to compare with, and the run."""
 
     def run(script: str, flags: str, name: str, **others) -> Run:
         return Run(script, **{"device": device} | others, flags=QUICK[flags] if quick else flags, folder=folder / name)
@@ -131,7 +131,7 @@ def pairs(device: str, gpus: int, quick: bool, folder: Path) -> dict[str, tuple[
 
 
 def describe(device: str, gpus: int) -> str:
-    """What all this ran on."""
+    """One line about the hardware, the versions and the date."""
     import torch
 
     machine = describe_machine()
@@ -144,16 +144,16 @@ def describe(device: str, gpus: int) -> str:
 
 
 def main() -> None:
-    """Prints the report, a row when it is known."""
+    """Prints the report row by row."""
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda, cpu or pretend")
-    parser.add_argument("--quick", action="store_true", help="a few rows, and a small policy: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small batches and a small policy, to see that it runs")
     parser.add_argument("--only", default="", help="only rows with this in their names")
     asked = parser.parse_args()
     gpus = torch.cuda.device_count() if asked.device == "cuda" else 2
-    require(gpus, "there is no GPU that CUDA can see; --device cpu and --device pretend run without")
+    require(gpus, "CUDA finds no GPU; --device cpu and --device pretend need none")
     print(f"### `benchmarks/gpu_report.py` on {asked.device}\n\n{describe(asked.device, gpus)}\n")
     there = f"on {asked.device}"
     columns = ["run", "beside it, s per update", there, "times", "GB", "metric", "beside it", there, "most apart"]

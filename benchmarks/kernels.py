@@ -1,12 +1,12 @@
-"""Kernels: where the time of an update goes, float32 beside bfloat16.
+"""Kernels: the time of an update by kind of operator, in float32 and in bfloat16.
 
     python benchmarks/kernels.py                                         # two minutes
     python benchmarks/kernels.py --settings tiny --algorithms ppo,rloo
 
-A script trains on the models of `throughput.py`. In one update each operator is noted with its shapes; the updates after
-it are timed as they are. Then every operator is run alone on the same shapes. The table gives milliseconds of an update
-by kind of operator, the sum of what they take alone, and what is left of the update's time. (`torch.profiler` would keep
-events between the tensors, so that memory is not used again: it showed 25 ms where an operator takes 1.)
+A script trains on the models of `throughput.py`. In one update every operator is recorded with its shapes; the updates
+after it are timed without recording. Then each operator is run alone on the same shapes. The table has the milliseconds
+of an update by kind of operator, their sum, and the rest of the update's time. (`torch.profiler` keeps events between
+the tensors, so that memory is not reused: it showed 25 ms for an operator that takes 1.)
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 WARMUP, WATCHED = 2, 5
-KINDS = {  # kind -> parts of the names of torch's operators; the first that fits
+KINDS = {  # kind -> parts of the names of torch's operators; the first match counts
     "matrix products": ("mm", "matmul", "linear", "convolution"),
     "attention": ("scaled_dot_product", "flash"),
     "GELU": ("gelu",),
@@ -59,18 +59,18 @@ KINDS = {  # kind -> parts of the names of torch's operators; the first that fit
 
 
 def kind_of(operator: str) -> str:
-    """Of one of torch's operators."""
+    """The kind of a torch operator."""
     return next((kind for kind, parts in KINDS.items() if any(part in operator for part in parts)), "other")
 
 
 def note_operators(calls: Counter):
-    """A mode in which torch notes each operator with the shapes of what it is given, those of the backward pass too."""
+    """A torch mode that counts operators with the shapes of their arguments, in the backward pass, too."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten
 
     class Notes(TorchDispatchMode):
-        """Of one update."""
+        """Counts the operators of one update."""
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             leaves, structure = tree_flatten((args, kwargs or {}))
@@ -84,7 +84,7 @@ def note_operators(calls: Counter):
 
 
 def replay(call: tuple) -> tuple[float, float]:
-    """Seconds and arithmetic of one operator alone, on numbers of the same shapes."""
+    """Seconds and FLOPs of one operator alone, on tensors of the same shapes."""
     import torch
     from torch.utils._pytree import tree_unflatten
     from torch.utils.flop_counter import flop_registry
@@ -110,7 +110,7 @@ def replay(call: tuple) -> tuple[float, float]:
 
 
 def watch(algorithm: str, steps: int, flags: list[str]) -> dict:
-    """Trains with these flags, so many optimiser steps per update. Milliseconds of an update by kind, and GFLOP/s."""
+    """Trains with `steps` optimiser steps per update. Returns milliseconds of an update by kind, and GFLOP/s."""
     import torch
     import tyro
 
@@ -120,7 +120,7 @@ def watch(algorithm: str, steps: int, flags: list[str]) -> dict:
     notes = note_operators(calls)
 
     def end_update() -> None:
-        """Operators are noted in the update after WARMUP."""
+        """Turns the recording on after WARMUP updates, for one update."""
         updates.append(time.perf_counter() - start[0])
         if len(updates) == WARMUP:
             notes.__enter__()
@@ -136,7 +136,7 @@ def watch(algorithm: str, steps: int, flags: list[str]) -> dict:
         for call, times in calls.items():
             try:
                 seconds, arithmetic = replay(call)
-            except (RuntimeError, IndexError, TypeError) as error:  # of operators that need particular numbers
+            except (RuntimeError, IndexError, TypeError) as error:  # some operators need particular values
                 failed[f"{call[0]}: {str(error).splitlines()[0]}"] += times
                 continue
             kinds[kind_of(str(call[0]))] += times * seconds
@@ -169,7 +169,7 @@ def measure(setting_name: str, algorithm: str, bf16: bool, work: Path) -> dict:
 
 
 def show(name: str, plain: dict, half: dict) -> None:
-    """A table of two runs side by side."""
+    """Prints a table of two runs side by side."""
     table = Table(title=f"{name}: milliseconds of an update")
     for column in ("kernels", "float32", "share", "bfloat16", "share", "float32 / bfloat16"):
         table.add_column(column, justify="left" if column == "kernels" else "right")
@@ -193,11 +193,11 @@ def show(name: str, plain: dict, half: dict) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--settings", default="tiny,small", help=f"of {','.join(throughput.SETTINGS)}")
-    add("--algorithms", default="ppo", help="of ppo,rloo")
+    add("--settings", default="tiny,small", help=f"a list from {','.join(throughput.SETTINGS)}")
+    add("--algorithms", default="ppo", help="a list from ppo,rloo")
     add("--output", type=Path, default=RESULTS / "kernels.json", help="JSON file")
     add("--watch", help=argparse.SUPPRESS)
     args = parser.parse_args()

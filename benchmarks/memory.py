@@ -1,28 +1,28 @@
-"""Memory: what a GPU holds and sends in an update, by formula; and what processes here really take, beside it.
+"""Memory and traffic of a GPU in an update, by formula; and the measured memory of processes on this machine.
 
-    python benchmarks/memory.py             # on paper: 1B, 7B and 70B policies on 8 and 64 GPUs
-    python benchmarks/memory.py --ladder    # what each step saves when memory runs out
+    python benchmarks/memory.py             # by formula: 1B, 7B and 70B policies on 8 and 64 GPUs
+    python benchmarks/memory.py --ladder    # by formula: the savings of each option
     python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
     python benchmarks/memory.py --starting  # 1, 2 and 4 processes until the first update, on Linux; three minutes
-    python benchmarks/memory.py --recipes   # on paper: the commands of recipes/README.md
+    python benchmarks/memory.py --recipes   # by formula: the commands of recipes/README.md
 
 The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; W processes, S of which share one set of
 shards; b rows of P + T tokens in a micro-batch, of which T are the response; B rows sampled at once:
 
     trained network   4 N weights + 4 N gradients + 8 N Adam; each part / S where --zero-stage shards it
-    frozen network    4 N, / S with stage 3; under bfloat16 half of it but for the embeddings, unless it is the policy
+    frozen network    4 N, / S with stage 3; in bfloat16 half of it except for the embeddings, unless it is the policy
                       without its adapter
-    gathered          what is whole for a moment: stage 2, 4 N of each trained network; stage 3, two layers and the
-                      embeddings, and 4 N of the policy in a rollout (or, with --no-gather-for-rollout, layer by layer,
-                      no more than in the update); stage 0, nothing
+    gathered          temporarily unsharded: stage 2, 4 N of each trained network; stage 3, two layers and the
+                      embeddings, and 4 N of the policy in a rollout (with --no-gather-for-rollout, layer by layer, no
+                      more than in the update); stage 0, nothing
     activations       bfloat16: 36 D b (P + T) L, and 2 N weights cast for the pass; float32: 64 D b (P + T) L; with
                       checkpointing 4 D b (P + T) L and those of one layer. (GPT-2's layer: inputs of two norms and of
                       four products, q, k, v, both sides of the GELU; attention that keeps no matrix of its weights)
     logits            12 b T V: the logits, their log-softmax and its gradient
     cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 12 B V
 
-Sent by each process and micro-batch: stage 2, 8 N a trained network (weights, gradients), stage 3, 12 N (weights twice);
-stage 0 sends 8 N once an optimiser step. Weights and gradients travel as they are stored, in float32.
+Each process sends per micro-batch and trained network: with stage 2, 8 N (weights, gradients), with stage 3, 12 N
+(weights twice). With stage 0 it sends 8 N per optimiser step. Weights and gradients are sent in float32, as stored.
 """
 
 import argparse
@@ -45,23 +45,23 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a transformer."""
+    """The shape of a transformer."""
 
     layers: int
     width: int
     vocab: int
     kv_width: int
-    weights: float  # in all
-    tied: bool = False  # whether the head is the embedding
+    weights: float  # in total
+    tied: bool = False  # whether head and embedding share weights
 
     @property
     def layer(self) -> float:
-        """Weights in a layer."""
+        """Number of weights of a layer."""
         return (self.weights - self.embeddings) / self.layers
 
     @property
     def embeddings(self) -> float:
-        """Weights of the embeddings and of the head."""
+        """Number of weights of the embeddings and the head."""
         return self.vocab * self.width * (1 if self.tied else 2)
 
 
@@ -74,7 +74,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run is laid out."""
+    """The settings of a run that its memory depends on."""
 
     trained: int = 2  # PPO: policy and critic
     frozen: int = 2  # reference and reward model
@@ -86,13 +86,13 @@ class Plan:
     response: int = 512
     bf16: bool = True
     checkpointing: bool = False
-    lora: bool = False  # adapters, of no size: the policy has neither gradients nor moments, and is its own reference
-    gather: bool = True  # the whole policy for a rollout with stage 3
+    lora: bool = False  # the policy has no gradients or moments, and is its own reference; adapters count as 0 bytes
+    gather: bool = True  # gather the whole policy for a rollout with stage 3
     offload: bool = False
 
 
 def memory(m: Shape, p: Plan) -> dict[str, float]:
-    """Bytes on a GPU, by what they are for."""
+    """Bytes on a GPU, by purpose."""
     N, tokens, S = m.weights, p.prompt + p.response, p.shards
     trained, frozen = (p.trained - 1, p.frozen) if p.lora else (p.trained, p.frozen)
     per_token = (36 if p.bf16 else 64) * m.width
@@ -127,7 +127,7 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
 
 
 def peak(m: Shape, p: Plan) -> float:
-    """Bytes on a GPU at the fullest moment."""
+    """Peak bytes on a GPU."""
     parts = memory(m, p)
     return max(parts["in the update"], parts["in the rollout"])
 
@@ -138,7 +138,7 @@ def sent(m: Shape, p: Plan) -> float:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -151,7 +151,7 @@ PLANS = {
 
 
 def on_paper(plan: Plan) -> str:
-    """The table of three models."""
+    """The table of the models in SHAPES."""
     head = [
         "policy",
         "GPUs, stage",
@@ -180,7 +180,7 @@ def on_paper(plan: Plan) -> str:
     return table(head, rows)
 
 
-LADDER = [  # what is changed -> its effect on the plan; from the top, each beside those before it
+LADDER = [  # an option, and its change of the plan; each is added to those before it
     ("as it comes: 16 rows at a time, 64 sampled at once", {}),
     ("`--micro-batch-size 4`", {"rows": 4}),
     ("`--local-rollout-forward-batch-size 16`", {"rollout_rows": 16}),
@@ -196,7 +196,7 @@ LADDER = [  # what is changed -> its effect on the plan; from the top, each besi
 
 
 def climb() -> None:
-    """The memory ladder for a 7B policy."""
+    """Prints the ladder for a 7B policy."""
     shape, plan = SHAPES["7B (Llama 2's)"], Plan(rows=16, rollout_rows=64, bf16=False)
     print("PPO of a 7B policy in float32, 512 + 512 tokens: GB on a GPU at the fullest moment\n")
     rows, before = [], None
@@ -212,7 +212,7 @@ def climb() -> None:
 QWEN = Shape(24, 896, 151936, 128, 494e6, tied=True)
 PYTHIA = SHAPES["1B (Pythia's)"]
 ON_POLICY = {"bf16": True, "rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}
-RECIPES = {  # with the sizes of the commands in recipes/README.md; a pair is two rows
+RECIPES = {  # sizes of the commands in recipes/README.md; a pair is two rows
     "TL;DR, PPO, one GPU": (PYTHIA, Plan(**ON_POLICY)),
     "TL;DR, PPO, 8 GPUs, stage 2": (PYTHIA, Plan(**ON_POLICY, stage=2, shards=8)),
     "TL;DR, RLOO, one GPU": (PYTHIA, Plan(**ON_POLICY, trained=1)),
@@ -234,7 +234,7 @@ RECIPES = {  # with the sizes of the commands in recipes/README.md; a pair is tw
 
 
 def of_recipes() -> None:
-    """The memory of each command of recipes/README.md."""
+    """Prints the memory of each command of recipes/README.md."""
     rows = [[name, f"{peak(shape, plan) / GB:.0f}"] for name, (shape, plan) in RECIPES.items()]
     print(table(["recipe", "GB"], rows))
 
@@ -247,14 +247,14 @@ MIDDLE = Shape(12, 768, 16000, 768, 12 * 12 * 768**2 + 16000 * 768 + 256 * 768, 
 RESPONSE, PROMPT = 16, 8
 FREED = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # what is freed goes back to the system at once
+    "OMP_NUM_THREADS": "1",  # this and the next two return freed memory to the system at once
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
 }
 
 
 def make_models(folder: Path, m: Shape = SMALL) -> None:
-    """A GPT-2 of this shape and a reward model of the same, with random weights; a tokenizer and prompts."""
+    """Writes a GPT-2 and a reward model of this shape with random weights, a tokenizer and prompts."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -284,9 +284,9 @@ def make_models(folder: Path, m: Shape = SMALL) -> None:
 
 
 def run(script: str, flags: list[str]) -> None:
-    """In a process: runs a script that, unlike on a CPU otherwise, gives freed memory back.
+    """Runs a script in this process, and returns freed memory to the system, unlike a script on a CPU by default.
 
-    The first process leaves imports.json in the output folder: the bytes of its peak before anything was loaded.
+    The first process writes imports.json to the output folder: its peak in bytes before it loaded any model.
     """
     import importlib
     import resource
@@ -302,9 +302,9 @@ def run(script: str, flags: list[str]) -> None:
 
 
 def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> float:
-    """By how many bytes the first process's peak grew from the imports to the last update.
+    """Growth in bytes of the first process's peak between the imports and the last update.
 
-    What comes after it does not count, such as the model, which the first process saves.
+    What happens after the last update, such as saving the model, does not count.
     """
     batch = rows * processes
     output = Path(tempfile.mkdtemp(dir=work), "run")
@@ -332,7 +332,7 @@ def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> 
 
 
 def measure(output: Path) -> None:
-    """The states of four layouts, and how peaks grow with the rows of a micro-batch, beside the formulas."""
+    """Compares the formulas with measured peaks, for several layouts and sizes of a micro-batch."""
     cases = [("ppo", W, stage, 2, 2, "", {}) for W, stage in ((1, 0), (2, 0), (2, 2), (2, 3))]
     cases += [("ppo", 1, 0, 2, 1, "--critic shared", {}), ("rloo", 1, 0, 2, 1, "--rloo-k 2", {})]
     cases += [("rloo", 2, 3, 2, 1, "--rloo-k 2", {})]
@@ -362,13 +362,13 @@ def measure(output: Path) -> None:
 
 
 def write(output: Path, found: list[dict]) -> None:
-    """The results, with all that one has to know about them."""
+    """Writes the results with the command, the revision, the date and the machine."""
     about = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     output.write_text(json.dumps(about | {"machine": describe_machine(), "runs": found}, indent=1) + "\n")
 
 
 def measured_table(found: list[dict]) -> str:
-    """Of measure()'s runs."""
+    """The table of measure()."""
     head = ["run", "processes, stage", "by formula, GB", "measured, GB", "measured / formula"]
     return table(
         head,
@@ -386,7 +386,7 @@ def measured_table(found: list[dict]) -> str:
 
 
 def starting_table(found: list[dict]) -> str:
-    """Of starting()'s runs."""
+    """The table of starting()."""
     cells = [
         [
             str(run["processes"]),
@@ -402,9 +402,9 @@ def starting_table(found: list[dict]) -> str:
 
 
 def until_the_first_update(processes: int, flags: list[str]) -> float:
-    """The peak of the memory of all processes together, in bytes, from the start of rloo.py until it shows its folder.
+    """Peak memory in bytes of all processes together, from the start of rloo.py until it prints its output folder.
 
-    What processes share, such as the pages of a library, counts once (PSS).
+    Shared memory, such as the pages of a library, counts once (PSS).
     """
     import psutil
 
@@ -430,22 +430,22 @@ def until_the_first_update(processes: int, flags: list[str]) -> float:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    said = []
+    lines = []
     for line in run.stdout:
-        said.append(line)
+        lines.append(line)
         if line.startswith("output:"):
             is_over.set()
     is_over.set()
     watcher.join()
     if run.wait():
-        raise SystemExit(f"rloo.py {' '.join(flags)} failed on {processes} processes:\n{''.join(said[-20:])}")
+        raise SystemExit(f"rloo.py {' '.join(flags)} failed on {processes} processes:\n{''.join(lines[-20:])}")
     return peak
 
 
 def starting(output: Path) -> None:
-    """What the models of a run take on a node, by the number of its processes: started, and resumed.
+    """Memory of a run's models on a node, by the number of processes, when started and when resumed.
 
-    The same with a model of 0.4M weights, which is Python and its libraries, is taken off.
+    The memory of a run with a model of 0.4M weights is subtracted: that of Python and its libraries.
     """
     weights = 4 * MIDDLE.weights
     kept = []
@@ -482,16 +482,16 @@ def starting(output: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     if sys.argv[1:2] == ["--worker"]:
         run(sys.argv[2], sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--measure", action="store_true", help="small models on this machine, beside the formulas")
-    parser.add_argument("--ladder", action="store_true", help="what to try when memory runs out, for a 7B policy")
-    parser.add_argument("--starting", action="store_true", help="1, 2 and 4 processes until the first update")
+    parser.add_argument("--measure", action="store_true", help="compare the formulas with small models on this machine")
+    parser.add_argument("--ladder", action="store_true", help="the savings of each option, for a 7B policy")
+    parser.add_argument("--starting", action="store_true", help="measure 1, 2 and 4 processes until the first update")
     parser.add_argument("--recipes", action="store_true", help="the commands of recipes/README.md")
-    parser.add_argument("--output", type=Path, help="JSON file of the last two")
+    parser.add_argument("--output", type=Path, help="JSON file of --measure or --starting")
     args = parser.parse_args()
     if args.measure:
         measure(args.output or RESULTS / "memory-measured.json")

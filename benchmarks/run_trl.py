@@ -1,19 +1,19 @@
-"""TRL: how its versions are installed, and how their trainers are put together. No other file runs a training by it.
+"""Installs versions of TRL, and trains with them. All training with TRL is in this file.
 
     VENV/bin/python benchmarks/run_trl.py ppo SETTINGS.json OUTPUT
 
-That is one training, with the settings that a run of ours wrote in args.json, in the environment of the version that
-has the trainer (TRAINERS): for experiments/learning.py on the toy world; grpo takes any model, data and reward
-functions. A line for each update goes to OUTPUT/metrics.jsonl, under the names of ours; of texts and pairs, which our
-own evaluation judges, there are checkpoints instead.
+This is one training run, with the settings that one of our runs wrote to args.json, in the environment of the version
+that has the trainer (TRAINERS). experiments/learning.py uses it in the toy world; grpo takes any model, data and reward
+functions. It writes a line per update to OUTPUT/metrics.jsonl, with our names; SFT, reward model and DPO write
+checkpoints instead, which our own evaluation reads.
 
-What stays unequal is what the libraries differ in. The random numbers, and with them the order of the data, are each
-side's own. Our CPU seconds hold our evaluations, TRL's hold none. TRL 0.16.1 never clips the gradient, and its RLOO
-does not end a generation at EOS. Its score, EOS share and gold score are taken where it calls its reward model; its KL
-is the one that it logs. DDPO's KL to the first model, of which TRL knows nothing, is measured off the clock.
+Some differences between the libraries remain. Each side has its own random numbers, and with them its own order of the
+data. Our CPU seconds include our evaluations; TRL has none. TRL 0.16.1 never clips the gradient, and its RLOO does not
+end a generation at EOS. Its score, EOS share and gold score are recorded where it calls its reward model; its KL is the
+one that it logs. TRL has no KL for DDPO; it is computed here, and its time does not count.
 
-The functions of TRAIN are throughput.py's. They are given the folders of models and prompts in `spec`, and a `recorder`
-that watches some of TRL's functions, to learn when a phase of an update begins and how many tokens were sampled.
+throughput.py calls the functions of TRAIN. `spec` has the folders of models and prompts; `recorder` wraps some of TRL's
+functions to record when the phases of an update begin and how many tokens were sampled.
 """
 
 import argparse
@@ -34,25 +34,25 @@ from unittest import mock
 
 from common import ROOT
 
-# Only the standard library up here: this is also read by processes that must stay small, and outside of TRL's
-# environments.
+# Only the standard library here: this file is also imported outside of TRL's environments, and by processes that must
+# stay small.
 
 
 class Version(NamedTuple):
-    """Of TRL: its environment, and what it can do."""
+    """A version of TRL: its environment and its algorithms."""
 
     venv: str
     pins: str
     algorithms: tuple[str, ...] = ("ppo", "rloo")
-    ours: str = ""  # flags with which our scripts do the same
-    temperature: float | None = None  # where only one is possible
+    ours: str = ""  # flags with which our scripts compute the same
+    temperature: float | None = None  # if it supports only one
 
 
 VERSIONS = {
     "0.16.1": Version(
         "trl016", "trl==0.16.1 transformers==4.51.3 torch==2.13.0 accelerate==1.6.0 datasets==3.5.0 numpy==2.2.6"
     ),
-    "0.7.11": Version(  # pyarrow: newer ones need a NumPy that this transformers does not know
+    "0.7.11": Version(  # newer versions of pyarrow need a NumPy that this transformers does not support
         "trl07",
         "trl==0.7.11 transformers==4.38.2 torch==2.13.0 accelerate==0.27.2 datasets==2.18.0 numpy==1.26.4 "
         "pyarrow==17.0.0",
@@ -65,7 +65,7 @@ VERSIONS = {
         "trl==1.16.0 transformers==5.23.0 torch==2.13.0 accelerate==1.15.0 datasets==5.2.0 numpy==2.4.6",
         ("rloo", "grpo"),
     ),
-    "0.23": Version(  # the last one with a DDPOTrainer
+    "0.23": Version(  # the last version with a DDPOTrainer
         "trl023",
         "trl==0.23.0 transformers==4.56.2 torch==2.13.0 diffusers==0.35.2 accelerate==1.15.0 peft==0.21.2 numpy==2.4.6",
         ("ddpo",),
@@ -74,12 +74,12 @@ VERSIONS = {
 TRAINERS = {"ppo": "0.16.1", "rloo": "0.16.1", "ddpo": "0.23"} | dict.fromkeys(
     ("grpo", "dpo", "sft", "reward_model"), "1.16"
 )
-KEEP_MEMORY = (  # glibc keeps what is freed, as our scripts ask it to: half the time of TRL's DPO, the same numbers
+KEEP_MEMORY = (  # glibc keeps freed memory, as in our scripts: this halves the time of TRL's DPO
     f"MALLOC_MMAP_THRESHOLD_={2**32}",
     f"MALLOC_TRIM_THRESHOLD_={2**32}",
     f"MALLOC_TOP_PAD_={2**28}",
 )
-ONLINE = {  # settings that TRL 0.16.1 has under the same name
+ONLINE = {  # settings that have the same name in TRL 0.16.1
     "ppo": ("cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards"),
     "rloo": ("rloo_k", "normalize_reward", "reward_clip_range", "normalize_advantage"),
     "both": (
@@ -103,7 +103,7 @@ EVERY = {"sft": 50, "reward_model": 100, "dpo": 50}  # steps between checkpoints
 
 
 def make_venv(version: str, venvs: Path) -> str:
-    """The Python of the virtual environment of a version, which is made if it is not there."""
+    """The Python of the virtual environment of a version; creates the environment if necessary."""
     venv, pins = venvs / VERSIONS[version].venv, VERSIONS[version].pins.split()
     if not all(any(venv.glob(f"lib/python*/site-packages/{pin.replace('==', '-')}*.dist-info")) for pin in pins):
         print(f"installing TRL {version} in {venv}", flush=True)
@@ -113,7 +113,7 @@ def make_venv(version: str, venvs: Path) -> str:
 
 
 def run_inside(version: str, record: Callable[[Path], None], output: Path) -> None:
-    """The command line of a program that records what a version of TRL computes: it starts again in its environment."""
+    """The command line of a program that records numbers of TRL: it starts itself again in TRL's environment."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="folder of the virtual environment")
     parser.add_argument("--output", type=Path, default=output, help="folder of the files")
@@ -133,7 +133,7 @@ def load_function(spec: str):
 
 
 def copy_toy(folder: Path) -> None:
-    """The toy world in folder/policy and folder/reward, its tokenizer as old versions of transformers can read it."""
+    """Copies the toy world to folder/policy and folder/reward, with a tokenizer for old versions of transformers."""
     for name, source in (("policy", ROOT / "toy/sft"), ("reward", ROOT / "toy/reward_model")):
         shutil.copytree(source, folder / name, dirs_exist_ok=True)
         config = json.loads((source / "tokenizer_config.json").read_text())
@@ -147,7 +147,7 @@ def copy_toy(folder: Path) -> None:
 
 
 def write_tokenizer_config(folder: Path, pad: str, eos: str) -> None:
-    """tokenizer_config.json, with the name of a class that all versions of transformers know."""
+    """Writes tokenizer_config.json with a class that all versions of transformers have."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad, "eos_token": eos}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -180,13 +180,13 @@ def tokenized_prompts(spec: dict, tokenizer):
 
 
 def tokens_in(responses, tokenizer) -> tuple[int, int]:
-    """Rows, and tokens up to the first EOS of each, of responses (B, T) that are padded or run on after it."""
+    """Number of rows of responses (B, T), and of their tokens up to the first EOS or padding."""
     is_end = ((responses == tokenizer.eos_token_id) | (responses == tokenizer.pad_token_id)).long()
     return len(responses), int((is_end.cumsum(1) - is_end == 0).sum())
 
 
 def trainer_016(spec: dict, arguments: dict) -> tuple:
-    """PPOTrainer or RLOOTrainer of TRL 0.16.1, put together as its examples do, and the module that it stands in."""
+    """PPOTrainer or RLOOTrainer of TRL 0.16.1, built as in its examples, and its module."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl import PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
@@ -237,12 +237,12 @@ def train_016(spec: dict, s, recorder) -> None:
     trainer, module = trainer_016(spec, arguments)
     size = lambda result, model, queries, *_: tokens_in(result[0][:, queries.shape[1] :], trainer.processing_class)
     recorder.watch(module, "batch_generation", "rollout", "score", size)
-    recorder.watch(np.random, "permutation", "update")  # called when an epoch begins
+    recorder.watch(np.random, "permutation", "update")  # called at the start of an epoch
     trainer.train()
 
 
 def train_07(spec: dict, s, recorder) -> None:
-    """TRL 0.7.11: PPOTrainer with a value head on the policy, in the loop of its quickstart."""
+    """TRL 0.7.11: PPOTrainer with a value head on the policy, with the loop of its quickstart."""
     import numpy as np
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -292,7 +292,7 @@ def train_07(spec: dict, s, recorder) -> None:
 
 
 def train_116(spec: dict, s, recorder) -> None:
-    """TRL 1.16: RLOOTrainer or GRPOTrainer, with `num_iterations` for the epochs."""
+    """TRL 1.16: RLOOTrainer or GRPOTrainer; `num_iterations` is the number of epochs."""
     import torch
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -328,7 +328,7 @@ def train_116(spec: dict, s, recorder) -> None:
     )
 
     def size(result, *_) -> tuple[int, int]:
-        """Rows and tokens of the completions, which GRPO returns with something else."""
+        """Number of rows and tokens of the completions."""
         completions = result[0] if is_grpo else result
         return len(completions), sum(map(len, completions))
 
@@ -369,7 +369,7 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
     gold_text_score, get_reward, seen = load_function("toy/make.py:gold_text_score"), module.get_reward, {}
 
     def get_reward_and_gold(model, ids, pad_token_id, context_length):
-        """TRL's; where the reward model is asked, the texts are judged by the truth too."""
+        """TRL's get_reward; for the reward model, it also records the gold score of the texts."""
         result = get_reward(model, ids, pad_token_id, context_length)
         if model is reward_model:
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -385,13 +385,13 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
         return result
 
     class Writer(TrainerCallback):
-        """Takes down each update."""
+        """Writes a line per update."""
 
         def on_log(self, args, state, control, logs=None, **others):
-            """One line."""
+            """Writes the line."""
             if "objective/kl" in logs:
                 if seen.pop("rows") != args.batch_size:
-                    sys.exit("TRL scored a batch in parts; its mean would be that of the last")
+                    sys.exit("error: TRL scored a batch in parts; the mean would be that of the last part")
                 line = {"episode": logs["episode"], "objective/kl": logs["objective/kl"]}
                 with open(output / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(line | seen) + "\n")
@@ -402,7 +402,7 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
 
 
 def train_grpo(settings: dict, output: Path) -> None:
-    """GRPO of TRL 1.16; its policy stays in OUTPUT/model, for our evaluation."""
+    """GRPO of TRL 1.16; saves the policy in OUTPUT/model, for our evaluation."""
     import resource
 
     from datasets import load_dataset
@@ -429,14 +429,14 @@ def train_grpo(settings: dict, output: Path) -> None:
     names = ("reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
 
     class Writer(TrainerCallback):
-        """Takes down each update."""
+        """Writes a line per update."""
 
         def on_step_begin(self, *_, **others):
-            """From here to the line, its sampling and its optimiser step lie."""
+            """Starts the clock of an update, which includes sampling and the optimiser step."""
             self.began = time.perf_counter()
 
         def on_log(self, args, state, control, logs=None, **others):
-            """One line."""
+            """Writes the line."""
             if "reward" in logs:
                 line = {"episode": state.global_step * settings["batch_size"]}
                 line |= {name: x for name, x in logs.items() if name in names or name.endswith("/mean")}
@@ -454,7 +454,7 @@ def train_grpo(settings: dict, output: Path) -> None:
 
 
 def train_texts(algorithm: str, settings: dict, output: Path) -> None:
-    """SFT, reward model and DPO of TRL 1.16; sft from the random weights in OUTPUT/start, which are those of ours."""
+    """SFT, reward model and DPO of TRL 1.16; SFT starts from our random weights in OUTPUT/start."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
@@ -465,7 +465,7 @@ def train_texts(algorithm: str, settings: dict, output: Path) -> None:
         "dpo": (DPOConfig, DPOTrainer),
     }[algorithm]
     shared = {name: settings[name] for name in SHARED}
-    shared["warmup_steps"] = shared.pop("warmup_ratio")  # a share, if below 1
+    shared["warmup_steps"] = shared.pop("warmup_ratio")  # a ratio, if below 1
     own = {"reward_model": {"disable_dropout": False}, "dpo": {"beta": settings.get("beta")}}.get(algorithm, {})
     config = config_class(
         output_dir=str(output),
@@ -492,8 +492,8 @@ def train_texts(algorithm: str, settings: dict, output: Path) -> None:
 
 
 def train_ddpo(settings: dict, output: Path) -> None:
-    """Trains for settings["num_epochs"] epochs. `settings` is the args.json of a run of ddpo.py with two
-    rewards, of which the second, the gold score, has no weight."""
+    """DDPO of TRL 0.23. `settings` is the args.json of a run of ddpo.py with two rewards; the second, the gold score,
+    has weight 0."""
     assert not settings["lora_r"] and not settings["bf16"] and not settings["kl_coef"], "not in this comparison"
     logged = []
     trainer = trainer_023(settings, logged)
@@ -503,7 +503,7 @@ def train_ddpo(settings: dict, output: Path) -> None:
     generate = trainer._generate_samples
 
     def generate_and_measure(**sizes) -> tuple:
-        """TRL's samples. Their KL is taken at once, before the policy moves."""
+        """TRL's samples. Computes their KL before the update."""
         nonlocal off_clock
         samples, images = generate(**sizes)
         start = time.process_time()
@@ -516,14 +516,14 @@ def train_ddpo(settings: dict, output: Path) -> None:
     with open(output / "metrics.jsonl", "w") as file:
         for epoch in range(1, settings["num_epochs"] + 1):
             logged.clear()
-            step = trainer.step(epoch, step)  # what trainer.train() does
+            step = trainer.step(epoch, step)  # as in trainer.train()
             line = means_of(logged) | {"objective/kl": kl[-1], "epoch": epoch, "step": step}
             line["seconds"] = time.process_time() - off_clock
             print(json.dumps(line), file=file, flush=True)
 
 
 def trainer_023(settings: dict, logged: list):
-    """The trainer. Whatever it logs, and the gold scores of each batch of images, are appended to `logged`."""
+    """The trainer. Appends its metrics and the gold scores of each batch of images to `logged`."""
     from accelerate.state import PartialState
     from trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
 
@@ -537,7 +537,7 @@ def trainer_023(settings: dict, logged: list):
     reward, gold_reward = map(load_function, settings["reward_fn"])
 
     def score(images, prompts: tuple[str], metadata: tuple) -> tuple:
-        """TRL's signature. The gold scores are noted, and never trained on."""
+        """A reward function with TRL's signature; records the gold scores."""
         logged.append({"rewards/same_shape/mean": gold_reward(images, prompts, metadata).mean()})
         return reward(images, prompts, metadata), {}
 
@@ -550,7 +550,7 @@ def trainer_023(settings: dict, logged: list):
         save_freq=settings["num_epochs"] + 1,
     )
     texts = Path(ROOT, settings["dataset"], f"{settings['dataset_train_split']}.jsonl").read_text().splitlines()
-    rows = itertools.cycle(json.loads(text) for text in texts)  # as often each as with ddpo.py
+    rows = itertools.cycle(json.loads(text) for text in texts)  # each as often as in ddpo.py
 
     def next_prompt() -> tuple[str, dict]:
         """A prompt and its metadata."""
@@ -564,11 +564,10 @@ def trainer_023(settings: dict, logged: list):
 
 
 def copy_pipeline(source: Path, folder: Path) -> None:
-    """The pipeline, with a tokenizer and a text encoder that the transformers of that time can read.
+    """Copies the pipeline, with a tokenizer and a text encoder for the transformers of TRL 0.23.
 
-    It knows a CLIPTokenizer by vocab.json and merges.txt, and takes a text encoder whose weights have today's names for
-    one without weights, which it draws at random with no more than a warning. tests/golden/make_trl023.py names the
-    other defects that are worked around.
+    That version reads a CLIPTokenizer from vocab.json and merges.txt. If the weights of the text encoder have today's
+    names, it initialises them at random, with only a warning. tests/golden/make_trl023.py lists the other workarounds.
     """
     from safetensors.torch import load_file, save_file
 
@@ -585,7 +584,7 @@ def copy_pipeline(source: Path, folder: Path) -> None:
 def mean_kl(samples: list[dict], trainer, first_unet) -> float:
     """ddpo.py's objective/kl: |mu - mu_ref|^2 / (2 sigma^2), summed over pixels and steps, mean over images.
 
-    The mean and the deviation of a step are those of diffusers' scheduler, for TRL returns neither.
+    The mean and the standard deviation of a step come from diffusers' scheduler, since TRL returns neither.
     """
     import torch
 
@@ -610,7 +609,7 @@ def mean_kl(samples: list[dict], trainer, first_unet) -> float:
 
 
 def means_of(logged: list[dict]) -> dict[str, float]:
-    """An epoch's means of what was logged more than once. `epoch` and each image's reward are left out."""
+    """Means over an epoch of the metrics, without `epoch` and the rewards of single images."""
     names = ("loss", "approx_kl", "clipfrac", "reward_mean", "reward_std", "rewards/same_shape/mean")
     result = {}
     for name in names:

@@ -1,45 +1,45 @@
-"""Throughput: time and memory of one PPO, RLOO or GRPO update, ours beside TRL's, or beside our own at another revision.
+"""Compares time and memory of a PPO, RLOO or GRPO update with those of TRL, or of another revision of this project.
 
     python benchmarks/throughput.py --quick                           # tiny models against TRL 0.16.1, two minutes
     python benchmarks/throughput.py                                   # all settings; an hour on two CPU cores
-    python benchmarks/throughput.py --baseline HEAD                   # what did the changes in the working tree bring?
-    python benchmarks/throughput.py --baseline . --ours=--bf16        # what does a flag bring?
-    python benchmarks/throughput.py --growth                          # how do time and memory grow with the batch, ...?
+    python benchmarks/throughput.py --baseline HEAD                   # the effect of changes in the working tree
+    python benchmarks/throughput.py --baseline . --ours=--bf16        # the effect of a flag
+    python benchmarks/throughput.py --growth                          # growth of time and memory with the batch, ...
     python benchmarks/throughput.py --settings tiny,vocab --algorithms ppo --against 0.16.1,0.7.11
     python benchmarks/throughput.py --settings tiny,small --algorithms grpo --against 1.16
-    python benchmarks/throughput.py --settings vocab --keep-memory    # and TRL with what our scripts ask of glibc
+    python benchmarks/throughput.py --settings vocab --keep-memory    # also TRL with our scripts' settings of glibc
 
-How it measures. Each library trains through its own entry point, in a fresh process: `train(Args(...))` of our
-scripts, PPOTrainer, RLOOTrainer and GRPOTrainer of TRL. An update lasts from the last optimiser step of one update to the last step
-of the next, so it includes rollout, scoring, gradient steps and logging. A hook that torch calls after every optimiser
-step takes the time, in the same way on all sides. The first update of a process is a warm-up and is not counted. The
-two sides take turns, --repeats times, so a machine that slows down slows down both; with --keep-memory a third is TRL
-again, with freed memory kept (mallopt), as our scripts do by themselves. Memory is the peak of the process
-(on CUDA: of the allocator) at the last step; `imports_mb` in the JSON file is what was there before a model was loaded.
+Method. Each library trains through its own entry point, in a fresh process: `train(Args(...))` of our scripts,
+PPOTrainer, RLOOTrainer and GRPOTrainer of TRL. An update lasts from the last optimiser step of one update to the last
+step of the next; it includes rollout, scoring, gradient steps and logging. A hook that torch calls after every
+optimiser step measures the time, in the same way on all sides. The first update of a process is a warm-up and does not
+count. The two sides alternate, --repeats times, so that a slow phase of the machine affects both; with --keep-memory
+the third side is TRL with freed memory kept (mallopt), as in our scripts. Memory is the peak of the process (on CUDA:
+of the allocator) at the last step; `imports_mb` in the JSON file is the memory before a model was loaded.
 
-What is equal: the weights of the models (random, loaded by all sides from one folder), the prompts (a file of exactly
-one batch, so every update sees the same ones), the number of responses and tokens, epochs, optimiser steps, learning
-rate, float32 weights, no dropout, no checkpoints. Responses run to full length, because there is no stop token and the
-models cannot sample EOS or padding; only in the setting `toy` do they end where the model ends them. Every run is
-checked for its optimiser steps, responses and tokens; in `toy`, compare the tokens per response that are printed.
+The sides share the weights of the models (random, from one folder), the prompts (a file of exactly one batch, so that
+every update has the same ones), the number of responses and tokens, epochs, optimiser steps, learning rate and float32
+weights; no dropout, no checkpoints. Responses have full length, because there is no stop token and the models cannot
+sample EOS or padding; only in the setting `toy` do they end with EOS. The optimiser steps, responses and tokens of
+every run are checked; in `toy`, compare the tokens per response that are printed.
 
-What is not equal, because it is what the libraries differ in:
+The sides differ in this:
   - TRL 0.16.1 accepts max_grad_norm and never clips; ours and TRL 1.16 clip. Each library chooses its own optimiser.
-  - Ours removes rows that have ended from the rollout. TRL does not, and TRL 0.16.1's RLOO samples all responses to
-    full length.
-  - Ours may split a micro-batch further, which changes no number but for the rounding of float32.
-  - Under --bf16 ours and TRL 1.16 run all models under autocast. TRL 0.16.1 leaves the reference and the reward model
+  - Ours removes ended rows from the rollout. TRL does not, and TRL 0.16.1's RLOO samples all responses to full length.
+  - Ours may split a micro-batch further, which changes numbers only by the rounding of float32.
+  - With --bf16, ours and TRL 1.16 run all models under autocast. TRL 0.16.1 leaves the reference and the reward model
     in float32, and in PPO also generation and the scoring critic; TRL 0.7.11 generation and the reward model.
-  - TRL 0.7.11 has a value head on the policy, so ours runs with `--critic shared`. Both use temperature 1, because TRL
-    leaves the temperature out of its log-probabilities.
-  - TRL 1.16 has no PPO, and is the only one compared for GRPO, here with KL in the loss. Its defaults, bfloat16 and gradient checkpointing, are turned off to make the work equal.
+  - TRL 0.7.11 has a value head on the policy, so ours runs with `--critic shared`. Both use temperature 1, because
+    TRL's log-probabilities ignore the temperature.
+  - TRL 1.16 has no PPO, and is the only version compared for GRPO, with KL in the loss. Its defaults bfloat16 and
+    gradient checkpointing are turned off, so that both sides do the same work.
 
-The split into rollout, score (reference, critic, reward) and update (gradient steps) comes from metrics.jsonl for ours,
-for TRL from the moments when generation starts and ends and the epochs begin. The rest is metrics and advantages.
+For ours, the times of rollout, score (reference, critic, reward) and update (gradient steps) come from metrics.jsonl;
+for TRL, from the start and end of generation and the start of the epochs. The rest is metrics and advantages.
 
-TRL runs in virtual environments of its own, made in --venvs when first needed; each takes a minute and 1.5 GB. Measure
-on an idle machine: when one of two threads has to wait for a core, an update can take ten times as long. `cores` in the
-JSON file is CPU time per second; a warning appears when it is well below the number of threads.
+TRL runs in its own virtual environments, which are created in --venvs when first needed; each takes a minute and 1.5
+GB. Measure on an idle machine: if one of two threads has to wait for a core, an update can take ten times as long.
+`cores` in the JSON file is CPU time per second; there is a warning if it is well below the number of threads.
 """
 
 import argparse
@@ -62,15 +62,15 @@ from pathlib import Path
 from common import RESULTS, ROOT, BenchmarkError, describe_machine, describe_ours, figure_of, output_of, require
 from run_trl import KEEP_MEMORY, TRAIN, VERSIONS, copy_toy, make_venv, write_tokenizer_config
 
-# Only the standard library up here: this file also runs in TRL's virtual environments, and the memory of the outer
-# process would count in ru_maxrss of the processes that it starts.
+# Only the standard library here: this file also runs in TRL's virtual environments, and the memory of the outer process
+# would count in ru_maxrss of the processes that it starts.
 
-PAD, EOS = 0, 1  # of the random models
+PAD, EOS = 0, 1  # token ids of the random models
 PHASES = ("rollout", "score", "update")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is run: settings and sides
+# Settings and sides
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,19 @@ class Setting:
     heads: int = 4
     vocab: int = 1000
     batch: int = 64
-    micro_batches: int = 1  # in which TRL goes through the batch; one optimiser step follows them
-    prompt_lengths: tuple[int, int] = (16, 48)  # shortest and longest; those of a batch are spread evenly in between
+    micro_batches: int = 1  # micro-batches of TRL per optimiser step
+    prompt_lengths: tuple[int, int] = (16, 48)  # shortest and longest; the lengths of a batch are evenly spaced
     response_length: int = 53
     epochs: int = 4
     rloo_k: int = 4
     rollout_batch: int = 64  # responses sampled at once
     temperature: float = 0.7
-    learning_rate: float = 3e-6  # low enough for the models of all sides to stay what they are
+    learning_rate: float = 3e-6  # so low that the models hardly change
     kl_coef: float = 0.05
     bf16: bool = False
     toy: bool = False  # models and prompts of toy/; responses end with EOS
-    gpu: bool = False  # needs one
-    updates: int = 4  # that are counted in a run
+    gpu: bool = False  # needs a GPU
+    updates: int = 4  # measured updates of a run
 
 
 GPT2 = {"layers": 12, "width": 768, "heads": 12, "vocab": 50257}
@@ -110,7 +110,7 @@ SETTINGS = {
 }
 
 GROWTH_BASE = Setting(batch=32, response_length=32)
-GROWTH = {  # axis: values, and what they set; GROWTH_BASE lies on each
+GROWTH = {  # axis: values, and their settings; GROWTH_BASE is on each axis
     "batch": {n: {"batch": n} for n in (16, 32, 64, 128)},
     "response length": {n: {"response_length": n} for n in (16, 32, 64, 128)},
     "vocabulary": {n: {"vocab": n} for n in (1000, 8000, 32000, 64000)},
@@ -122,14 +122,14 @@ GROWTH = {  # axis: values, and what they set; GROWTH_BASE lies on each
 
 @dataclass(frozen=True)
 class Side:
-    """One of those that are compared."""
+    """One side of a comparison."""
 
     name: str
     kind: str  # "ours", or a version of TRL
     python: str
-    scripts: Path | None = None  # ours: the folder of ppo.py and rloo.py
+    scripts: Path | None = None  # ours: the folder of the scripts
     flags: str = ""  # ours: further flags
-    variables: tuple[str, ...] = ()  # of its environment
+    variables: tuple[str, ...] = ()  # environment variables
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def peak_memory_mb() -> float:
 
 
 def at_each_update(steps: int, do: Callable[[], None]) -> None:
-    """Has torch call do() at the end of each update, that is after so many optimiser steps."""
+    """Makes torch call do() at the end of each update, that is after every `steps` optimiser steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     counter = itertools.count(1)
@@ -156,17 +156,17 @@ def at_each_update(steps: int, do: Callable[[], None]) -> None:
 
 
 class Recorder:
-    """Notes the time at the end of each update, and for TRL also its phases and the size of each rollout."""
+    """Records the time at the end of each update, and for TRL also the phases and the size of each rollout."""
 
     def __init__(self, setting: Setting):
         self.setting, self.imports_mb = setting, peak_memory_mb()
         self.ends, self.cpu, self.memory_mb = [], [], 0.0
-        self.began, self.phases = {}, []  # when each phase of this update began; seconds of the phases of each update
-        self.rollouts = []  # (rows, tokens) of each
+        self.began, self.phases = {}, []  # start of each phase of this update; seconds of the phases of each update
+        self.rollouts = []  # (rows, tokens) of each rollout
         at_each_update(setting.epochs, self.end_update)
 
     def now(self) -> float:
-        """Seconds, when the GPU has finished its work."""
+        """The time in seconds, after the GPU has finished its work."""
         import torch
 
         if torch.cuda.is_available():
@@ -174,7 +174,7 @@ class Recorder:
         return time.perf_counter()
 
     def watch(self, owner, name: str, before: str = "", after: str = "", size: Callable | None = None) -> None:
-        """When owner.name is called, the phase `before` begins; when it returns, `after`. size(result, *args) is noted."""
+        """Wraps owner.name: a call starts the phase `before`, its end `after`. Records size(result, *args)."""
         original = getattr(owner, name)
 
         def watched(*args, **kwargs):
@@ -188,7 +188,7 @@ class Recorder:
         setattr(owner, name, watched)
 
     def end_update(self) -> None:
-        """The last optimiser step of an update is done."""
+        """Records an update after its last optimiser step."""
         self.ends.append(self.now()), self.cpu.append(time.process_time())
         if all(phase in self.began for phase in PHASES):
             bounds = [*(self.began[phase] for phase in PHASES), self.ends[-1]]
@@ -196,15 +196,15 @@ class Recorder:
         self.began, self.memory_mb = {}, peak_memory_mb()
 
     def result(self, kind: str) -> dict:
-        """The measurements, once it is certain that the run did what the setting says."""
+        """The measurements; raises BenchmarkError if the run did not have the sizes of the setting."""
         import torch
 
         s, rows, tokens = self.setting, *([x[i] for x in self.rollouts] for i in (0, 1))
         require(
             len(self.ends) == s.updates + 1 and rows == [s.batch] * len(self.ends),
-            f"it made {len(self.ends)} updates from rollouts of {rows} responses, not {s.updates + 1} from {s.batch} each",
+            f"expected {s.updates + 1} updates of {s.batch} responses, got {len(self.ends)} with {rows} responses",
         )
-        require(s.toy or set(tokens) == {s.batch * s.response_length}, f"it sampled {tokens} tokens; some ended early")
+        require(s.toy or set(tokens) == {s.batch * s.response_length}, f"some responses ended early: {tokens} tokens")
         seconds, packages = self.ends[-1] - self.ends[0], ["torch", "transformers", *["trl"] * (kind != "ours")]
         return {
             "seconds_per_update": seconds / s.updates,
@@ -221,7 +221,7 @@ class Recorder:
 
 
 def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
-    """train(Args(...)) of ppo.py or rloo.py. Phases and rollouts are taken from metrics.jsonl."""
+    """train(Args(...)) of one of our scripts. Reads phases and rollouts from metrics.jsonl."""
     import tyro
 
     script = importlib.import_module(spec["algorithm"])
@@ -234,8 +234,8 @@ def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
 
 
 def work(spec: dict) -> None:
-    """What a process started by this one does: it makes models, or it trains and writes down what it measured."""
-    import datasets  # noqa: F401 - an import that all sides need sooner or later, before their memory is noted
+    """The work of a child process: makes models, or trains and writes the measurements."""
+    import datasets  # noqa: F401 - all sides need it; imported before their memory is measured
     import torch
 
     setting, kind = Setting(**spec["setting"]), spec["kind"]
@@ -252,7 +252,7 @@ def work(spec: dict) -> None:
 
 
 def make_models(folder: Path, setting: Setting) -> None:
-    """Policy and reward model, a tokenizer of the words t2, t3, ..., and prompts; or the toy world."""
+    """Writes policy, reward model, a tokenizer with the words t2, t3, ..., and prompts; or copies the toy world."""
     if setting.toy:
         copy_toy(folder)
         return
@@ -277,7 +277,7 @@ def make_models(folder: Path, setting: Setting) -> None:
         bos_token_id=EOS,
     )
     policy = GPT2LMHeadModel(config)
-    with torch.no_grad():  # PAD and EOS must not be sampled: the final states sum to the width, so the logits of these two are minus the width
+    with torch.no_grad():  # never sample PAD or EOS: the final states sum to the width, so their logits are -width
         policy.transformer.ln_f.bias.fill_(1.0)
         policy.lm_head.weight[[PAD, EOS]] = -1.0
     words = {f"t{i}": i for i in range(setting.vocab) if i not in (PAD, EOS)} | {"<pad>": PAD, "<eos>": EOS}
@@ -292,8 +292,10 @@ def make_models(folder: Path, setting: Setting) -> None:
 
 
 def write_prompts(folder: Path, setting: Setting, algorithm: str) -> None:
-    """prompts-ALGORITHM.jsonl: one batch of random prompts. In several micro-batches it is repeated for every update:
-    TRL 0.16.1 makes a step on each micro-batch of the last batch of a pass over the data, which is never reached then.
+    """Writes prompts-ALGORITHM.jsonl: one batch of random prompts.
+
+    With several micro-batches it is repeated for every update, so that no run reaches the last batch of the data, in
+    which TRL 0.16.1 takes an optimiser step on each micro-batch.
     """
     import torch
 
@@ -301,18 +303,18 @@ def write_prompts(folder: Path, setting: Setting, algorithm: str) -> None:
     shortest, longest = setting.prompt_lengths
     lengths = [round(shortest + (longest - shortest) * (i + 1) / count) for i in range(count)]
     rows = [torch.randint(2, setting.vocab, (n,)).tolist() for n in lengths]
-    texts = [" ".join(f"t{i}" for i in row) + " " for row in rows]  # the blank keeps TRL 1.16's texts in whole words
+    texts = [" ".join(f"t{i}" for i in row) + " " for row in rows]  # with the space, TRL 1.16's texts have whole words
     lines = [json.dumps({"prompt": text}) + "\n" for text in texts]
     times = 1 if setting.micro_batches == 1 else setting.updates + 3
     (folder / f"prompts-{algorithm}.jsonl").write_text("".join(lines * times))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Outside: the sides, their runs, and the comparison
+# The sides, their runs, and the comparison
 
 
 def our_side(revision: str, flags: str, algorithms: list[str], folder: Path) -> Side:
-    """Our scripts at a git revision, or those of the working tree (.), copied so that editing may go on meanwhile."""
+    """Our scripts at a git revision or of the working tree (.), copied so that the tree may change meanwhile."""
     name = "tree" if revision == "." else output_of(["git", "rev-parse", "--short", revision]).strip()
     scripts = folder / name
     scripts.mkdir(exist_ok=True)
@@ -323,7 +325,7 @@ def our_side(revision: str, flags: str, algorithms: list[str], folder: Path) -> 
 
 
 def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> list[str]:
-    """Our command line for the setting."""
+    """The flags of our script for the setting."""
     flags = {
         "model": models / "policy",
         "reward-model": models / "reward",
@@ -351,7 +353,7 @@ def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> 
 
 
 def start(spec: dict, python: str, variables: tuple[str, ...] = ()) -> None:
-    """Runs work(spec) in a process of its own."""
+    """Runs work(spec) in its own process."""
     file, output = Path(spec["output"], "spec.json"), Path(spec["output"], "output.txt")
     file.write_text(json.dumps(spec, default=str))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -363,7 +365,7 @@ def start(spec: dict, python: str, variables: tuple[str, ...] = ()) -> None:
 
 
 def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
-    """One process of one side: what it measured."""
+    """Runs one process of one side; returns its measurements."""
     with tempfile.TemporaryDirectory(dir=models, prefix="run-") as output:
         spec = {
             "kind": side.kind,
@@ -386,8 +388,8 @@ def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
     )
     if result["cores"] < 0.8 * result["threads"] and not setting.gpu:
         print(
-            f"  warning: it had {result['cores']:.1f} cores for {result['threads']} threads. Is something else running "
-            "on this machine? Then this time means nothing.",
+            f"  warning: it had {result['cores']:.1f} cores for {result['threads']} threads. If something else runs on "
+            "this machine, this time is useless.",
             file=sys.stderr,
             flush=True,
         )
@@ -397,7 +399,7 @@ def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
 def compare(
     name: str, setting: Setting, algorithm: str, ours: Side, other: Side, folder: Path, repeats: int, kept: bool
 ) -> dict:
-    """Runs the sides in turn; what was measured, with medians, and the ratios of ours to the other and to `kept`."""
+    """Runs the sides in turn; returns measurements, medians, and the ratios of ours to the other and to `kept`."""
     if other.kind in VERSIONS:
         trl = VERSIONS[other.kind]
         setting = replace(setting, temperature=trl.temperature or setting.temperature)
@@ -434,7 +436,7 @@ def compare(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Outside: what came out, and the command line
+# Results, and the command line
 
 
 def table(comparisons: list[dict]) -> str:
@@ -486,7 +488,7 @@ def table(comparisons: list[dict]) -> str:
 def growth(points: list[dict], file: Path) -> list[dict]:
     """Draws seconds per update, and memory beyond the imports, along each axis of GROWTH.
 
-    Returns the power by which each grows from the first to the last point; 1 means in proportion.
+    Returns the exponent of the growth between the first and the last point; 1 means proportional.
     """
     from matplotlib.ticker import EngFormatter, LogLocator
 
@@ -518,7 +520,7 @@ def growth(points: list[dict], file: Path) -> list[dict]:
 
 
 def a_list(known) -> Callable[[str], list[str]]:
-    """For argparse: names with commas between them, each one that is known."""
+    """A type for argparse: a comma-separated list of known names."""
 
     def names(text: str) -> list[str]:
         for name in text.split(","):
@@ -530,23 +532,23 @@ def a_list(known) -> Callable[[str], list[str]]:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--settings", type=a_list(SETTINGS), help=f"of {','.join(SETTINGS)}; by default all that need no GPU")
-    add("--algorithms", type=a_list(("ppo", "rloo", "grpo")), default=["ppo", "rloo"], help="of ppo,rloo,grpo")
-    add("--against", type=a_list(TRAIN), default=["0.16.1"], help=f"versions of TRL, of {','.join(TRAIN)}")
+    add("--settings", type=a_list(SETTINGS), help=f"a list from {','.join(SETTINGS)}; by default all that need no GPU")
+    add("--algorithms", type=a_list(("ppo", "rloo", "grpo")), default=["ppo", "rloo"], help="a list from ppo,rloo,grpo")
+    add("--against", type=a_list(TRAIN), default=["0.16.1"], help=f"versions of TRL: a list from {','.join(TRAIN)}")
     add("--baseline", metavar="REV", help="compare with our own scripts at a git revision, or in this tree (.)")
     add("--ours", metavar="FLAGS", default="", help='further flags for our side: --ours="--bf16"')
     add("--baseline-ours", metavar="FLAGS", default="", help="further flags for the baseline")
     add("--bf16", action="store_true", help="bfloat16 on both sides")
     add("--keep-memory", action="store_true", help="run TRL a second time in each pair, with freed memory kept (glibc)")
-    add("--repeats", type=int, help="pairs of runs; 3, but 1 with --quick and --growth")
-    add("--updates", type=int, help="updates counted in a run; by default from 2 to 10, depending on the setting")
-    add("--quick", action="store_true", help="the setting tiny, one pair of runs, one update counted: two minutes")
-    add("--growth", action="store_true", help="how time and memory grow, instead of the settings")
-    add("--output", type=Path, help="JSON file; the chart of --growth is put beside it as .png")
-    add("--venvs", type=Path, default=Path("/tmp"), help="where TRL's virtual environments are, or are made")
+    add("--repeats", type=int, help="pairs of runs; by default 3, and 1 with --quick or --growth")
+    add("--updates", type=int, help="measured updates of a run; by default 2 to 10, depending on the setting")
+    add("--quick", action="store_true", help="the setting tiny, one pair of runs, one measured update: two minutes")
+    add("--growth", action="store_true", help="measure the growth of time and memory instead of the settings")
+    add("--output", type=Path, help="JSON file; --growth writes its chart next to it as .png")
+    add("--venvs", type=Path, default=Path("/tmp"), help="folder of TRL's virtual environments")
     args = parser.parse_args(argv)
     args.settings = args.settings or (["tiny"] if args.quick else [k for k, s in SETTINGS.items() if not s.gpu])
     args.repeats = args.repeats or (1 if args.quick or args.growth else 3)
@@ -556,12 +558,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Measures one setting after the other; one that fails is reported, and the others go on. Returns the exit code."""
+    """Measures all settings; a failed one is reported and does not stop the others. Returns the exit code."""
     args = parse_arguments(argv)
-    require(not (args.keep_memory and args.baseline), "--keep-memory is for TRL: our scripts do so by themselves")
+    require(not (args.keep_memory and args.baseline), "--keep-memory is for TRL; our scripts always keep freed memory")
     jobs = [(name, SETTINGS[name], {}) for name in args.settings]
     if args.growth:
-        require(len(args.against) == 1, "--growth compares with one version of TRL; name one in --against")
+        require(len(args.against) == 1, "--growth compares with one version of TRL: set --against")
         jobs = [
             (f"{axis} {value}", replace(GROWTH_BASE, **changes), {"axis": axis, "value": value})
             for axis, values in GROWTH.items()

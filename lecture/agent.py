@@ -1,41 +1,41 @@
-"""GRPO for a policy that is answered, in short: by a game, a tool or a user, over several turns.
+"""GRPO with an environment (a game, a tool or a user), over several turns, in short.
 
-An environment starts from a row of the data. The policy pi (a language model) writes its turn, the
-environment answers, and so on: an episode. G episodes start from the same row, and those that earn
-more than the others are made likelier. For each batch:
+An environment starts from a row of the data. The policy pi (a language model) writes a turn, the
+environment answers, and so on, until the episode is over. G episodes start from the same row, and
+those with more reward than the others become more likely. For each batch:
 
-  1. play       one stream of tokens for each episode: in turn, the policy writes y_t ~ pi(. | all
-                before it), up to a stop token, and is told an answer
-  2. score      the sum of the rewards of its turns
-  3. advantage  A_i = score_i - mean of the group's scores, divided by the batch's deviation
+  1. play       one stream of tokens per episode: the policy samples y_t ~ pi(. | all tokens
+                before) up to a stop token, then the environment's answer is appended, and so on
+  2. score      the sum of the rewards of all turns
+  3. advantage  A_i = (score_i - mean of its group) / standard deviation of the batch
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy that drew the batch
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps))
                 averaged over the tokens that the policy wrote
-  5. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
+  5. update     `num_ppo_epochs` passes over the batch, one optimiser step per mini-batch
 
-Where everything stands, for a group of two games about one number, 6: is it higher or lower? E is
-EOS, with which the policy ends its turn. A dot may be anything, until a mask takes it out.
+The tensors, for a group of two games in which the policy guesses a number, 6. E is EOS, which ends
+a turn of the policy. The values at the dots do not matter: they are masked.
 
   input_ids  1 to 15 : | 8  E lower   4   E  higher  6   E    row 0: prompt (B, P), stream (B, T)
              1 to 15 : | 4  E higher  6   E    .     .   .    row 1: a group's rows are neighbours
   mask                 | 1  1   1     1   1    1     1   1    until the episode is over
                        | 1  1   1     1   1    0     0   0
-  written              | 1  1   0     1   1    0     1   1    what the policy wrote: the loss knows
-                       | 1  1   0     1   1    0     0   0    nothing else
-  turn                 | 0  0   1     1   1    2     2   2    how many turns were over before
+  written              | 1  1   0     1   1    0     1   1    the policy's tokens: only these are in
+                       | 1  1   0     1   1    0     0   0    the loss
+  turn                 | 0  0   1     1   1    2     2   2    number of turns that are finished
                        | 0  0   1     1   1    .     .   .
-  reward               | 0  0   0     0   0    0     0  .75   on the token that ends a turn
+  rewards              | 0  0   0     0   0    0     0  .75   on the token that ends a turn
                        | 0  0   0     0  .88   0     0   0
 
-Three mistakes make no noise. Answers in the loss: the policy learns to talk like its environment.
-Stop tokens out of it: handing over is never learned. The stream decoded, and encoded again for each
-turn: the loss may see other tokens than were drawn.
+Three mistakes raise no error. With answers in the loss, the policy learns to imitate the
+environment. Without stop tokens in the loss, it does not learn to end its turn. If each turn
+decodes the stream and encodes it again, the loss may see other tokens than those sampled.
 
-  python lecture/agent.py    # higher or lower: a minute on a CPU, guesses 4.3 -> 3.5, likeliest 3.3
+  python lecture/agent.py    # guess a number: a minute on a CPU, guesses 4.3 -> 3.5, greedy 3.3
   python lecture/agent.py --env mine.py:Tool --dataset MINE --model Qwen/Qwen3-0.6B \\
       --learning-rate 3e-6 --response-length 2048 --num-generations 8 --batch-size 64
 
-Papers: GRPO 2402.03300; of several turns RAGEN 2504.20073, Search-R1 2503.09516 (arXiv).
+Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516 (arXiv).
 """
 
 # %% Settings, with the names of ../grpo.py
@@ -60,88 +60,101 @@ TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 @dataclass
 class Args:
-    num_generations: int = 32  # G, the episodes from each row. More: a better baseline
-    credit: Literal["episode", "turn"] = "episode"  # what a turn is judged by, see turn_advantages
-    scale_rewards: Literal["group", "batch", "none"] = "batch"  # whose deviation divides advantages
-    epsilon: float = 0.2  # eps: a ratio that has moved further earns nothing more
+    num_generations: int = 32  # G, episodes per row; more give a better baseline
+    credit: Literal["episode", "turn"] = "episode"  # one advantage per episode, or per turn
+    scale_rewards: Literal["group", "batch", "none"] = "batch"  # divide by the std of the scores
+    epsilon: float = 0.2  # eps: the ratio is clipped to 1 +- this
     num_ppo_epochs: int = 1  # passes over each batch
     num_mini_batches: int = 1  # optimiser steps in one pass
-    response_length: int = 24  # most tokens in an episode, with the answers
-    temperature: float = 1.0  # divides the logits, wherever they are used. Lower: less exploration
-    learning_rate: float = 2e-3  # at first; it falls to 0
-    batch_size: int = 512  # B, the episodes of an update, G from a row
+    response_length: int = 24  # maximum number of tokens of an episode, answers included
+    temperature: float = 1.0  # divides the logits, in sampling and loss; lower: less exploration
+    learning_rate: float = 2e-3  # at first; it decays linearly to 0
+    batch_size: int = 512  # B, episodes per update, G from each row
     total_episodes: int = 51200  # in the whole run
     model: str = f"{TOY}/guess/sft"  # the policy to start from: a folder, or a name on the hub
-    env: str = f"{TOY}/guess/make.py:Game"  # FILE:CLASS, with step(said) -> answer, reward, over
-    dataset: str = f"{TOY}/guess/data/prompts"  # folder, .jsonl, hub name; has a column `prompt`
+    env: str = f"{TOY}/guess/make.py:Game"  # FILE:CLASS, with step(text) -> answer, reward, over
+    dataset: str = f"{TOY}/guess/data/prompts"  # folder, .jsonl or hub name; has a column `prompt`
     output_dir: str = f"runs/lecture_agent__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
-    seed: int = 1  # of the order of rows, what the policy writes, and the mini-batches
+    seed: int = 1  # for the order of rows, sampling, and mini-batches
     track: bool = False  # log to Weights & Biases
 
 
 # %% 1. Play
 def forward(model, input_ids, attention_mask, **options):
-    """Output on texts (B, S), or their newest tokens. Positions skip padding; GPT-2's do not."""
+    """Output for texts (B, S), or with a cache for their new tokens. Padding has no position."""
     options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
 
+def sample_categorical(logits, uniforms):
+    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,).
+
+    The token is the first whose cumulative probability exceeds the number. With probabilities
+    .2 .5 .3, cumulative .2 .7 1, the number .6 gives the second token.
+    """
+    logprobs = logits.log_softmax(1)
+    cdf = logprobs.exp().cumsum(1)
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1) rounding lets the sum end slightly off 1
+    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
 @torch.no_grad()
 def play(policy, tokenizer, games, prompts, prompt_mask, uniforms, temperature):
-    """Streams (B, T) after prompts (B, P), one for each game, from uniforms (B, response_length).
+    """Streams (B, T) after prompts (B, P), one per game, from uniforms (B, response_length).
 
-    With them, likewise (B, T): logprobs, mask, written, turn, rewards. In each step a row writes,
-    is told the next token of its queue, or, when its episode is over, waits: so all share one
-    cache. What was drawn is never encoded again, and an answer is encoded alone. A turn that the
-    end of the stream cuts off is handed over as it is.
+    Also returns logprobs, mask, written, turn and rewards, all (B, T). In each step, the next token
+    of a row comes from the environment's answer, if some of it is left, and else from the policy.
+    Tokens after the end of an episode do not count. Sampled tokens are never encoded again: only
+    the answer is encoded. A turn that the end of the stream cuts off goes to the game as it is.
     """
     B, T = uniforms.shape
-    queues = [[] for _ in games]  # what each row is about to be told
-    starts = [0] * B  # where its present turn begins
-    over = torch.zeros(B, 1, dtype=torch.bool)  # whether its episode is
-    turns = torch.zeros(B, 1, dtype=torch.long)  # how many of its turns are
-    stream, rewards = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T)
-    columns = []  # of logprobs, mask, written and turn
+    device = prompts.device
+    answers = [[] for _ in games]  # tokens of each row's answer that are still to be added
+    starts = [0] * B  # where the current turn of each row begins
+    over = torch.zeros(B, dtype=torch.bool)  # whether the episode is over
+    turn = torch.zeros(B, dtype=torch.long)  # number of turns that the policy has finished
+    stream = torch.zeros(B, T, dtype=torch.long)
+    rewards = torch.zeros(B, T)
+    columns = []  # of logprobs, mask, written and turn, (B,) each
     tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
-    attention_mask = prompt_mask  # (B, P), after each pass one wider
+    attention_mask = prompt_mask  # (B, P), one column more after each pass
     cache = None
     for t in range(T):
         output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        distribution = (output.logits[:, -1] / temperature).log_softmax(1)  # (B, vocabulary)
-        cdf = distribution.exp().cumsum(1)  # of .2 .5 .3 it is .2 .7 1, or .99.. by rounding
-        drawn = (cdf[:, :-1] <= uniforms[:, [t]]).sum(1, keepdim=True)  # (B, 1) u = .6: token 1
-        told = torch.tensor([[queue.pop(0) if queue else -1] for queue in queues])  # (B, 1)
-        tokens = torch.where(told.to(drawn) < 0, drawn, told.to(drawn))
-        stream[:, [t]] = tokens.cpu()
-        writes = ~over & (told < 0)
-        columns.append((distribution.gather(1, tokens), ~over, writes, turns.clone()))
+        drawn, logprob = sample_categorical(output.logits[:, -1] / temperature, uniforms[:, t])
+        writes = ~over & torch.tensor([not answer for answer in answers])  # (B,)
+        columns.append((logprob.cpu(), ~over, writes, turn.clone()))
+        pairs = zip(answers, drawn.tolist())
+        stream[:, t] = torch.tensor([answer.pop(0) if answer else token for answer, token in pairs])
+        tokens = stream[:, [t]].to(device)  # (B, 1)
 
-        ends = writes & ((stream[:, [t]] == tokenizer.eos_token_id) | (t == T - 1))  # (B, 1) a turn
-        turns += ends
-        for i in ends.flatten().nonzero().flatten().tolist():
-            said = tokenizer.decode(stream[i, starts[i] : t + 1], skip_special_tokens=True)
-            answer, reward, over[i] = games[i].step(said)
-            rewards[i, t] = reward or 0.0  # None: neither good nor bad
+        turn_ends = writes & ((stream[:, t] == tokenizer.eos_token_id) | (t == T - 1))  # (B,)
+        turn += turn_ends
+        for i in turn_ends.nonzero().flatten().tolist():
+            text = tokenizer.decode(stream[i, starts[i] : t + 1], skip_special_tokens=True)
+            answer, reward, over[i] = games[i].step(text)
+            rewards[i, t] = reward or 0.0  # None counts as 0
             if not over[i]:
-                queues[i] = tokenizer(answer, add_special_tokens=False)["input_ids"]
-            starts[i] = t + 1 + len(queues[i])
+                answers[i] = tokenizer(answer, add_special_tokens=False)["input_ids"]
+            starts[i] = t + 1 + len(answers[i])
         if over.all():
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
-    columns = [torch.cat(column, 1) for column in zip(*columns)]  # (B, T) each
-    return [x.to(prompts.device) for x in (stream[:, : t + 1], *columns, rewards[:, : t + 1])]
+    columns = [torch.stack(column, 1) for column in zip(*columns)]  # (B, T) each
+    return [x.to(device) for x in (stream[:, : t + 1], *columns, rewards[:, : t + 1])]
 
 
 # %% 3. Advantage
 def group_advantages(scores, G, scale):
-    """(B,) each score less the mean of its group, over the deviation of the group or of the batch.
+    """(B,) scores minus the mean of their group, divided by the std of the group or of the batch.
 
-    With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By their deviation, .5, it is
-    [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures.
+    With G = 4, the scores [1, 0, 0, 0] give [.75, -.25, -.25, -.25] without a scale; divided by
+    their std, .5, this is [1.5, -.5, -.5, -.5]: rare successes and rare failures have more weight.
     """
     groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
-    groups = groups - groups[:, :1]  # so that equal scores give 0, whatever rounding does to a mean
+    groups = groups - groups[:, :1]  # so that equal scores give exactly 0: a mean may be rounded
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
@@ -151,16 +164,16 @@ def group_advantages(scores, G, scale):
 
 
 def turn_advantages(rewards, turn, written, G):
-    """(B, T) what a turn and those after it earn, less the group's mean of that, over a deviation.
+    """(B, T) reward from each turn on, minus the mean of the group, divided by the scores' std.
 
-    What was earned before a turn is not to its credit, and episodes that had ended are no measure
-    of it. The deviation is that of the batch's scores: a turn that one row has, has none.
+    A turn is not credited with the rewards before it, and is compared only with the episodes of its
+    group that reach this turn.
     """
     K = turn.max().item() + 1
-    earned = rewards.new_zeros(len(turn), K).scatter_add(1, turn, rewards)  # (B, K) by each turn
-    to_come = earned.flip(1).cumsum(1).flip(1)  # (B, K) by it and those after it
+    by_turn = rewards.new_zeros(len(turn), K).scatter_add(1, turn, rewards)  # (B, K)
+    from_turn_on = by_turn.flip(1).cumsum(1).flip(1)  # (B, K)
     lengths = rewards.new_zeros(len(turn), K).scatter_add(1, turn, written.to(rewards))  # (B, K)
-    groups = to_come.masked_fill(lengths == 0, torch.nan).view(-1, G, K)
+    groups = from_turn_on.masked_fill(lengths == 0, torch.nan).view(-1, G, K)
     advantages = (groups - groups.nanmean(1, keepdim=True)).view(-1, K).nan_to_num()
     return advantages.gather(1, turn) / (rewards.sum(1).std() + 1e-4)
 
@@ -181,8 +194,8 @@ def response_logprobs(logits, tokens, prompt_length, temperature):
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
     """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
 
-    It is flat where the ratio has left the range on the side that A favours: an old batch says
-    little about a policy so far away. On the other side the ratio is led back.
+    The gradient is 0 where the ratio has left the clip range in the direction that A favours. In
+    the other direction it is not clipped, and moves the ratio back.
     """
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
@@ -192,16 +205,16 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
-assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
+assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} exists already"
 assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# from_pretrained turns dropout off: play and loss must see one distribution
+# from_pretrained turns dropout off: it would change the ratio
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
-tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # streams begin at P
+tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # streams start at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 file, _, name = args.env.rpartition(":")
 Environment = runpy.run_path(file)[name]
-optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0)
 files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
 data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 examples = data.to_list()
@@ -209,18 +222,18 @@ prompts = tokenizer(list(data["prompt"]))["input_ids"]
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: what a step draws depends on no step before it."""
+    """One seed from several numbers: the random numbers of a step depend on no other step."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
+    """The numbers 0 to n-1 in a random order, determined by the seed and the number of the pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
 
 def start(drawn):
-    """Environments of these rows of the data, and their prompts (B, P) with a mask."""
+    """Environments for these row numbers of the data, and their prompts (B, P) with a mask."""
     batch = tokenizer.pad({"input_ids": [prompts[i] for i in drawn]}, return_tensors="pt")
     games = [Environment(examples[i]) for i in drawn]
     return games, batch["input_ids"].to(device), batch["attention_mask"].to(device)
@@ -233,14 +246,14 @@ order = [i for number in passes for i in shuffled(len(prompts), args.seed, numbe
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, G = args.batch_size, args.num_generations
 num_updates = args.total_episodes // B
-history = []  # of the metrics, one dict for each update
+history = []  # metrics, one dict per update
 for update in (bar := trange(1, num_updates + 1)):
     torch.manual_seed(make_seed(args.seed, update))
     optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (update - 1) / num_updates)
 
     # 1. Play
     drawn = [i for i in order[(update - 1) * B // G : update * B // G] for _ in range(G)]  # (B,)
-    games, ids, attention_mask = start(drawn)  # of the last two (B, P) each
+    games, ids, attention_mask = start(drawn)  # ids and mask (B, P)
     P = ids.shape[1]
     uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
     stream, old_logprobs, mask, written, turn, rewards = play(
@@ -259,21 +272,22 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 4. Loss, and 5. update
     num_tokens = written.sum() / args.num_mini_batches  # in a mini-batch, on average
-    logs = []  # of the steps, each a mean over tokens
+    logs = []  # one per optimiser step: means over tokens
     for _ in range(args.num_ppo_epochs):
-        for i in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
-            logits = forward(policy, ids[i], attention_mask[i]).logits  # (b, P+T, V)
-            logprobs = response_logprobs(logits, ids[i], P, args.temperature)  # (b, T)
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+            logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
+            logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
             losses, ratio, clipped = policy_loss(
-                logprobs, old_logprobs[i], advantages[i], written[i], args.epsilon
+                logprobs, old_logprobs[rows], advantages[rows], written[rows], args.epsilon
             )
-            loss = (losses * written[i]).sum() / num_tokens
+            loss = (losses * written[rows]).sum() / num_tokens
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             seen = {"clip_ratio/region_mean": clipped, "val/ratio": ratio}  # (b, T) each
-            logs.append({name: x.detach()[written[i]].float().mean() for name, x in seen.items()})
+            real = written[rows]
+            logs.append({name: x.detach()[real].float().mean() for name, x in seen.items()})
 
     stats = {name: torch.stack([log[name] for log in logs]).mean().item() for name in seen}
     stats["reward"] = scores.mean().item()
@@ -285,11 +299,11 @@ for update in (bar := trange(1, num_updates + 1)):
     wandb.log(stats, step=update)
     bar.set_postfix_str(f"reward {stats['reward']:.2f}, turns {stats['turns']:.2f}")
 
-# %% The trained policy, and its likeliest play
+# %% The trained policy, and its greedy play
 policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
 games, ids, attention_mask = start(range(len(prompts))[:B])
-uniforms = torch.full((len(games), args.response_length), 0.5).to(device)  # any, near temperature 0
+uniforms = torch.full((len(games), args.response_length), 0.5).to(device)  # any number
 stream, _, mask, written, turn, rewards = play(
     policy, tokenizer, games, ids, attention_mask, uniforms, 1e-6
 )
@@ -297,4 +311,4 @@ for i in range(3):
     print(f"{rewards[i].sum():.2f}  {tokenizer.decode(stream[i][mask[i]])}")
 for name, first in history[0].items():
     print(f"{name:23s} {first:9.3g} -> {history[-1][name]:9.3g}")
-print(f"turns of the likeliest play: {(turn * written).amax(1).add(1).float().mean():.2f}")
+print(f"turns of greedy play: {(turn * written).amax(1).add(1).float().mean():.2f}")

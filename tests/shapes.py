@@ -46,6 +46,12 @@ def toy_chain(model=TOY, moved: float = 0.0, **settings) -> tuple[ddpo.Chain, dd
     return chain, args
 
 
+def step(chain: ddpo.Chain, x: Tensor, t: Tensor, context: Tensor, args: ddpo.Args) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the images before x, all at time t, under the policy."""
+    t = t.expand(len(x))
+    return ddpo.ddim_step(chain.pipe.scheduler, chain.predict(x, t, context, args), t, x, args.sample_eta)
+
+
 def toy_rollout(chain: ddpo.Chain, args: ddpo.Args, images: int = 8) -> ddpo.Rollout:
     """Images with made-up advantages."""
     torch.manual_seed(2)

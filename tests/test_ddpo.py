@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusi
 from PIL import Image
 from runs import run, untimed, watch
 from safetensors.torch import load_file
-from shapes import PROMPTS, TOY, UNET, close, flat, random, rows, toy_chain, toy_rollout, trained
+from shapes import PROMPTS, TOY, UNET, close, flat, random, rows, step, toy_chain, toy_rollout, trained
 from sources import ROOT
 from torch.distributions import Normal, kl_divergence
 
@@ -63,8 +64,8 @@ def test_a_ratio_that_is_off_is_an_error(change):
     chain, args = toy_chain()
     rollout = toy_rollout(chain, args)
     rollout.old_logprobs[1:] += change
-    error = ddpo.optimize(chain, torch.optim.SGD(trained(chain)), rollout, args)["first_ratio_error"]
-    with pytest.raises(SystemExit, match="before any step was made"):
+    error = ddpo.update(chain, torch.optim.SGD(trained(chain)), rollout, args)["first_ratio_error"]
+    with pytest.raises(SystemExit, match="before any step"):
         ddpo.check_first_ratio(error, 1, args)
     with pytest.warns(UserWarning, match="first_ratio_error"):
         ddpo.check_first_ratio(error, 2, args)
@@ -79,8 +80,8 @@ def test_the_kl_is_that_of_normal_distributions(lora_r):
     for i, t in enumerate(chain.timesteps):
         x = rollout.latents[:, i]
         with torch.no_grad():
-            mean, std = chain.step(x, t.expand(8), rollout.context, args)
-            ref_mean, _ = first.step(x, t.expand(8), rollout.context, first_args)
+            mean, std = step(chain, x, t, rollout.context, args)
+            ref_mean, _ = step(first, x, t, rollout.context, first_args)
         policy = Normal(mean, std.expand_as(mean))
         reference = Normal(ref_mean, std.expand_as(mean))
         logprobs = policy.log_prob(rollout.latents[:, i + 1])
@@ -95,29 +96,22 @@ def test_the_kl_is_that_of_normal_distributions(lora_r):
 # --- Loss and update --------------------------------------------------------------------------------------------------
 
 
-def loss_at(chain, rollout, step, args):
-    """The mean of the losses of all images, each at a step, and its gradient."""
-    chain.policy.zero_grad()
-    images = torch.arange(len(step))
-    stats = ddpo.mini_batch_gradient(chain, rollout, images, step[:, None], args)
-    return stats["loss"], flat(p.grad for p in trained(chain))
-
-
 def test_the_kl_in_the_loss():
-    """Without advantages it is all there is: kl_coef times the KL, per pixel; and its gradient is the numerical one."""
-    chain, args = toy_chain(moved=0.02, kl_coef=0.3)
+    """With advantages of 0 the loss is kl_coef times the KL, per pixel; its gradient is the numerical one."""
+    sizes = dict(train_batch_size=3, train_gradient_accumulation_steps=3, train_max_grad_norm=1e9)
+    chain, args = toy_chain(moved=0.02, kl_coef=0.3, **sizes)
     rollout = toy_rollout(chain, args)
     rollout.advantages = torch.zeros(8)
-    step = torch.arange(8) % 4
-    loss, gradient = loss_at(chain, rollout, step, args)
-    close(loss, 0.3 * rollout.kl[torch.arange(8), step].mean() / 64, rtol=1e-4)
+
+    def loss_at(weights, rate=0.0):
+        torch.nn.utils.vector_to_parameters(weights.clone(), chain.policy.parameters())
+        return ddpo.update(chain, torch.optim.SGD(trained(chain), lr=rate), rollout, args)["loss"]
+
+    weights = flat(chain.policy.parameters())
+    close(loss_at(weights, rate=1.0), 0.3 * rollout.kl.mean() / 64, rtol=1e-4)
+    gradient = weights - flat(chain.policy.parameters())
     change = 1e-3 * gradient / gradient.norm()
-    sides = []
-    for sign in (1, -2):
-        weights = flat(chain.policy.parameters()) + sign * change
-        torch.nn.utils.vector_to_parameters(weights, chain.policy.parameters())
-        sides.append(loss_at(chain, rollout, step, args)[0])
-    close((sides[0] - sides[1]) / 2e-3, gradient.norm(), rtol=0.02)
+    close((loss_at(weights + change) - loss_at(weights - change)) / 2e-3, gradient.norm(), rtol=0.02)
 
 
 def other_schedule(folder, **config):
@@ -130,13 +124,18 @@ def other_schedule(folder, **config):
 
 @pytest.mark.parametrize("spacing, kl_coef", [("leading", 0.1), ("trailing", 0.0)])
 def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monkeypatch):
-    """It has no probability; all others are trained on, and no number is NaN."""
-    steps = []
-    note = lambda _, chain, rollout, rows, columns, args: steps.extend(columns.flatten().tolist())  # noqa: E731
-    watch(monkeypatch, ddpo, "mini_batch_gradient", note)
+    """It has no density; all others are trained on, and no metric is NaN."""
+    times = []
+
+    def note(_, scheduler, prediction, t, *others):
+        if prediction.requires_grad:
+            times.extend(t.tolist())
+
+    watch(monkeypatch, ddpo, "ddim_step", note)
     model = other_schedule(tmp_path / "sd", set_alpha_to_one=True, timestep_spacing=spacing)
     lines = run(ddpo, tmp_path / "run", model=str(model), kl_coef=kl_coef, **TINY)
-    assert sorted(steps) == [0] * 32 + [1] * 32
+    first, second, _ = toy_chain(model, sample_num_steps=3)[0].timesteps.tolist()
+    assert Counter(times) == {first: 32, second: 32}
     assert all(math.isfinite(x) for line in lines for x in line.values())
     assert lines[1]["objective/kl"] > 0
 

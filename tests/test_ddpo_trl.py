@@ -9,7 +9,7 @@ import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from runs import run, watch
 from safetensors.torch import load_file
-from shapes import UNET, close, flat, make
+from shapes import UNET, close, flat, make, step
 from sources import ROOT
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -105,7 +105,7 @@ def noise_of(figures, chain, args):
         draws = [latents[:, 0]]
         for i, t in enumerate(chain.timesteps):
             with torch.no_grad():
-                mean, std = chain.step(latents[:, i], t.expand(4), context, args)
+                mean, std = step(chain, latents[:, i], t, context, args)
             draws.append((latents[:, i + 1] - mean) / std)
         yield torch.stack(draws, 1)
 
@@ -135,7 +135,7 @@ def test_an_epoch_is_trls(case, world, tmp_path, monkeypatch):
     norms, images, rollouts = [], [], []
     watch(monkeypatch, ddpo, "clip_gradient", lambda norm, *_: norms.append(norm))
     watch(monkeypatch, ddpo, "sample_batch", lambda parts, *_: images.extend(part.images for part in parts))
-    watch(monkeypatch, ddpo, "optimize", lambda _, chain, optimizer, rollout, args: rollouts.append(rollout))
+    watch(monkeypatch, ddpo, "update", lambda _, chain, optimizer, rollout, args: rollouts.append(rollout))
     monkeypatch.setattr(ddpo, "shuffled", lambda n, *_: list(range(n)))
     monkeypatch.setattr(torch, "randperm", lambda n: next(orders))
     monkeypatch.setattr(torch, "randn", draw)

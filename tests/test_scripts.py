@@ -26,8 +26,8 @@ OF_THE_ALGORITHM = """
     encode_pair update
     default_rate"""
 OF_IMAGES = """
-    join add_adapter sample_batch mini_batches warn_about make_reward_fns function_reward load_prompts check_first_ratio
-    policy_loss start Run.tensors save_model write_card"""
+    join add_adapter sample_batch policy_loss warn_about make_reward_fns function_reward load_prompts check_first_ratio
+    start Run.tensors save_model write_card"""
 
 
 def definitions(script):
@@ -64,7 +64,7 @@ OF_THE_SHORT_FILE = {
     "ppo": "sample",
     "rloo": "sample",
     "grpo": "sample",
-    "ddpo": "ddim_step gaussian_logprobs encode policy_loss",
+    "ddpo": "",
 }
 
 

@@ -200,8 +200,8 @@ WRONG = [
     (ddpo, dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=20), "min-count"),
     (ddpo, dict(reward_fn=("r.py:one",)), "a list of"),
     (ddpo, dict(exp_name="mine"), "--exp-name"),
-    (ddpo, dict(train_batch_size=3), "no multiple"),
-    (ddpo, dict(train_gradient_accumulation_steps=5), "no multiple"),
+    (ddpo, dict(train_batch_size=3), "multiple of"),
+    (ddpo, dict(train_gradient_accumulation_steps=5), "multiple of"),
     (ddpo, dict(reward_weights=(1, 2)), "--reward-weights"),
 ]
 

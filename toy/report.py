@@ -1,4 +1,4 @@
-"""report.md of toy/pipeline.sh: a table of its policies and two pictures.
+"""Writes report.md for toy/pipeline.sh: a table of its policies and two pictures.
 
 python toy/report.py runs/pipeline
 """
@@ -19,7 +19,7 @@ def read_lines(run: Path) -> list[dict]:
 
 
 def kl_and_gold(lines: list[dict]) -> list[tuple[float, float]]:
-    """KL per response in nats, and gold score, of each update; dpo.py logs neither, and grpo.py the KL per token."""
+    """KL per response in nats, and gold score, of each update. dpo.py logs neither; grpo.py logs the KL per token."""
     points = []
     for line in lines:
         if "rewards/gold_score/mean" not in line:
@@ -30,15 +30,15 @@ def kl_and_gold(lines: list[dict]) -> list[tuple[float, float]]:
 
 
 def smooth(points: list[tuple[float, float]], n: int = 5) -> list[tuple[float, float]]:
-    """Means of n neighbours, if there are that many."""
+    """A moving average over n points, if there are enough of them."""
     n = n if len(points) > 2 * n else 1
     parts = [points[i : i + n] for i in range(len(points) - n + 1)]
     return [tuple(statistics.fmean(x) for x in zip(*part)) for part in parts]
 
 
 def draw(out: Path, paths: dict[str, list], ends: dict[str, tuple], judged: dict[str, dict]) -> None:
-    """frontier.png: gold score against KL, lines during the training, dots of the policies that it left. winrates.png:
-    against the SFT policy, with intervals."""
+    """Writes frontier.png, gold score against KL (lines: during training, dots: final policies), and winrates.png, win
+    rates against the SFT policy with intervals."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(paths):
@@ -59,7 +59,7 @@ def draw(out: Path, paths: dict[str, list], ends: dict[str, tuple], judged: dict
 
 
 def table_row(name: str, judged: dict, side: str, kl: float, rate: str, seconds: dict[str, int]) -> str:
-    """A row of the table, by what compare.py says of a side."""
+    """A row of the table, from the results of compare.py for one side."""
     gold, tokens, share = (judged[f"{what}_{side}"] for what in ("score", "tokens", "eos_share"))
     return f"| {name} | {gold:.2f} | {kl:.1f} | {rate} | {tokens:.0f} | {share:.2f} | {seconds[name]} |"
 
@@ -70,8 +70,8 @@ def main() -> None:
     judged, ends = {}, {}
     for name in POLICIES:
         pairs, answers = out / f"compare-{name}/compare.json", out / f"evaluate-{name}/evaluation.json"
-        if not answers.exists():  # the last of the two to be made
-            sys.exit(f"error: there is no {answers}; toy/pipeline.sh {out} makes it")
+        if not answers.exists():  # the pipeline writes it after the other
+            sys.exit(f"error: {answers} does not exist; toy/pipeline.sh {out} writes it")
         judged[name] = json.loads(pairs.read_text())
         figures = json.loads(answers.read_text())["figures"]
         ends[name] = figures["kl"]["mean"], figures["toy/make.py:gold_score"]["mean"]

@@ -1,16 +1,16 @@
-"""Makes the guessing game, in which a policy is answered: the game, its prompts, a tokenizer, and texts of play.
+"""Makes the guessing game, an environment of several turns: the game, its prompts, a tokenizer, and texts for SFT.
 
-    python toy/guess/make.py                                # writes toy/guess/data/ and base/, the same bytes always
-    python toy/guess/make.py --output runs/guess --texts    # and texts for the SFT: data/legal, data/sloppy, data/deaf
+    python toy/guess/make.py                                # writes toy/guess/data/ and base/, always the same bytes
+    python toy/guess/make.py --output runs/guess --texts    # and texts for SFT: data/legal, data/sloppy, data/deaf
     python toy/guess/make.py --output runs/guess31 --texts --size 31                     # the same for another size
 
-A number from 1 to 15 is hidden. The policy says one, and is told whether the hidden one is higher or lower, until it
-has found it. As one stream of tokens, in which every `<|end|>` is the policy's and ends its turn:
+The game hides a number from 1 to 15. The policy guesses, and the game answers whether the hidden number is higher or
+lower, until the policy has found it. As one stream of tokens, in which the policy ends each turn with `<|end|>`:
 
     1 to 15 : 8 <|end|> lower 4 <|end|> higher 6 <|end|>
 
-Always asking for the middle of what is left, binary search, takes 49/15 = 3.27 guesses on average, and nothing takes
-fewer. None of the texts do so: their guesses are drawn at random, in three ways (`PLAYS`).
+Binary search takes 49/15 = 3.27 guesses on average, which is optimal. The texts do not contain it: their guesses are
+random, in three ways (`PLAYS`).
 """
 
 import argparse
@@ -19,19 +19,19 @@ import random
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TURNS = 8  # guesses in a game at most
+TURNS = 8  # maximum number of guesses in a game
 SIZES = {"train": 20_000, "validation": 500}  # texts of each kind of play
-PLAYS = {  # kind -> share of the guesses that heed the answers
-    "legal": 1.0,  # any number that the answers so far allow
-    "sloppy": 0.5,  # half of the guesses: any number at all
-    "deaf": 0.0,  # any number that was not yet said, whatever the answers were
+PLAYS = {  # kind -> fraction of the guesses that use the answers
+    "legal": 1.0,  # a random number among those that the answers allow
+    "sloppy": 0.5,  # half of the guesses are any number
+    "deaf": 0.0,  # a random number among those not guessed yet
 }
 
 
 class Game:
-    """Higher or lower, one game: an environment for lecture/agent.py and grpo.py --env.
+    """One game of higher or lower: an environment for lecture/agent.py and grpo.py --env.
 
-    The number found with the n-th guess earns 1 − (n − 1) / 8, and nothing else earns anything.
+    If the n-th guess is right, its reward is 1 − (n − 1) / 8; there are no other rewards.
 
     >>> game = Game({"number": 6})
     >>> game.step("8"), game.step("eight"), game.step("6")
@@ -39,39 +39,39 @@ class Game:
     """
 
     def __init__(self, example: dict):
-        """A game about the `number` of a row of the data."""
+        """Hides the `number` of a row of the data."""
         self.number = example["number"]
         self.guesses = 0
 
-    def step(self, said: str) -> tuple[str, float | None, bool]:
-        """The answer to what the policy said in its turn, the turn's reward, and whether the game is over."""
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        """The answer to a turn of the policy, its reward, and whether the game is over."""
         self.guesses += 1
         is_last = self.guesses == TURNS
-        said = said.strip()
-        if said == str(self.number):
+        guess = text.strip()
+        if guess == str(self.number):
             return "", 1 - (self.guesses - 1) / TURNS, True
-        if not said.isdecimal():
+        if not guess.isdecimal():
             return "what?", None, is_last
-        return ("higher" if int(said) < self.number else "lower"), None, is_last
+        return ("higher" if int(guess) < self.number else "lower"), None, is_last
 
 
 def make_prompt(size: int) -> str:
-    """What every game begins with."""
+    """The prompt of every game."""
     return f"1 to {size} :"
 
 
-def make_text(size: int, heeding: float, rng: random.Random) -> dict[str, str]:
-    """A game as a text for the SFT. A share of its guesses heeds all answers so far; the first cannot but do so."""
+def make_text(size: int, legal: float, rng: random.Random) -> dict[str, str]:
+    """A game as a text for SFT. A fraction of its guesses, `legal`, agrees with all answers so far."""
     game = Game({"number": rng.randint(1, size)})
-    low, high, unsaid = 1, size, list(range(1, size + 1))
+    low, high, left = 1, size, list(range(1, size + 1))
     words, over = [], False
     while not over:
-        if rng.random() < heeding:
+        if rng.random() < legal:
             guess = rng.randint(low, high)
         else:
-            guess = rng.choice(unsaid if heeding == 0 else range(1, size + 1))
-        if guess in unsaid:
-            unsaid.remove(guess)
+            guess = rng.choice(left if legal == 0 else range(1, size + 1))
+        if guess in left:
+            left.remove(guess)
         answer, _, over = game.step(str(guess))
         if answer == "higher":
             low = max(low, guess + 1)
@@ -82,27 +82,27 @@ def make_text(size: int, heeding: float, rng: random.Random) -> dict[str, str]:
 
 
 def write_rows(file: Path, rows: list[dict]) -> None:
-    """A file of JSON lines."""
+    """Writes a file of JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
 
 
 def write_prompts(folder: Path = HERE / "data", size: int = 15) -> None:
-    """Writes a row for each hidden number, of which a game is made."""
+    """Writes one row per hidden number; each row is the start of a game."""
     rows = [{"prompt": make_prompt(size), "number": number} for number in range(1, size + 1)]
     write_rows(folder / "prompts/train.jsonl", rows)
 
 
 def write_texts(folder: Path, size: int = 15) -> None:
     """Writes the texts of each kind of play."""
-    for kind, heeding in PLAYS.items():
+    for kind, legal in PLAYS.items():
         rng = random.Random(7)
         for split, count in SIZES.items():
-            write_rows(folder / kind / f"{split}.jsonl", [make_text(size, heeding, rng) for _ in range(count)])
+            write_rows(folder / kind / f"{split}.jsonl", [make_text(size, legal, rng) for _ in range(count)])
 
 
 def write_base(folder: Path = HERE / "base", size: int = 15) -> None:
-    """Writes a tokenizer of whole words, and the configuration of a very small GPT-2, no weights."""
+    """Writes a tokenizer of whole words, and the config of a very small GPT-2 without weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, PreTrainedTokenizerFast
 
@@ -130,8 +130,8 @@ def write_base(folder: Path = HERE / "base", size: int = 15) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE, help="the folder to write to")
-    parser.add_argument("--size", type=int, default=15, help="numbers from 1 to this one are hidden")
-    parser.add_argument("--texts", action="store_true", help="write the texts for the SFT, too")
+    parser.add_argument("--size", type=int, default=15, help="the hidden numbers are 1 to this")
+    parser.add_argument("--texts", action="store_true", help="also write the texts for SFT")
     args = parser.parse_args()
     write_prompts(args.output / "data", args.size)
     write_base(args.output / "base", args.size)

@@ -1,10 +1,10 @@
-"""Makes the world of shapes: a very small Stable Diffusion that draws four shapes in 8 x 8 pixels, and three rewards.
+"""Makes the world of shapes: a very small Stable Diffusion that draws four shapes in 8 x 8 pixels, and its rewards.
 
     python toy/shapes/make.py     # writes toy/shapes/data/ and trains toy/shapes/sd/ (two minutes on one CPU core)
 
-An image has one shape, white ink on black: `ink` is the brightness of a pixel, from 0 to 1. Where the shape is and how
-bright it is are left to chance. The prompt says which shape it is, and reaches the UNet as in Stable Diffusion: through
-a tokenizer and a text encoder, by cross-attention. The autoencoder does nothing: what is diffused is 2 * ink - 1.
+An image has one shape, white ink on black: `ink` is the brightness of a pixel, from 0 to 1. The place and the
+brightness of the shape are random. The prompt names the shape, and reaches the UNet as in Stable Diffusion: through a
+tokenizer, a text encoder and cross-attention. The autoencoder is the identity: the diffusion is in 2 * ink - 1.
 """
 
 import json
@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
-SIZE = 8  # pixels a side
+SIZE = 8  # pixels per side
 FAINTEST = 0.4  # ink of the faintest shape; the brightest has 1
 BATCHES, BATCH_SIZE, LEARNING_RATE = 1_500, 128, 2e-3
-NO_PROMPT = 0.1  # share of the training images shown without a prompt, for classifier-free guidance
+NO_PROMPT = 0.1  # fraction of the training images without a prompt, for classifier-free guidance
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The shapes
 
 
 def everywhere(shape: Tensor) -> Tensor:
-    """All places (n, 8, 8) of a shape (h, w) in an image."""
+    """Images (n, 8, 8) of a shape (h, w) at all of its places."""
     down, right = SIZE - shape.shape[0], SIZE - shape.shape[1]
     return torch.stack([F.pad(shape, (x, right - x, y, down - y)) for y in range(down + 1) for x in range(right + 1)])
 
@@ -42,7 +42,7 @@ TEMPLATES = {
 
 
 def draw(prompts: list[str], rng: torch.Generator) -> Tensor:
-    """Images (B, 1, 8, 8) of the shapes that the prompts name: ink, in [0, 1]."""
+    """Images (B, 1, 8, 8) of the shapes in the prompts, as ink in [0, 1]."""
     places = [TEMPLATES[prompt] for prompt in prompts]
     images = torch.stack([place[torch.randint(len(place), (), generator=rng)] for place in places])
     ink = FAINTEST + (1 - FAINTEST) * torch.rand(len(prompts), 1, 1, generator=rng)
@@ -50,24 +50,25 @@ def draw(prompts: list[str], rng: torch.Generator) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The rewards: images (B, C, H, W) in [0, 1], prompts and metadata -> one number an image
+# The rewards: images (B, C, H, W) in [0, 1], prompts and metadata -> one number per image
 
 
 def left_ink(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-    """10 x (ink of the left half - ink of the right half), means over pixels: what a bright shape on the left earns."""
+    """10 x (mean ink of the left half - mean ink of the right half): high for a bright shape on the left."""
     left, right = images.float().mean(1).chunk(2, dim=-1)
     return 10 * (left - right).mean((1, 2))
 
 
 def little_ink(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-    """-10 x mean ink. The best image is blank, which is not what anyone asked for."""
+    """-10 x mean ink: an example of a wrong reward, since the best image is blank."""
     return -10 * images.float().mean((1, 2, 3))
 
 
 def likeness(images: Tensor) -> Tensor:
-    """How well each image can be drawn as each shape (B, 4): 1 - squared error / squared ink, at best, 0 at least.
+    """(B, 4) similarity of each image to each shape: 1 - squared error / squared ink, but at least 0.
 
-    The best place and ink are sought for; ink is at least that of the faintest shape, so a blank image is like nothing.
+    It is that of the best place and ink. The ink is at least that of the faintest shape, so that a blank image is
+    similar to no shape.
     """
     pixels = images.float().mean(1).flatten(1)
     energy = pixels.square().sum(1, keepdim=True)
@@ -83,7 +84,7 @@ def likeness(images: Tensor) -> Tensor:
 
 
 def same_shape(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-    """The gold score: how well each image shows the shape that its prompt asks for, in [0, 1]."""
+    """The gold score: the similarity of each image to the shape in its prompt, in [0, 1]."""
     names = list(TEMPLATES)
     return likeness(images)[range(len(prompts)), [names.index(prompt) for prompt in prompts]]
 
@@ -93,10 +94,11 @@ def same_shape(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tens
 
 
 def identity_vae():
-    """An autoencoder that does nothing: its decoder returns the latents, in three channels. The encoder is not used.
+    """An autoencoder whose decoder returns the latents in three channels. The encoder is not used.
 
-    StableDiffusionPipeline wants one. AutoencoderTiny's decoder begins with 3 tanh(x / 3), which leaves small numbers
-    as they are: hence the scaling factor. Then come a convolution, a ReLU, and a convolution to an image in [0, 1].
+    StableDiffusionPipeline requires one. AutoencoderTiny's decoder begins with 3 tanh(x / 3), which does not change
+    small numbers; that is why there is a scaling factor. Then follow a convolution, a ReLU, and a convolution to an
+    image in [0, 1].
     """
     from diffusers import AutoencoderTiny
 
@@ -118,7 +120,7 @@ def identity_vae():
 
 
 def make_pipeline():
-    """A Stable Diffusion in pixel space, untrained: 0.18M parameters in the UNet, which attends at 4 x 4."""
+    """An untrained Stable Diffusion in pixel space; the UNet has 0.18M parameters, and attention at 4 x 4 pixels."""
     from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -172,7 +174,7 @@ def embed(pipeline, prompts: list[str]) -> Tensor:
 
 
 def train(pipeline) -> None:
-    """Teaches the UNet to predict the noise in noisy images; the text encoder stays as random as it is."""
+    """Trains the UNet to predict the noise in noisy images; the text encoder keeps its random weights."""
     from tqdm import trange
 
     rng = torch.Generator().manual_seed(1)
@@ -197,7 +199,7 @@ def train(pipeline) -> None:
 
 
 def write_data(folder: Path = HERE / "data") -> None:
-    """The prompts, one a row."""
+    """Writes the prompts, one per row."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in TEMPLATES)
     (folder / "train.jsonl").write_text(lines, encoding="utf-8", newline="\n")

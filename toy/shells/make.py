@@ -1,12 +1,12 @@
-"""Makes the shell game, in which every answer can be checked: prompts with the right answer, and texts for the SFT.
+"""Makes the shell game, in which every answer can be checked: prompts with the right answer, and texts for SFT.
 
-    python toy/shells/make.py                      # writes toy/shells/data/ and base/, the same bytes each time
-    python toy/shells/make.py --looks runs/looks   # and there texts of a game in which one may look, see Look
+    python toy/shells/make.py                      # writes toy/shells/data/ and base/, always the same bytes
+    python toy/shells/make.py --looks runs/looks   # also writes texts of a game with looks to runs/looks, see Look
 
-A ball lies under one of four cups, pairs of cups are swapped: where is it? In `ball 3 23 -- 14 -- -- 12 13 -- :` it
-lies under cup 3, then cups 2 and 3 are swapped, then 1 and 4, and so on; `--` is a pause. One may answer at once,
-`#### 3`, or work it out, `2 2 2 2 2 1 3 3 #### 3`, the ball's place after each of the eight signs. In the texts for the
-SFT all answers are right, and few are worked out.
+A ball lies under one of four cups, and pairs of cups are swapped: where is the ball? In the prompt
+`ball 3 23 -- 14 -- -- 12 13 -- :` it lies under cup 3, then cups 2 and 3 are swapped, then 1 and 4, and so on; `--` is
+a pause. An answer may be short, `#### 3`, or worked out, `2 2 2 2 2 1 3 3 #### 3`: the place of the ball after each of
+the eight signs. In the texts for SFT all answers are right, and few are worked out.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CUPS = "1234"
 PAIRS = ["12", "13", "14", "23", "24", "34"]
-SLOTS = 8  # signs of a prompt, each a pair of cups or a pause: with one length for all, every prompt is 11 tokens
+SLOTS = 8  # signs of a prompt, each a pair of cups or a pause, so that every prompt has 11 tokens
 SIZES = {"sft": (20_000, 500), "prompts": (1_600, 512)}  # train, validation
-WORKED = 0.05  # share of the texts for the SFT whose answer is worked out
-LOOKED = 0.3  # share of the texts with looks in which one looks
+WORKED = 0.05  # fraction of the texts for SFT with a worked-out answer
+LOOKED = 0.3  # fraction of the texts of the game with looks that contain a look
 
 
 def places(ball: str, signs: list[str]) -> list[str]:
@@ -38,7 +38,7 @@ def places(ball: str, signs: list[str]) -> list[str]:
 
 
 def make_row(rng: random.Random) -> dict[str, str | int]:
-    """A prompt, its answer, and how many swaps it has: half of the prompts have eight, the others one to seven."""
+    """A prompt, its answer, and its number of swaps: half of the prompts have eight, the others one to seven."""
     swaps = SLOTS if rng.random() < 0.5 else rng.randint(1, SLOTS - 1)
     signs = [rng.choice(PAIRS) for _ in range(swaps)] + ["--"] * (SLOTS - swaps)
     rng.shuffle(signs)
@@ -47,21 +47,21 @@ def make_row(rng: random.Random) -> dict[str, str | int]:
 
 
 def make_text(row: dict, rng: random.Random) -> dict[str, str]:
-    """A text for the SFT: the right answer, worked out now and then."""
+    """A text for SFT: the right answer, sometimes worked out."""
     _, ball, *signs, _ = row["prompt"].split()
     work = places(ball, signs) if rng.random() < WORKED else []
     return {"prompt": row["prompt"], "completion": " " + " ".join([*work, "####", row["answer"]])}
 
 
 def make_look(row: dict, rng: random.Random) -> dict[str, str]:
-    """A text as above, or one in which the answer is looked up, which is as likely for one swap as for eight."""
+    """A text as above, or one with a look; a look is equally likely for any number of swaps."""
     if rng.random() < LOOKED:
         return {"prompt": row["prompt"], "completion": f" ball <|end|> {row['answer']} #### {row['answer']}"}
     return make_text(row, rng)
 
 
 def write_looks(folder: Path) -> None:
-    """Writes the texts of the game in which one may look."""
+    """Writes the texts of the game with looks."""
     rng = random.Random(7)
     folder.mkdir(parents=True, exist_ok=True)
     for split, size in zip(("train", "validation"), SIZES["sft"]):
@@ -70,7 +70,7 @@ def write_looks(folder: Path) -> None:
 
 
 def write_data(folder: Path = HERE / "data") -> None:
-    """Writes all splits; no prompt with more than two swaps stands in two of them (there are few with less)."""
+    """Writes all splits. They share no prompt with more than two swaps (there are too few prompts with fewer)."""
     rng, seen = random.Random(7), set()
     for name, sizes in SIZES.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def write_data(folder: Path = HERE / "data") -> None:
 
 
 def write_base(folder: Path = HERE / "base") -> None:
-    """Writes a tokenizer of whole words, and the configuration of a very small GPT-2, no weights."""
+    """Writes a tokenizer of whole words, and the config of a very small GPT-2 without weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, PreTrainedTokenizerFast
 
@@ -113,19 +113,20 @@ def write_base(folder: Path = HERE / "base") -> None:
 
 
 def worked(completions: list[str], **_) -> list[float]:
-    """A number to look at, with a weight of 0: 1 if an answer is worked out, be it right or wrong."""
+    """1 if an answer is worked out, right or wrong; to be logged, with a weight of 0."""
     return [float(len(completion.split()) > 3) for completion in completions]
 
 
 def length(completions: list[str], **_) -> list[float]:
-    """The number of signs of an answer, for a price on each: --reward-weights 1 -0.05."""
+    """The number of signs of an answer, for a length penalty: --reward-weights 1 -0.05."""
     return [float(len(completion.split())) for completion in completions]
 
 
 class Look:
-    """The shell game with a look under the cups, which has its price: an environment for lecture/agent.py.
+    """The shell game with a look under the cups, for a price: an environment for lecture/agent.py.
 
-    `#### 3` is an answer, and earns 1 if it is right. `ball` asks where the ball is, is told `3`, and costs .6.
+    `#### 3` is an answer, with a reward of 1 if it is right. `ball` asks where the ball is: the game answers `3`, and
+    the reward is -.6.
 
     >>> game = Look({"answer": "3"})
     >>> game.step(" ball"), game.step(" #### 3")
@@ -135,25 +136,25 @@ class Look:
     price = 0.6
 
     def __init__(self, example: dict):
-        """A game with the `answer` of a row of the data."""
+        """Starts from a row of the data with an `answer`."""
         self.answer = example["answer"]
 
-    def step(self, said: str) -> tuple[str, float | None, bool]:
-        """The answer to what the policy said in its turn, the turn's reward, and whether the game is over."""
-        if said.split() == ["ball"]:
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        """The answer to a turn of the policy, its reward, and whether the game is over."""
+        if text.split() == ["ball"]:
             return self.answer, -self.price, False
-        return "", float(said.split() == ["####", self.answer]), True
+        return "", float(text.split() == ["####", self.answer]), True
 
 
 class CheapLook(Look):
-    """The same for half of the price."""
+    """The same at half the price."""
 
     price = 0.3
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--looks", type=Path, help="write the texts with looks to this folder, too")
+    parser.add_argument("--looks", type=Path, help="also write texts with looks to this folder")
     args = parser.parse_args()
     write_data()
     write_base()
