@@ -255,7 +255,7 @@ class Args:
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
 
-# --- The loop, with the steps of the docstring -----------------------------------------------------------------------
+# --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 
 
 def train(args: Args) -> None:
@@ -761,8 +761,8 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns (B, T), 0 on padding.
 
-    The episode is over after the last real token, so the value there is 0. With lam = 1 the returns are the discounted
-    sums of the later rewards and do not depend on the critic. For gamma = 1, lam = .5, values of .5:
+    The episode is over after the last real token, so the value after it is 0. With lam = 1 the returns are discounted
+    sums of rewards and do not depend on the critic. For gamma = 1, lam = .5, values of .5:
         rewards [0, 0, 1]  ->  deltas [0, 0, .5], advantages [.125, .25, .5], returns [.625, .75, 1]
     """
     rewards = rewards.masked_fill(~mask, 0.0)
@@ -834,7 +834,7 @@ def update(
     per_step = Counter()  # sums over optimiser steps
     steps = 0
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
             num_tokens = rollout.mask[rows].sum() / WORLD_SIZE
             sums = defaultdict(float)

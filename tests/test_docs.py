@@ -76,7 +76,7 @@ def flags_in(code):
 @of_pages
 def test_every_flag_exists(path):
     """In a command line of one of our programs it is a flag of that one; elsewhere of any, or another tool's."""
-    for line in code_lines(text_of(path)):
+    for line in code_lines(text_of(path).replace("python fork.py", "python ppo.py")):  # a fork of that
         before = "(?<=python )|(?<=uv run )|(?<=trace.py )|(?<=stepwise.py )"  # the latter two hand flags on
         programs = re.findall(rf"(?:{before})([\w/]+\.py)", line)
         known = ALL_FLAGS | set(OTHER_TOOLS)
@@ -112,6 +112,7 @@ def test_every_link_leads_somewhere(path):
 
 def commands(text):
     """The command lines of a text that start one of the main scripts, with continuations joined, without comments."""
+    text = text.replace("python fork.py", "python ppo.py")  # a fork of that
     fence = re.compile(r"^```bash\n(.*?)^```", re.M | re.S)
     lines = [line for block in fence.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     return [shlex.split(line, comments=True) for line in lines if re.match(r"python \w+\.py( |$)", line)]
