@@ -904,8 +904,8 @@ def shuffled(n: int, seed: int, number: int) -> list[int]:
 
 
 def make_seed(*numbers: int) -> int:
-    """Combines numbers into one seed. All random numbers depend on --seed and the number of a step or a pass alone, not
-    on the steps before."""
+    """Combines numbers into one seed. All random numbers depend only on --seed and the number of a step or a pass, not
+    on earlier steps."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 

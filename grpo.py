@@ -1135,7 +1135,7 @@ def load_policy(args: Args) -> nn.Module:
     stored = policy.generation_config  # saved with the policy, for programs that sample from it later
     stored.eos_token_id = policy.stop_token_ids or None
     try:
-        stored.validate(strict=True)  # the library would refuse to save what this refuses, but only after the training
+        stored.validate(strict=True)  # raises now what saving the policy would raise at the end
     except ValueError:
         stored.do_sample = True  # the library saves a temperature, a top_p, ... only with do_sample
         stored.validate(strict=True)
@@ -1148,7 +1148,7 @@ def load_policy(args: Args) -> nn.Module:
 
 
 def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
-    """The ids of the stop tokens; an empty list if responses end at response_length alone."""
+    """The ids of the stop tokens; an empty list if responses end only at response_length."""
     if args.stop_token == ("none",):
         return []
     tokenizer = policy.tokenizer
@@ -1202,11 +1202,11 @@ def make_reference(args: Args, policy: nn.Module) -> nn.Module:
 
 @contextmanager
 def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
-    """Within this context the policy's adapter is off, if the policy is also the reference (with LoRA)."""
+    """With LoRA the policy is also the reference: its adapter is off within this context."""
     if reference is not policy:
         yield
         return
-    reshard(policy)  # switching the adapter sets requires_grad: of the shards, not of gathered weights
+    reshard(policy)  # switching adapters sets requires_grad, which shards must get, and not gathered weights
     policy.disable_adapters()
     try:
         yield
@@ -1691,10 +1691,10 @@ def eos_tokens(model: nn.Module) -> list[int]:
 
 @cache
 def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
-    """The special token that ends a turn in the chat template, and the text behind it; both are empty if there is none.
+    """The special token that ends a turn in the chat template, and the text after it; both are empty if there is none.
 
     Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so these are "<|im_end|>" and "\\n". The text
-    behind the token is no part of an answer: it is not sampled, not trained on, and not read by a reward model.
+    after the token is not part of an answer: it is not sampled, not trained on, and not read by a reward model.
     """
     if not tokenizer.chat_template:
         return "", ""
@@ -2010,8 +2010,8 @@ def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] =
 
 
 def text_behind(prompt: list[int], response: list[int], tokenizer: AutoTokenizer) -> str:
-    """Decodes a response behind its prompt, without special tokens. Alone it would lose a space at its beginning
-    (SentencePiece)."""
+    """Decodes a response after its prompt, without special tokens. (SentencePiece drops the first space of a response
+    that is decoded without its prompt.)"""
     head = tokenizer.decode(prompt, skip_special_tokens=True)
     text = tokenizer.decode([*prompt, *response], skip_special_tokens=True)
     if not text.startswith(head):  # the prompt ends in the middle of a character
@@ -2033,8 +2033,8 @@ def shuffled(n: int, seed: int, number: int) -> list[int]:
 
 
 def make_seed(*numbers: int) -> int:
-    """Combines numbers into one seed. All random numbers depend on --seed and the number of a step or a pass alone, not
-    on the steps before."""
+    """Combines numbers into one seed. All random numbers depend only on --seed and the number of a step or a pass, not
+    on earlier steps."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -2103,7 +2103,7 @@ def all_gather(x: Tensor) -> Tensor:
 def place(model: nn.Module | None, args: Args) -> nn.Module | None:
     """Moves a model to the device and returns it. With --zero-stage, torch's FSDP2 shards it, layer by layer.
 
-    Stage 2 shards models in training alone, and keeps gathered weights until the backward pass. FSDP2 averages the
+    Stage 2 shards only models in training, and keeps gathered weights until the backward pass. FSDP2 averages the
     gradients of shards over the processes.
     """
     if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):

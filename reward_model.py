@@ -819,10 +819,10 @@ def context_length(model: nn.Module) -> int:
 
 @cache
 def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
-    """The special token that ends a turn in the chat template, and the text behind it; both are empty if there is none.
+    """The special token that ends a turn in the chat template, and the text after it; both are empty if there is none.
 
     Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so these are "<|im_end|>" and "\\n". The text
-    behind the token is no part of an answer: it is not sampled, not trained on, and not read by a reward model.
+    after the token is not part of an answer: it is not sampled, not trained on, and not read by a reward model.
     """
     if not tokenizer.chat_template:
         return "", ""
@@ -1107,8 +1107,8 @@ def shuffled(n: int, seed: int, number: int) -> list[int]:
 
 
 def make_seed(*numbers: int) -> int:
-    """Combines numbers into one seed. All random numbers depend on --seed and the number of a step or a pass alone, not
-    on the steps before."""
+    """Combines numbers into one seed. All random numbers depend only on --seed and the number of a step or a pass, not
+    on earlier steps."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -1177,7 +1177,7 @@ def all_gather(x: Tensor) -> Tensor:
 def place(model: nn.Module | None, args: Args) -> nn.Module | None:
     """Moves a model to the device and returns it. With --zero-stage, torch's FSDP2 shards it, layer by layer.
 
-    Stage 2 shards models in training alone, and keeps gathered weights until the backward pass. FSDP2 averages the
+    Stage 2 shards only models in training, and keeps gathered weights until the backward pass. FSDP2 averages the
     gradients of shards over the processes.
     """
     if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):
