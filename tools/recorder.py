@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # names of tensors of tokens, and of masks
 TOKENS = ("ids", "input_ids", "targets", "responses", "stream", "tokens", "prompts", "drawn")
 MASKS = ("mask", "real", "attention_mask", "prompt_mask")
-FEW = {  # settings that make an update small enough to read, as far as the file has them
+FEW = {  # settings that make an update small enough to be read; those that a file lacks are left out
     "batch_size": 4,
     "rloo_k": 2,
     "num_generations": 4,
@@ -296,7 +296,7 @@ class Recorder:
         return i if inside and isinstance(i, Tensor) and i.dim() == 1 else None
 
     def around(self, x: Tensor) -> tuple:
-        """The numbers of a new tensor's rows, the tokens of its columns, and its mask."""
+        """Of a new tensor: its rows' numbers, the tokens over its columns, and where it is no padding."""
         i = self.shuffled()
         rows = i.tolist() if i is not None and x.dim() and len(x) == len(i) else None
         if x.dim() < 2 or x.shape[1] == 1:
