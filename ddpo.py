@@ -65,7 +65,6 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -619,7 +618,7 @@ def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_reference(args: Args, policy: nn.Module) -> nn.Module:
-    """A frozen copy of the policy; with LoRA the policy itself, whose adapter is off while it serves as that."""
+    """A frozen copy of the policy; with LoRA the policy itself, which is the reference while its adapter is off."""
     return policy if args.lora_r else deepcopy(policy).requires_grad_(False)
 
 
@@ -763,33 +762,35 @@ def check_first_ratio(error: float, epoch: int, args: Args) -> None:
 # --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
 
 
-def require(condition: object, sentence: str) -> None:
-    """Ends the program with the sentence, unless the condition holds: for mistakes that no library would name."""
+def require(condition: object, message: str) -> None:
+    """Exits with the message, unless the condition holds. For errors that no library reports clearly."""
     if not condition:
-        sys.exit(f"error: {sentence}")
+        sys.exit(f"error: {message}")
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Ends the program if a setting of these names was changed, and not to nothing, where no code reads it."""
+    """Exits if one of the named settings has no effect here, but was set to a value that is neither the default nor
+    off (0, none, False)."""
     for name in names.split():
         value = getattr(args, name)
-        is_idle = value in (getattr(Args, name), "none") or not value
-        require(is_used or is_idle, f"--{name.replace('_', '-')} has no effect {where}")
+        is_default_or_off = value in (getattr(Args, name), "none") or not value
+        require(is_used or is_default_or_off, f"--{name.replace('_', '-')} has no effect {where}")
 
 
 @cache
 def ask_hub() -> None:
-    """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
+    """Tries once to reach the hub. If that fails, its libraries read their caches, instead of retrying for minutes."""
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # of whichever library carries the request
-        print(f"{constants.ENDPOINT} does not answer: models and data are read from what was downloaded before")
+    except Exception:  # its type depends on the HTTP library
+        print(f"{constants.ENDPOINT} does not answer: models and data come from earlier downloads")
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
 
 
 def locate(name: str) -> str:
-    """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
+    """The path of a file or folder, here or beside this script. A name of neither is returned as it is: it may be on
+    the hub."""
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
@@ -801,7 +802,7 @@ def locate(name: str) -> str:
 
 
 def load_function(spec: str) -> Callable:
-    """file.py:name -> the function."""
+    """Imports the function that `file.py:name` names."""
     file, _, name = spec.rpartition(":")
     require(file, f"{spec!r} should be file.py:name")
     module = import_file(str(Path(locate(file)).resolve()))
@@ -811,21 +812,21 @@ def load_function(spec: str) -> Callable:
 
 @cache
 def import_file(path: str) -> ModuleType:
-    """A file of Python as a module, under its own name: so pools of processes find what it defines."""
+    """Imports a Python file under its own name, so that worker processes can unpickle what it defines."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
-    sys.path.insert(0, str(Path(path).parent))  # its neighbours can be imported, as those of a script can
+    sys.path.insert(0, str(Path(path).parent))  # so that the file can import its neighbours
     spec.loader.exec_module(module)
     return module
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
 
-    Values are those of the file. Left to itself, the library makes a date of the JSON text "2024-01-05", and 72.0 of 72
-    where another row has 3.5. A column of a csv file holds texts, unless all its cells are numbers as Python prints
-    them: 007 and 1.50 stay what they are.
+    Values stay as they are in the file. The library by default reads the JSON text "2024-01-05" as a date, and 72 as
+    72.0 if another row has 3.5. A column of a csv file becomes numbers only if Python would print all of them as they
+    are written: 007 and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -838,8 +839,8 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
         if kinds[-1] == "csv":
             options |= csv_options(pandas.read_csv(path, nrows=0).columns)
     else:
-        is_plain = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
-        require(is_plain, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+        has_no_pattern = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
+        require(has_no_pattern, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
     try:
         data = datasets.load_dataset(**options)
         if data.info.builder_name == "csv" and "features" not in options:
@@ -856,44 +857,44 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
 
 
 def csv_options(columns: Sequence[str]) -> dict:
-    """Options that make the library read these columns of a csv file as texts. An empty cell is None; the words NA and
+    """Options of the library for reading these columns of a csv file as texts. An empty cell is None; the words NA and
     None are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Turns a column of texts into numbers if Python prints each of them as it is written."""
+    """Converts a column of texts to numbers if Python prints each of them as it is written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
-            with suppress(ValueError, TypeError):  # of a text, or of a cell without a value
+            with suppress(ValueError, TypeError):  # a text that is not a number, or an empty cell
                 if texts and all(str(number(x)) == x and abs(number(x)) < 2**63 for x in texts):
                     data = data.cast_column(column, datasets.Value(kind))
     return data
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
-    """Batch `number` (0, 1, ...) of an endless sequence: pass after pass over the rows, each in its own order."""
+    """Batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
     positions = range(number * size, (number + 1) * size)
     return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
 
 
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
-    """The numbers below n in a random order, which follows from the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: other seeds than those of steps
+    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: not the seed of a step
     return torch.randperm(n, generator=generator).tolist()
 
 
 def make_seed(*numbers: int) -> int:
-    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass: what
-    a step draws depends on no step before it."""
+    """Combines numbers into one seed. All random numbers depend only on --seed and the number of a step or a pass, not
+    on earlier steps."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def autocast(args: Args) -> torch.autocast:
-    """bfloat16 if --bf16 asks for it; trained weights, losses and everything after the logits stay float32."""
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
 
 
@@ -901,32 +902,32 @@ def autocast(args: Args) -> torch.autocast:
 
 
 def start(args: Args) -> None:
-    """Joins the processes of torchrun, if it started this one, and tells the libraries how to behave."""
+    """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint of one process
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # when one process saves a checkpoint
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
     torch.backends.cudnn.allow_tf32 = False  # on by default in convolutions; it would move ratios out of the clip range
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        patience = timedelta(hours=2)  # while process 0 loads a large model, or a slow judge keeps one of them
-        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=patience)
+        timeout = timedelta(hours=2)  # process 0 may load a large model, or a reward function may be slow in one
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=timeout)
     set_seed(args.seed)
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of x over all processes, in place."""
+    """Sums x over all processes, in place."""
     if WORLD_SIZE > 1:
         dist.all_reduce(x)
     return x
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """(B, ...) all rows, of which each process has the rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
+    """Gathers all rows (B, ...). Each process passes its rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
     shares = [x.clone() for _ in range(WORLD_SIZE)]
     if WORLD_SIZE > 1:
         dist.all_gather(shares, x.contiguous())
@@ -934,9 +935,9 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Scales the gradient down to a norm of max_norm; returns the norm that it had.
+    """Clips the gradient to the norm max_norm; returns its norm before that.
 
-    Whole gradients are first averaged over the processes, as those of shards already are.
+    Gradients are first averaged over the processes; FSDP2 has already averaged those of shards.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
@@ -951,12 +952,12 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 
 
 class Run:
-    """What a run shows and leaves: progress bar, metrics.jsonl, W&B, checkpoints; in the end pipeline and curves.
+    """The output of a run: progress bar, metrics.jsonl, W&B, checkpoints, and at the end pipeline and curves.
 
-    A step of a run is an epoch. A number is logged by putting it into the stats, under any name (one that ends in
-    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
-    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
-    that was never interrupted.
+    A step is one epoch. To log a number, put it into the stats, under any name; names that end in grad_norm are
+    checked for NaN and infinity. A checkpoint is a folder: each process writes its shards of weights and moments, as
+    safetensors; then process 0 adds state.json and renames the folder. On a CPU a resumed run is bit for bit the same
+    as one without an interruption.
     """
 
     def __init__(
@@ -969,8 +970,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is what lasts from step to step besides weights, as JSON can hold it; `asked` are the settings
-        before sizes were chosen. Of the models in training, `model` is saved in the end, and `ema` beside it."""
+        """`memory` is the state between steps that is not in weights or moments, as JSON values. `asked` are the
+        settings before sizes were chosen. Of the models, `model` is saved at the end, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -980,25 +981,25 @@ class Run:
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.broken = 0  # updates in a row with a gradient that was not finite
-        self.is_told_to_stop = False
-        self.is_logged = False  # whether a step was
+        self.broken = 0  # updates in a row with a non-finite gradient
+        self.stop_requested = False
+        self.is_logged = False  # whether any step was logged
         self.saved = 0  # the step of the newest checkpoint
-        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # runs of one job may begin in the same second
-        name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
-        self.output = Path(name[0])
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # many runs may start in one second
+        self.output = Path(args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}")
         if not RANK:
             self.open_folder()
         if WORLD_SIZE > 1:
-            dist.broadcast_object_list(name)  # their clocks may differ
-            self.output = Path(name[0])
-            require(self.output.exists(), f"process {RANK} sees no {self.output}: all nodes must share this folder")
+            received = [self.output]
+            dist.broadcast_object_list(received)  # overwrites the list with that of process 0: clocks may differ
+            self.output = received[0]
+            require(self.output.exists(), f"process {RANK} finds no {self.output}: all nodes must share this folder")
         if args.resume:
             self.restore()
         if not RANK:
             settings = code_version() | {"chosen_here": chosen_here(self.asked)} | asdict(args)
             (self.output / "args.new").write_text(json.dumps(settings, indent=2) + "\n")
-            (self.output / "args.new").replace(self.output / "args.json")  # whole, or not at all
+            (self.output / "args.new").replace(self.output / "args.json")  # a crash leaves the old file or the new one
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()
@@ -1006,17 +1007,17 @@ class Run:
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
 
     def open_folder(self) -> None:
-        """Makes the run's folder, which no other run may have, or opens it again."""
+        """Creates the run's folder, or opens it again with --resume. Two runs cannot have the same folder."""
         if not self.args.resume:
-            sentence = f"{self.output} exists: choose another --output-dir, or go on with --resume {self.output}"
-            require(not self.output.exists(), sentence)
+            message = f"{self.output} exists: choose another --output-dir, or continue with --resume {self.output}"
+            require(not self.output.exists(), message)
             self.output.mkdir(parents=True)
-        self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+        self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # released when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
 
     def start_wandb(self) -> None:
-        """Opens the W&B run; one that is resumed is continued."""
+        """Starts the W&B run, or continues it in a resumed run."""
         import wandb
 
         self.wandb = wandb.init(
@@ -1031,18 +1032,18 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left. While they are made, Ctrl-C and SIGTERM are requests to stop, unless
-        they are ignored (as Ctrl-C is in a script's background jobs)."""
+        """The numbers of the steps that remain. Meanwhile Ctrl-C and SIGTERM request a stop after the current step,
+        unless they are ignored (as Ctrl-C is in a shell script's background jobs)."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
             if signal.getsignal(number) != signal.SIG_IGN
         }
-        hook = self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "moving"))
+        hook = self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "changing"))
         try:
             while self.step < self.num_steps:
                 self.step += 1
-                self.state = "still"  # until the optimiser moves weights; "whole" when it has moved them for this step
+                self.state = "unchanged"  # the weights; "changing" in the update, then "updated"
                 self.before = deepcopy(self.memory), self.position()
                 yield self.step
         except GeneratorExit:  # the loop was left by `break`, or by an error
@@ -1053,59 +1054,60 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves what an error would lose, and says how to go on: the state after this step, if all of its update was
-        made, or after the one before, if no weight has moved since. In the first step there is nothing to lose."""
+        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the step before if
+        no weight has changed since, else none. An error in the first step saves nothing. Prints how to resume."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
-        is_heard = not RANK
+        prints_message = not RANK
         try:
-            if self.state == "still":
+            if self.state == "unchanged":
                 self.step -= 1
                 self.memory, position = self.before
                 if not RANK:
                     self.file.truncate(position)
-            if self.state != "moving" and self.saved != self.step:
+            if self.state != "changing" and self.saved != self.step:
                 self.wait_for_all()
                 self.save()
-        except BaseException as error:  # torch has one that is no Exception
+        except BaseException as error:  # torch has an error that is not an Exception
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
-            is_heard = True  # the other processes may never come here
-        if self.saved and is_heard:
-            print(f"\nto go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
+            prints_message = True  # process 0 may never get here
+        if self.saved and prints_message:
+            print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
-        """Waits until all processes are here; but not for long, since an error of one alone leaves others elsewhere."""
+        """Waits until all processes are here, at most 20 seconds: after an error in one, the others may never come."""
         if WORLD_SIZE > 1:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
             store.wait([f"ended {rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=20))
 
     def position(self) -> int:
-        """The bytes of metrics.jsonl so far."""
+        """The size of metrics.jsonl in bytes."""
         return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
-        """What Ctrl-C and SIGTERM do. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
-        self.is_told_to_stop = True
-        print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
+        """Handles Ctrl-C and SIGTERM. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
+        self.stop_requested = True
+        print("\nstopping after this step (Ctrl-\\ stops at once)", file=sys.stderr)
 
     def must_stop(self) -> bool:
-        """Whether this step is the last because one of the processes was told to stop: then all of them do."""
-        return bool(all_reduce(torch.tensor(int(self.is_told_to_stop))))
+        """Whether a stop was requested from any of the processes. Then all of them stop after this step."""
+        return bool(all_reduce(torch.tensor(int(self.stop_requested))))
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Takes the seconds of a phase of this step."""
+        """Times one phase of the step."""
         start = time.perf_counter()
         yield
         if self.args.device != "cpu":
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
-        if self.state == "moving":
-            self.state = "whole"
+        if self.state == "changing":
+            self.state = "updated"
 
     def log(self, stats: dict[str, float], *shown: str) -> None:
-        """One line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar. Ends a hopeless run."""
+        """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar. Exits after five
+        updates in a row with non-finite gradients."""
         norms = [x for name, x in stats.items() if name.endswith("grad_norm")]
         self.broken = 0 if all(map(math.isfinite, norms)) else self.broken + 1
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
@@ -1116,36 +1118,38 @@ class Run:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
             print(json.dumps(line), file=self.file, flush=True)
         self.is_logged = True
-        self.state = "whole"
+        self.state = "updated"
         if self.wandb:
             self.wandb.log(stats, step=self.step)
         require(
             self.broken < 5,
-            "the gradient was NaN or infinite in five updates in a row, and no such step was made: "
+            "the gradient was NaN or infinite in five updates in a row, and their optimiser steps were skipped: "
             "the learning rate may be too high",
         )
 
     def is_due(self, every: int) -> bool:
-        """True after every so many steps, and after the last one."""
+        """True after each `every` steps, and after the last step."""
         return self.step % every == 0 or self.step == self.num_steps
 
-    def tensors(self, is_full: bool = False) -> dict[str, Tensor]:
-        """All weights in training and the optimiser's moments, by name; of sharded ones this process's part. Before the
-        first step there are no moments, unless it is to be full: then a step is made that moves nothing."""
+    def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
+        """All trainable weights and the optimiser's moments, by name; of sharded ones, this process's shards. Before
+        the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
-        if not self.optimizer.state and not is_full:
+        if not self.optimizer.state and not create_moments:
             return weights
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         moments = get_optimizer_state_dict(self.models, self.optimizer, options=options)
         return weights | {name: x for name, x in moments.items() if isinstance(x, Tensor)}
 
     def save(self) -> None:
-        """Writes a checkpoint, under another name until it is whole, and removes old ones."""
+        """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
         tensors = self.tensors()
-        ends = accumulate(x.nbytes for x in tensors.values())
-        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds a file in memory
+        files, size = {}, 0
+        for name, x in tensors.items():
+            size += x.nbytes
+            files[name] = 1 + size // 2**28  # a new file each 256 MB, since the writer holds a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             self.saved = self.step
@@ -1159,10 +1163,10 @@ class Run:
             shutil.rmtree(old)
 
     def restore(self) -> None:
-        """Brings everything back to the newest checkpoint; without any, the run starts over."""
+        """Restores the newest checkpoint, or starts from scratch if there is none."""
         state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
         for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
-            print(f"reading {folder}: if it is damaged, remove it")
+            print(f"reading {folder} (if it is damaged, remove it)")
             state = self.load(folder)
         self.memory.update(state["memory"])
         self.step = state["step"]
@@ -1172,24 +1176,27 @@ class Run:
         if not RANK:
             lines = (self.output / "metrics.jsonl").read_bytes()
             if len(lines) < state["bytes_of_metrics"]:
-                warnings.warn("metrics.jsonl lacks lines, as in a copy that was made while the run went on")
+                warnings.warn("metrics.jsonl lacks lines: was the folder copied during the run?")
             self.file.truncate(lines.rfind(b"\n", 0, state["bytes_of_metrics"]) + 1)
         print(f"continues after step {self.step}")
 
     def load(self, folder: Path) -> dict:
-        """Reads a checkpoint into weights and moments, in place; returns what is in its state.json.
+        """Reads a checkpoint into weights and moments, in place; returns its state.json.
 
-        Raises whatever is wrong. All weights must be there, but a weight that no pass reads has no moments.
+        Raises if the checkpoint is incomplete. All weights must be there, but unused weights have no moments.
         """
         state = json.loads((folder / "state.json").read_text())
         files = len(list(folder.glob("*.safetensors")))
         if files != state["files"]:
-            raise OSError(f"{files} of {state['files']} files of weights are there")
+            raise OSError(f"{folder} has {files} of its {state['files']} files of weights")
         reader = HuggingFaceStorageReader(folder)
         there = reader.read_metadata().state_dict_metadata
-        tensors = self.tensors(is_full=True)
+        tensors = self.tensors(create_moments=True)
         unknown = sorted(set(there) - set(tensors))
-        require(not unknown, f"{folder} holds more than this run trains, such as {unknown[:2]}: resume it as it began")
+        require(
+            not unknown,
+            f"{folder} has weights that this run does not train, such as {unknown[:2]}: resume with the same settings",
+        )
         tensors = {name: x for name, x in tensors.items() if name in there or not name.startswith("state.")}
         dcp.load(tensors, storage_reader=reader)
         for name, p in self.models.named_parameters():
@@ -1198,7 +1205,7 @@ class Run:
         return state
 
     def finish(self) -> None:
-        """Saves the model, and its moving average in ema/; beside it the card and the curves."""
+        """Saves the model, its moving average in ema/, the model card and the curves."""
         self.bar.close()
         save_model(self.models["model"], self.output, self.args)
         if "ema" in self.models:
@@ -1212,11 +1219,11 @@ class Run:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
-            print(f"to go on from step {self.step}: --resume {self.output}")
+            print(f"to continue from step {self.step}: --resume {self.output}")
 
     def write_card(self) -> None:
-        """README.md: of what the model was made, the settings that are not the default, and how it ended. What stands
-        first is for Hugging Face: the script, and the base model, if it is on the hub."""
+        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header is for
+        Hugging Face: the script, and the base model, if it is on the hub."""
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
@@ -1225,7 +1232,7 @@ class Run:
         words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in changed.items()}
         flags = [f"--{name.replace('_', '-')} {x}" for name, x in words.items()]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
-        last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
+        last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]
         card = [
             f"---\ntags: [{Path(__file__).stem}]",
@@ -1239,8 +1246,8 @@ class Run:
 
 
 def peak_memory_mb() -> float:
-    """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
+    """Peak memory in MB: of the GPU with CUDA, else of this process; 0 on Windows, which has no such figure."""
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 without a GPU, or if it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
@@ -1249,7 +1256,7 @@ def peak_memory_mb() -> float:
 
 
 def save_model(model: nn.Module, folder: Path, args: Args) -> None:
-    """The pipeline with the trained UNet; the adapter alone in lora/."""
+    """Saves the pipeline with the trained UNet; with LoRA also the adapter, in lora/."""
     if RANK:
         return
     pipe = model.pipe
@@ -1260,21 +1267,23 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
 
 
 def code_version() -> dict[str, str]:
-    """This script, its version, and the git revision of its folder, if there is one."""
-    command = "git describe --always --dirty"  # dirty: with changes that are not committed
+    """The name of this script, its version, and the git revision of its folder, if it has one."""
+    command = "git describe --always --dirty"  # dirty: with uncommitted changes
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
     return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """The settings that were left to this machine: when a run is resumed, maybe on another, they are chosen anew."""
+    """The settings that depend on this machine because the user left them open. A resumed run, which may be on another
+    machine, chooses them again."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
     return names + ["device"] * (asked.device == Args().device)
 
 
 def draw_curves(folder: Path) -> None:
-    """curves.png: for each title of CURVES a panel with the metrics that match its pattern; evaluations are points."""
+    """Draws curves.png: for each title in CURVES a panel of the metrics that match its pattern, evaluations as
+    points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     lines.index += 1
@@ -1286,7 +1295,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """The settings; with --resume, those of that run, but for what the command line says."""
+    """Reads the settings; with --resume, those of that run, unless they are on the command line."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
@@ -1295,18 +1304,18 @@ def read_command_line() -> Args:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
     script = settings.get("script", Path(__file__).name)
-    require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that")
-    for name in [*code_version(), *settings.pop("chosen_here", [])]:
+    require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
+    for name in ["script", "version", "revision", *settings.pop("chosen_here", [])]:
         settings.pop(name, None)
     args = read(default=Args(**settings))
-    require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
-    is_counted_alike = getattr(args, "batch_size", None) == settings.get("batch_size")
-    require(is_counted_alike, "a resumed run keeps its --batch-size; what saves memory is --micro-batch-size")
+    require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: remove --output-dir")
+    is_same_size = getattr(args, "batch_size", None) == settings.get("batch_size")
+    require(is_same_size, "a resumed run keeps its --batch-size; to save memory, set --micro-batch-size")
     return args
 
 
 def main() -> None:
-    """Trains with the settings of the command line; under torchrun, process 0 alone prints what is no error."""
+    """Trains with the settings of the command line. Under torchrun, only process 0 prints to standard output."""
     if RANK:
         sys.stdout = open(os.devnull, "w")
     train(read_command_line())

@@ -75,7 +75,7 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache, lru_cache, partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -132,6 +132,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
+Pattern = Name  # a regular expression
 
 
 @pydantic.dataclasses.dataclass  # which checks the values
@@ -205,7 +206,7 @@ class Args:
     critic: Literal["separate", "shared"] = "separate"  # its own network, or a head on the policy's trunk (TRL 0.7)
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Name = "all-linear"  # or a regular expression for the layers that get one
+    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -474,9 +475,9 @@ class OneTypeCache(StaticCache):
     """A static key-value cache in one type: under autocast, rotary embeddings leave the keys in float32, while the
     values are bfloat16, the type in which attention reads both."""
 
-    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Takes in the keys and values of a layer's new tokens; returns all of that layer."""
-        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+    def update(self, keys: Tensor, values: Tensor, *others, **options) -> tuple[Tensor, Tensor]:
+        """Adds the keys and values of new tokens to a layer; returns all of that layer."""
+        return super().update(keys.to(values.dtype), values, *others, **options)
 
 
 def read_prompts(
@@ -1073,18 +1074,18 @@ def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The policy in float32, with its stop tokens.
+    """Loads the policy in float32 and finds its stop tokens.
 
-    It stays in evaluation mode: rollout, scoring and loss see one distribution, which dropout would change.
+    The policy stays in evaluation mode: with dropout, rollout, scoring and loss would use different distributions.
     """
     policy = load_model(AutoModelForCausalLM, args.model, args)
     policy.stop_token_ids = find_stop_tokens(args, policy)
-    stored = policy.generation_config  # for whoever samples from it later
+    stored = policy.generation_config  # saved with the policy, for programs that sample from it later
     stored.eos_token_id = policy.stop_token_ids or None
     try:
-        stored.validate(strict=True)  # now, and not when all is done
+        stored.validate(strict=True)  # raises now what saving the policy would raise at the end
     except ValueError:
-        stored.do_sample = True  # without which the library does not save a temperature, a top_p, ...
+        stored.do_sample = True  # the library saves a temperature, a top_p, ... only with do_sample
         stored.validate(strict=True)
     if args.lora_r:
         add_adapter(policy, args, task_type="CAUSAL_LM")
@@ -1094,7 +1095,7 @@ def load_policy(args: Args) -> nn.Module:
 
 
 def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
-    """The ids of the stop tokens; none if a response may only end at response_length."""
+    """The ids of the stop tokens; an empty list if responses end only at response_length."""
     if args.stop_token == ("none",):
         return []
     tokenizer = policy.tokenizer
@@ -1104,31 +1105,34 @@ def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
             found += eos_tokens(policy)
             continue
         ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_special_tokens=False)
-        is_named = text.isdecimal() or text == tokenizer.unk_token  # which ends texts in GPT-2 and SmolLM2
-        is_unknown = ids == [tokenizer.unk_token_id] and not is_named
-        is_token = len(ids) == 1 and ids[0] < len(tokenizer) and not is_unknown
-        require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}; name another, or none")
+        # a word that the tokenizer lacks becomes unk_token; in GPT-2 and SmolLM2, unk_token itself is their EOS
+        is_known = text.isdecimal() or text == tokenizer.unk_token or ids != [tokenizer.unk_token_id]
+        is_one_token = len(ids) == 1 and ids[0] < len(tokenizer)
+        require(
+            is_known and is_one_token,
+            f"--stop-token {text!r} is not one token of {args.model}, but {ids}: choose another, or none",
+        )
         found += ids
-    require(found, f"{args.model} has no EOS token: name another with --stop-token, or none")
+    require(found, f"{args.model} has no EOS token: choose another with --stop-token, or none")
     return found
 
 
 def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
-    """The reward model, frozen; None if functions alone give the reward."""
+    """Loads the reward model and freezes it; None if --reward-fn does not name it."""
     if "reward_model" not in args.reward_fn:
         return None
     model = load_model(AutoModelForSequenceClassification, args.reward_model, args)
-    is_fit = model.config.num_labels == 1 and hasattr(model, "score")
-    require(is_fit, f"{args.reward_model} has several labels, or is no causal model: see rewards/classifier.py")
+    has_one_label = model.config.num_labels == 1 and hasattr(model, "score")
+    require(has_one_label, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
     rows = policy.get_input_embeddings().num_embeddings
     if same_tokens(policy, model) and rows > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(rows, mean_resizing=False)  # ids without a text, which the policy can draw
+        model.resize_token_embeddings(rows, mean_resizing=False)  # the policy can sample ids that have no text
     return model.requires_grad_(False)
 
 
 def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> Critic:
-    """A copy of the reward model if it reads the policy's tokens (N+ details), else of the initial policy, or with
-    --critic shared a head on the policy's own trunk; in the last two cases V starts at 0."""
+    """Makes the critic: a copy of the reward model if that has the policy's tokenizer (N+ details), else of the initial
+    policy; with --critic shared, a head on the policy's trunk. In the last two cases V starts at 0."""
     head = nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)  # OPT-350m: half its hidden_size
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -1142,7 +1146,7 @@ def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -
             critic.score.bias = nn.Parameter(torch.tensor([getattr(reward_model.config, "reward_bias", 0.0)]))
         body, head = critic.base_model, critic.score
     else:
-        print("critic: starts from the policy, as no reward model that reads its tokens gives the score")
+        print("critic: starts from the policy, as there is no reward model with the policy's tokenizer")
         body = load_model(AutoModelForCausalLM, args.model, args).base_model
     if body is not None and args.gradient_checkpointing:
         checkpoint_layers(body)
@@ -1152,8 +1156,8 @@ def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -
 def make_optimizer(args: Args, policy: nn.Module, critic: Critic) -> torch.optim.Optimizer:
     """AdamW with two groups of parameters, the policy's and the critic's."""
     policy_group = {"params": [p for p in policy.parameters() if p.requires_grad], "lr": args.learning_rate}
-    is_whole = args.lora_r and args.critic == "separate"
-    critic_rate = args.critic_learning_rate or args.learning_rate / (10 if is_whole else 1)
+    only_policy_has_lora = args.lora_r and args.critic == "separate"  # LoRA's default rate is ten times as high
+    critic_rate = args.critic_learning_rate or args.learning_rate / (10 if only_policy_has_lora else 1)
     critic_group = {"params": list(critic.parameters()), "lr": critic_rate}
     return torch.optim.AdamW(
         [policy_group, critic_group],
@@ -1165,17 +1169,17 @@ def make_optimizer(args: Args, policy: nn.Module, critic: Critic) -> torch.optim
 
 
 def make_reference(args: Args, policy: nn.Module) -> nn.Module:
-    """A frozen copy of the policy; with LoRA the policy itself, whose adapter is off while it serves as that."""
+    """A frozen copy of the policy; with LoRA the policy itself, which is the reference while its adapter is off."""
     return policy if args.lora_r else deepcopy(policy).requires_grad_(False)
 
 
 @contextmanager
 def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
-    """With LoRA, the policy without its adapter serves as the reference within this context."""
+    """With LoRA the policy is also the reference: its adapter is off within this context."""
     if reference is not policy:
         yield
         return
-    reshard(policy)  # so that the switch sets requires_grad of the shards, not of gathered weights
+    reshard(policy)  # switching adapters sets requires_grad, which shards must get, and not gathered weights
     policy.disable_adapters()
     try:
         yield
@@ -1185,7 +1189,7 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
 
 
 def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
-    """Whether there is a reward model whose tokenizer gives the same ids, as far as the vocabularies tell."""
+    """Whether the reward model has the policy's tokenizer (the same vocabulary and EOS); False if it is None."""
     if reward_model is None:
         return False
     a, b = policy.tokenizer, reward_model.tokenizer
@@ -1193,11 +1197,11 @@ def same_tokens(policy: nn.Module, reward_model: nn.Module | None) -> bool:
 
 
 def make_reward_fns(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> RewardFns:
-    """What --reward-fn names, by name: functions from a rollout to rewards (B,), NaN where one said None."""
+    """The reward functions of --reward-fn, by name. Each maps a rollout to rewards (B,), NaN where it returned None."""
     reward_fns = {}
     for spec in args.reward_fn:
         name = spec.rpartition(":")[2]
-        require(name not in reward_fns, f"--reward-fn: two of them are called {name!r}; rename one")
+        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}; rename one")
         if spec == "reward_model":
             reward_fns[name] = model_reward(reward_model, policy, args)
         else:
@@ -1206,17 +1210,17 @@ def make_reward_fns(args: Args, policy: nn.Module, reward_model: nn.Module | Non
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """The reward model's output. If it does not read the policy's tokens, or knows conversations in another template,
-    it is given its own; of a text that is too long the end is read."""
+    """The reward model's output, as a reward function. If its tokenizer or chat template is not the policy's, the texts
+    are encoded again for it. Of a text that exceeds its context length, it reads the end."""
     templates = (None, policy.tokenizer.chat_template)
 
     def reward(r: Rollout) -> Tensor:
-        """(b,) rewards of some episodes."""
+        """(b,) rewards of a part of the rollout."""
         ids = r.inputs()["input_ids"]
         mask = r.inputs()["attention_mask"]
         is_text = isinstance(r.examples[0][args.prompt_column], str)
-        is_ours = same_tokens(policy, model) and (is_text or model.tokenizer.chat_template in templates)
-        if not is_ours:
+        reads_same_ids = same_tokens(policy, model) and (is_text or model.tokenizer.chat_template in templates)
+        if not reads_same_ids:
             rows = encode_again(r, policy.tokenizer, model.tokenizer, args)
             ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
         return read_reward(model, ids, mask.long())
@@ -1225,8 +1229,11 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
 
 
 def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Args) -> list[list[int]]:
-    """Prompts and responses in the tokens of another tokenizer: the text, decoded without special tokens, and EOS where
-    the response has ended; of conversations what the other chat template makes of messages and answer."""
+    """Encodes prompts and responses again, with another tokenizer.
+
+    A text is decoded without special tokens, and gets the other tokenizer's EOS if its response ended. A conversation
+    is rendered by the other chat template.
+    """
     eos = [] if other.eos_token_id is None else [other.eos_token_id]
     end, _ = turn_end(other)
     prompts = [ids[real] for ids, real in zip(r.prompts.cpu(), r.prompt_mask.cpu())]
@@ -1246,8 +1253,8 @@ def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Ar
 
 
 def response_texts(r: Rollout, tokenizer: AutoTokenizer, args: Args) -> list[str]:
-    """The responses as texts, without special tokens; in conversations also without the blank that some chat templates
-    write before an answer."""
+    """Decodes the responses, without special tokens; in conversations also without the white space that some chat
+    templates write before an answer."""
     blank = ""
     if isinstance(r.examples[0][args.prompt_column], list):
         blank = blank_before_answer(tokenizer)
@@ -1259,7 +1266,7 @@ def response_texts(r: Rollout, tokenizer: AutoTokenizer, args: Args) -> list[str
 
 
 def blank_before_answer(tokenizer: AutoTokenizer) -> str:
-    """The white space that a chat template writes between a prompt and its answer (Mistral: a space), or nothing."""
+    """The white space that the chat template writes between prompt and answer (Mistral: a space); empty if none."""
     if not tokenizer.chat_template:
         return ""
     turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
@@ -1285,18 +1292,18 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 
 
 def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """A user's function, with TRL's signature: f(prompts, completions, **columns) -> a number per row, or None.
+    """A user's reward function, with TRL's signature: f(prompts, completions, **columns) -> a number or None per row.
 
-    It is called by keyword, with prompts, prompts_text (as the policy read them), completions, completion_ids, the
-    prompts' input_ids and the columns of the dataset: lists with one value per row. If the prompts are messages, so are
-    the completions. It is given copies.
+    All arguments are keywords, and lists with one value per row: prompts, prompts_text (as the policy read them),
+    completions, completion_ids, the prompts' input_ids, and the columns of the dataset. If the prompts are messages, so
+    are the completions. The function gets copies, which it may change.
     """
     function = load_function(spec)
 
     def reward(rollout: Rollout) -> Tensor:
-        """(B,) rewards of a rollout, of which each process asks for its share; NaN for None."""
+        """(B,) rewards of a rollout, NaN for None. Each process calls the function for its share of the rows."""
         r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
-        rows = [deepcopy(example) for example in r.examples]  # those of a group are one object
+        rows = [deepcopy(example) for example in r.examples]  # the rows of a group are one object
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
         given["prompts_text"] = policy.tokenizer.batch_decode([row["input_ids"] for row in rows])
@@ -1304,7 +1311,7 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         given["completions"] = response_texts(r, policy.tokenizer, args)
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        with torch.random.fork_rng(devices=[]):  # whatever it draws, all processes go on with the same numbers
+        with torch.random.fork_rng(devices=[]):  # if the function draws random numbers, the run's stay the same
             values = function(**given)
         return all_gather(torch.tensor(read_rewards(values, len(rows), spec), device=args.device))
 
@@ -1312,19 +1319,19 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
 
 
 def read_rewards(values: object, n: int, spec: str) -> list[float]:
-    """The rewards that a function returned for n rows, NaN for None. Ends the program if they are not n numbers."""
+    """The rewards that a function returned for n rows, NaN for None. Exits unless they are n numbers."""
     is_list = hasattr(values, "__iter__") and not isinstance(values, (str, dict))
     rewards = list(values) if is_list else []
     require(len(rewards) == n, f"{spec} should return a list of {n} rewards, not {values!r:.80}")
-    is_text = any(isinstance(x, str) for x in rewards)
-    require(not is_text, f"{spec} should return numbers, not texts: {values!r:.80}")
+    has_text = any(isinstance(x, str) for x in rewards)
+    require(not has_text, f"{spec} should return numbers, not texts: {values!r:.80}")
     return [math.nan if x is None else float(x) for x in rewards]
 
 
 def try_reward_fns(reward_fns: RewardFns, prompts: datasets.Dataset, policy: nn.Module, args: Args) -> None:
-    """Calls each reward function on one row, with the prompt as response, so that a mistake costs no rollout."""
+    """Calls each reward function once, with a prompt as its response, to find errors before the first rollout."""
     example = prompts[0]
-    ids = torch.tensor([example["input_ids"]] * WORLD_SIZE, device=args.device)  # (WORLD_SIZE, P), a row for each
+    ids = torch.tensor([example["input_ids"]] * WORLD_SIZE, device=args.device)  # (WORLD_SIZE, P), one row per process
     mask = torch.ones_like(ids, dtype=torch.bool)
     rollout = Rollout(ids, mask, ids, mask, mask[:, 0], torch.zeros_like(ids), [example] * WORLD_SIZE)
     for reward in reward_fns.values():
@@ -1358,7 +1365,7 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 
 
 def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[datasets.Dataset, list[dict]]:
-    """The rows to train on, and those to evaluate on, each with its prompt's token ids as `input_ids`."""
+    """The rows to train on, and the rows to evaluate on. Each has its prompt's token ids as `input_ids`."""
     train, test = load_data(args)
     prompts = encode_prompts(train, policy.tokenizer, args)
     test_prompts = encode_prompts(test, policy.tokenizer, args) if test else prompts.select([])
@@ -1378,25 +1385,25 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
 
 
 def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args) -> datasets.Dataset:
-    """The rows of a split, with their prompts' token ids as `input_ids`; those with an empty prompt, or one over
-    max_prompt_length, are dropped and counted."""
+    """Adds the prompts' token ids to the rows of a split, as `input_ids`. Drops and counts rows whose prompt is empty,
+    or longer than max_prompt_length."""
     column = args.prompt_column
     check_columns(data, {"--prompt-column": column})
-    # what reward functions are given besides the columns
+    # the arguments of reward functions that are not columns
     reserved = {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"} - {column}
     clash = sorted(reserved & set(data.column_names))
     require(
-        not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions get others of these names"
+        not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions have arguments of that name"
     )
     encode = lambda row: encode_prompt(read_value(row, column), tokenizer, template_options(row))  # noqa: E731
     data = encode_rows(data, lambda row: {"input_ids": encode(row)}, keep=True)
     unknown = sum(tokenizer.unk_token_id in ids for ids in data["input_ids"])
     if unknown and tokenizer.unk_token != tokenizer.eos_token:  # in GPT-2 they are one token
-        warnings.warn(f"{unknown} of {len(data)} prompts have unknown words, read as {tokenizer.unk_token}")
+        warnings.warn(f"{unknown} of {len(data)} prompts have unknown words, encoded as {tokenizer.unk_token}")
     if isinstance(data[0][column], str) and tokenizer.chat_template:
         warnings.warn(
-            "the prompts are texts, which this chat model goes on with, as it would with a user's words: to have them "
-            'answered, write them as messages, [{"role": "user", "content": ...}]'
+            "the prompts are plain texts, so this chat model continues them instead of answering them: for answers, "
+            'write them as messages, [{"role": "user", "content": ...}]'
         )
     lengths = [len(ids) for ids in data["input_ids"]]
     fits = [0 < length <= args.max_prompt_length for length in lengths]
@@ -1408,7 +1415,7 @@ def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args)
 
 
 def longest_prompt(prompts: datasets.Dataset) -> int:
-    """Tokens in the longest of them."""
+    """The number of tokens in the longest prompt."""
     return max(map(len, prompts["input_ids"]), default=0)
 
 
@@ -1501,27 +1508,28 @@ def check_first_ratio(error: float, update: int, args: Args) -> None:
 # --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
 
 
-def require(condition: object, sentence: str) -> None:
-    """Ends the program with the sentence, unless the condition holds: for mistakes that no library would name."""
+def require(condition: object, message: str) -> None:
+    """Exits with the message, unless the condition holds. For errors that no library reports clearly."""
     if not condition:
-        sys.exit(f"error: {sentence}")
+        sys.exit(f"error: {message}")
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Ends the program if a setting of these names was changed, and not to nothing, where no code reads it."""
+    """Exits if one of the named settings has no effect here, but was set to a value that is neither the default nor
+    off (0, none, False)."""
     for name in names.split():
         value = getattr(args, name)
-        is_idle = value in (getattr(Args, name), "none") or not value
-        require(is_used or is_idle, f"--{name.replace('_', '-')} has no effect {where}")
+        is_default_or_off = value in (getattr(Args, name), "none") or not value
+        require(is_used or is_default_or_off, f"--{name.replace('_', '-')} has no effect {where}")
 
 
 def check_common_args(args: Args) -> None:
     """check_args for settings that sft.py, reward_model.py, dpo.py, ppo.py, rloo.py and grpo.py share. A resumed run
-    has its batch size twice: as it was asked for, and in rows."""
-    can_count = args.resume or not args.batch_size
-    is_read = can_count or not args.micro_batch_size
-    refuse_unused(args, "per_device_train_batch_size", is_read, "beside --batch-size and --micro-batch-size")
-    refuse_unused(args, "gradient_accumulation_steps", can_count, "beside --batch-size")
+    may have both --batch-size and the settings from which it was computed."""
+    sets_batch_size = args.resume or not args.batch_size
+    is_used = sets_batch_size or not args.micro_batch_size
+    refuse_unused(args, "per_device_train_batch_size", is_used, "beside --batch-size and --micro-batch-size")
+    refuse_unused(args, "gradient_accumulation_steps", sets_batch_size, "beside --batch-size")
     per_device = args.per_device_train_batch_size
     refuse_unused(args, "gradient_accumulation_steps", per_device, "without --per-device-train-batch-size")
     is_constant = args.lr_scheduler_type == "constant"
@@ -1530,22 +1538,23 @@ def check_common_args(args: Args) -> None:
     refuse_unused(args, "eval_steps", args.dataset_test_split != "none", "with --dataset-test-split none")
     refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
     refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
-    refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which is the whole name")
+    refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which names the folder")
 
 
 @cache
 def ask_hub() -> None:
-    """Asks the hub once; if it cannot be reached, its libraries, which would retry for minutes, read their caches."""
+    """Tries once to reach the hub. If that fails, its libraries read their caches, instead of retrying for minutes."""
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # of whichever library carries the request
-        print(f"{constants.ENDPOINT} does not answer: models and data are read from what was downloaded before")
+    except Exception:  # its type depends on the HTTP library
+        print(f"{constants.ENDPOINT} does not answer: models and data come from earlier downloads")
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
 
 
 def locate(name: str) -> str:
-    """The file or folder of that name, here or beside this script; any other name is taken for one on the hub."""
+    """The path of a file or folder, here or beside this script. A name of neither is returned as it is: it may be on
+    the hub."""
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
@@ -1557,16 +1566,16 @@ def locate(name: str) -> str:
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """A model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
+    """Loads a model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
 
-    Refuses one that lacks weights, which the library would draw at random, or has unknown ones; those of a new head may
-    be missing.
+    Exits if weights are missing, which the library would initialise at random, or if there are others. With `new_head`,
+    weights of the head may be missing.
     """
     path = locate(name)
-    is_whole = find_adapter_config_file(path) is None
-    require(is_whole, f"{name} is an adapter; of a run of these scripts, take {name}/merged")
+    adapter = find_adapter_config_file(path)
+    require(adapter is None, f"{name} is an adapter: use the merged model (a run of these scripts has {name}/merged)")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    if RANK and args.zero_stage:  # process 0 alone reads the weights; `place` sends them
+    if RANK and args.zero_stage:  # only process 0 reads the weights; `place` sends them to the others
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, **options)
             model = auto_class.from_config(config, dtype=torch.float32)
@@ -1576,19 +1585,19 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
         if new_head:
             wrong = [key for key in wrong if key.startswith(f"{model.base_model_prefix}.")]
-        require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {wrong[:3]}")
+        require(not wrong, f"{name!r} is not a {type(model).__name__}: it lacks weights, or has others: {wrong[:3]}")
     model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     words = set(model.tokenizer.get_vocab()) - set(model.tokenizer.all_special_tokens)
-    require(words, f"{name} has no tokenizer: save that of the model that it was made from beside its weights")
+    require(words, f"{name} has no tokenizer: save its base model's tokenizer beside the weights")
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # padding is known by position
+        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do: masks mark padding by its position
     return model.eval()
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Lets each layer forget its activations and compute them again in the backward pass."""
+    """Turns on gradient checkpointing: each layer recomputes its activations in the backward pass."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             recompute_activations(module)
@@ -1614,9 +1623,10 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
 
 
 def use_bfloat16(model: nn.Module) -> None:
-    """Casts once what autocast would cast at each use: frozen weights of matrix products, but for those of embeddings.
+    """Casts the frozen weights of matrix products to bfloat16, once; autocast would do it at each use.
 
-    So are those of experts (E, D, D), whose grouped products autocast does not know. A head of one output stays.
+    Weights of experts (E, D, D) are cast, too: autocast does not cover grouped products. Embeddings and heads with one
+    output stay in float32.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
@@ -1627,7 +1637,7 @@ def use_bfloat16(model: nn.Module) -> None:
 
 
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
-    """Freezes the model and gives it LoRA adapters to train (Hu et al. 2021)."""
+    """Freezes the model and adds LoRA adapters, which are trained (Hu et al. 2021)."""
     from peft import LoraConfig
 
     shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
@@ -1635,14 +1645,14 @@ def add_adapter(model: nn.Module, args: Args, **options) -> None:
 
 
 def context_length(model: nn.Module) -> int:
-    """Most tokens that the model can read at once, as far as it and its tokenizer tell."""
+    """The maximum number of tokens in the model's input, according to its config and its tokenizer."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     return min(positions, model.tokenizer.model_max_length)
 
 
 def eos_tokens(model: nn.Module) -> list[int]:
-    """Ids of the tokens that end a text: the tokenizer's EOS, what the chat template writes behind an answer, and what
-    the model's makers put into its generation config (there, special tokens alone: a default may be any token)."""
+    """Ids of the tokens that end a text: the tokenizer's EOS, the chat template's end of a turn, and the EOS tokens of
+    the generation config. Others than special tokens are left out: the config's default can be any token."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -1654,19 +1664,24 @@ def eos_tokens(model: nn.Module) -> list[int]:
 
 @cache
 def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
-    """The token that ends a turn of a chat template, and what stands behind it: mostly a line break, which is neither
-    drawn, nor taught, nor read by a reward model. Both are empty where no special token ends a turn."""
+    """The special token that ends a turn in the chat template, and the text after it; both are empty if there is none.
+
+    Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so these are "<|im_end|>" and "\\n". The text
+    after the token is not part of an answer: it is not sampled, not trained on, and not read by a reward model.
+    """
     if not tokenizer.chat_template:
         return "", ""
     turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
-    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
+    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")  # Qwen: "<|im_end|>\n"
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    end = min(filter(tail.count, special), key=tail.index, default="")
-    return end, tail.partition(end)[2] if end else ""
+    for token in sorted(special, key=tail.find):  # in the order of the text
+        if token in tail:
+            return token, tail.partition(token)[2]
+    return "", ""
 
 
 def load_function(spec: str) -> Callable:
-    """file.py:name -> the function."""
+    """Imports the function that `file.py:name` names."""
     file, _, name = spec.rpartition(":")
     require(file, f"{spec!r} should be file.py:name")
     module = import_file(str(Path(locate(file)).resolve()))
@@ -1676,21 +1691,21 @@ def load_function(spec: str) -> Callable:
 
 @cache
 def import_file(path: str) -> ModuleType:
-    """A file of Python as a module, under its own name: so pools of processes find what it defines."""
+    """Imports a Python file under its own name, so that worker processes can unpickle what it defines."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)
-    sys.path.insert(0, str(Path(path).parent))  # its neighbours can be imported, as those of a script can
+    sys.path.insert(0, str(Path(path).parent))  # so that the file can import its neighbours
     spec.loader.exec_module(module)
     return module
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """One split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
 
-    Values are those of the file. Left to itself, the library makes a date of the JSON text "2024-01-05", and 72.0 of 72
-    where another row has 3.5. A column of a csv file holds texts, unless all its cells are numbers as Python prints
-    them: 007 and 1.50 stay what they are.
+    Values stay as they are in the file. The library by default reads the JSON text "2024-01-05" as a date, and 72 as
+    72.0 if another row has 3.5. A column of a csv file becomes numbers only if Python would print all of them as they
+    are written: 007 and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -1703,8 +1718,8 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
         if kinds[-1] == "csv":
             options |= csv_options(pandas.read_csv(path, nrows=0).columns)
     else:
-        is_plain = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
-        require(is_plain, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+        has_no_pattern = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
+        require(has_no_pattern, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
     try:
         data = datasets.load_dataset(**options)
         if data.info.builder_name == "csv" and "features" not in options:
@@ -1721,25 +1736,25 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
 
 
 def csv_options(columns: Sequence[str]) -> dict:
-    """Options that make the library read these columns of a csv file as texts. An empty cell is None; the words NA and
+    """Options of the library for reading these columns of a csv file as texts. An empty cell is None; the words NA and
     None are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Turns a column of texts into numbers if Python prints each of them as it is written."""
+    """Converts a column of texts to numbers if Python prints each of them as it is written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
-            with suppress(ValueError, TypeError):  # of a text, or of a cell without a value
+            with suppress(ValueError, TypeError):  # a text that is not a number, or an empty cell
                 if texts and all(str(number(x)) == x and abs(number(x)) < 2**63 for x in texts):
                     data = data.cast_column(column, datasets.Value(kind))
     return data
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """The split to train on, and the one to evaluate on or None: by default `validation`, if the data have one."""
+    """Loads the split to train on, and the split to evaluate on: by default `validation`, or None if there is none."""
     train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
     test = args.dataset_test_split
     if test is None:
@@ -1750,28 +1765,28 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
 
 
 def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
-    """Ends the program unless a dataset has these columns (by the flags that name them), and none of pictures."""
+    """Exits if a dataset lacks one of the columns (a dict from flags to columns), or has images, videos or audio."""
     there = ", ".join(data.column_names)
     for flag, column in columns.items():
-        require(column in data.column_names, f"the dataset has no column {column!r}, but {there}: set {flag}")
+        require(column in data.column_names, f"the dataset has no column {column!r}, only {there}: set {flag}")
     unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
-    require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads texts alone: remove them")
+    require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads only texts: remove them")
 
 
 def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
-    """Applies `encode` to each row; with `keep`, the row's own columns stay. The result is a file that is mapped into
-    memory. A later run reads it again if neither the data nor `encode` has changed.
+    """Applies `encode` to each row; with `keep`, the row's own columns stay. The result is a memory-mapped file. Later
+    runs use the same file, unless the data or `encode` have changed.
     """
     split = str(data.split)
 
     def encode_row(row: dict, number: int) -> dict:
-        """`encode`, whose errors name the row."""
+        """Calls `encode`, and adds the number of the row to its errors."""
         try:
             return encode(row)
         except SystemExit as error:
             sys.exit(f"{error} (row {number} of {split})")
 
-    if data.data.nbytes > 2e6:  # which take some seconds
+    if data.data.nbytes > 2e6:  # encoding takes some seconds
         datasets.enable_progress_bars()
     columns = [] if keep else data.column_names
     encoded = data.map(encode_row, with_indices=True, remove_columns=columns, desc="encoding")
@@ -1780,33 +1795,33 @@ def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bo
 
 
 def read_value(row: dict, column: str) -> str | list[dict]:
-    """The text or the conversation in a column of a row; ends the program if it is neither."""
+    """The text or the list of messages in a column of a row; exits if the value is neither."""
     value = row[column]
-    is_known = isinstance(value, (str, list))
-    require(is_known, f"{column!r} holds {value!r:.80}, which is neither a text nor a list of messages")
+    is_text_or_list = isinstance(value, (str, list))
+    require(is_text_or_list, f"{column!r} holds {value!r:.80}, which is neither a text nor a list of messages")
     is_json = isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""", value)
-    require(not is_json, f"{column!r} holds a conversation that is written as a text: make it a list of messages")
+    require(not is_json, f"{column!r} holds a conversation as one text: convert it to a list of messages")
     return value
 
 
 def template_options(row: dict) -> dict:
-    """The options of a row for the chat template: its columns `tools` and `chat_template_kwargs` (TRL), which may be
-    JSON."""
+    """The chat template's options for a row: its columns `tools` and `chat_template_kwargs` (as in TRL), which may be
+    JSON texts."""
     given = {}
     for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = row.get(column) or kind()
         if isinstance(value, str):
-            with suppress(ValueError):  # of what is no JSON
+            with suppress(ValueError):  # it is not JSON
                 value = json.loads(value)
-        is_fit = isinstance(value, kind) and all(isinstance(x, dict) for x in value if kind is list)
-        require(is_fit, f"the column {column!r} has a meaning for chat templates (TRL), and {value!r:.80} has another")
+        has_type = isinstance(value, kind) and all(isinstance(x, dict) for x in value if kind is list)
+        require(has_type, f"the column {column!r} is for chat templates (as in TRL); they cannot use {value!r:.80}")
         given[column] = without_none(value)
     options = given["chat_template_kwargs"]
     return options | {"tools": given["tools"]} if given["tools"] else options
 
 
 def without_none(x: object) -> object:
-    """A copy without keys whose value is None, at any depth. Tables add such keys to rows that lack them."""
+    """Copies x without dict keys whose value is None, at any depth. Datasets add such keys to rows that lack them."""
     if isinstance(x, dict):
         return {key: without_none(value) for key, value in x.items() if value is not None}
     if isinstance(x, list):
@@ -1815,35 +1830,35 @@ def without_none(x: object) -> object:
 
 
 def as_turns(text: str | list[dict], role: str) -> list[dict]:
-    """A conversation as chat templates read it; a text becomes one message of this role.
+    """Converts a conversation to the messages that chat templates expect; a text becomes one message of this role.
 
-    The names `human`, `gpt` and `developer`, and ShareGPT's keys `from` and `value`, are replaced by those that all
-    templates know. Content in parts is joined, if all of them are texts.
+    ShareGPT's keys `from` and `value` become `role` and `content`. The roles `human`, `gpt` and `developer` become
+    `user`, `assistant` and `system`. A content that is a list of texts is joined.
     """
     if isinstance(text, str):
         return [{"role": role, "content": text}]
     standard = {"human": "user", "gpt": "assistant", "developer": "system"}
     turns = []
     for message in text:
-        require(isinstance(message, dict), f"a conversation is a list of messages, and {message!r:.80} is none")
+        require(isinstance(message, dict), f"a conversation is a list of messages, but {message!r:.80} is not one")
         turn = without_none(message)
         role = turn.pop("from", turn.get("role"))
         content = turn.pop("value", turn.get("content"))
         if isinstance(content, list):
             content = [part.get("text") if isinstance(part, dict) else None for part in content]
             is_text = None not in content
-            require(is_text, f"the message of {role!r} has parts that are no texts, which this script does not read")
+            require(is_text, f"the message of {role!r} has parts that are not texts: this script reads only texts")
             content = "".join(content)
         if content is None and "tool_calls" in turn:
             content = ""
         is_message = isinstance(role, str) and isinstance(content, str)
-        require(is_message, f"a message has a role and a content, both of them texts, unlike {message!r:.80}")
+        require(is_message, f"a message needs a role and a content, both of them texts, unlike {message!r:.80}")
         turns.append(turn | {"role": standard.get(role, role), "content": content})
     return turns
 
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
-    """What the chat template writes for a conversation; of a prompt, up to where the assistant is to speak."""
+    """Renders a conversation with the chat template; a prompt up to where the assistant's answer begins."""
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1852,13 +1867,14 @@ def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt
 
 
 def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
-    """Ends the program if the chat template dropped a message's content or tool call, a tool, or an option. Thoughts of
-    earlier answers may be missing: most templates delete them. Warns of other keys that the template does not write."""
+    """Exits if the chat template dropped a content, a tool call, a tool, or an option. The thoughts of earlier answers
+    may be missing, since most templates remove them. Warns about other keys of messages that are missing."""
     written = "".join(text.split())
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x was written, white space aside; a list or dict in all its parts, and not as Python prints it."""
+        """Whether x is in the rendered text, apart from white space; of a list or dict, whether all of its parts are.
+        A list or dict as Python prints it does not count."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -1867,34 +1883,34 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
             plain = x if isinstance(x, str) else json.dumps(x)
             forms = [plain, json.dumps(plain, ensure_ascii=False)[1:-1]]
             return any("".join(form.split()) in written for form in forms)
-        is_python = "'" in repr(x) and "".join(repr(x).split()) in written
-        return all(map(is_there, parts)) and not is_python
+        is_as_printed = "'" in repr(x) and "".join(repr(x).split()) in written
+        return all(map(is_there, parts)) and not is_as_printed
 
     for number, turn in enumerate(turns):
-        said = dict(turn)
-        role = said.pop("role")
+        message = dict(turn)
+        role = message.pop("role")
         if role == "assistant" and number < len(turns) - 1:
-            said = {key: value for key, value in said.items() if key not in thoughts}
-            said["content"] = said["content"].rpartition("</think>")[2]
-        for key, value in said.items():
+            message = {key: value for key, value in message.items() if key not in thoughts}
+            message["content"] = message["content"].rpartition("</think>")[2]
+        for key, value in message.items():
             if key in ("content", "tool_calls", *thoughts):
                 place = f"{key!r} of message {number}, of role {role!r}"
                 require(is_there(value), f"the chat template leaves out {place}, or a part of it")
             elif key not in ("name", "tool_call_id") and not is_there(value):
-                warnings.warn(f"the chat template does not write the key {key!r} of messages, so no model reads it")
+                warnings.warn(f"the chat template ignores the key {key!r} of messages, so the model does not read it")
     for tool in options.get("tools", []):
         name = tool.get("function", tool).get("name")
         require(is_there(name), f"the chat template leaves out the tool {name!r}")
     for option in options:
-        require(option in str(tokenizer.chat_template), f"the chat template reads no {option!r}")
+        require(option in str(tokenizer.chat_template), f"the chat template has no option {option!r}")
 
 
 def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> str:
-    """Renders a conversation up to the token that ends its last turn. If that is an answer, what stands before it is
-    what a rollout reads.
+    """Renders a conversation up to the token that ends its last turn. If that turn is an answer, the text before it is
+    the prompt that a rollout reads.
 
-    Mistral's template puts a system message into the user's last turn, and drops it when an answer follows. There the
-    prompt is rendered alone, and the answer as in a conversation without a system message.
+    Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
+    the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
     _, behind = turn_end(tokenizer)
     text = render(turns, tokenizer, options).removesuffix(behind)
@@ -1910,30 +1926,31 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
 
 
 def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text that may go on: with one BOS, if the tokenizer adds one, and without the EOS that some
-    tokenizers add to every text."""
+    """Token ids of a text that can be continued: with one BOS, if the tokenizer adds one, and without the EOS that some
+    tokenizers add."""
     ids = tokenizer(text)["input_ids"]
-    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has its own
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has a BOS of its own
         ids = ids[1:]
     for end in (tokenizer.eos_token, tokenizer.sep_token):
-        is_own = end and text.endswith(end) and ids[-2:-1] != ids[-1:]
-        if len(ids) > 1 and tokenizer.decode(ids[-1]) == end and not is_own:
+        is_of_text = end and text.endswith(end) and ids[-2:-1] != ids[-1:]
+        if len(ids) > 1 and tokenizer.decode(ids[-1]) == end and not is_of_text:
             ids = ids[:-1]
     return ids
 
 
 def encode_prompt(prompt: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}) -> list[int]:
-    """Token ids of a text, or of a conversation up to where the assistant is to speak; `options` are the template's."""
+    """Token ids of a text, or of a conversation up to where the assistant's answer begins. `options` are those of the
+    chat template."""
     if isinstance(prompt, str):
         require(
-            not options, "the columns tools and chat_template_kwargs are for conversations, and the prompt is a text"
+            not options, "the columns tools and chat_template_kwargs are for conversations, but the prompt is a text"
         )
         return encode_text(prompt, tokenizer)
     turns = as_turns(prompt, "user")
     if not turns:
         return []
-    is_open = turns[-1]["role"] != "assistant"
-    require(is_open, "the prompt ends with a turn of the assistant, which leaves nothing to answer")
+    is_question = turns[-1]["role"] != "assistant"
+    require(is_question, "the prompt ends with a message of the assistant, so there is nothing to answer")
     text = render(turns, tokenizer, options, is_prompt=True)
     check_rendered(text, turns, tokenizer, options)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -1946,14 +1963,14 @@ def print_lengths(what: str, lengths: Sequence[int], *notes: str) -> None:
 
 
 def show_first_row(columns: dict[str, Text]) -> None:
-    """A table of what the model reads of the first row."""
+    """Prints a table of the first row, as the model reads it."""
     table = Table(*columns, title="the first row, as the model reads it", min_width=40)
     table.add_row(*columns.values())
     Console().print(table)
 
 
 def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] = ()) -> Text:
-    """A text as a model reads it, with its special tokens, some tokens in green; a long one is cut in the middle."""
+    """Decodes a text with its special tokens, some tokens in green; leaves out the middle of a long text."""
     text = Text()
     start = 0
     for green, tokens in groupby(is_green or [False] * len(ids)):
@@ -1966,42 +1983,42 @@ def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] =
 
 
 def text_behind(prompt: list[int], response: list[int], tokenizer: AutoTokenizer) -> str:
-    """Decodes a response behind its prompt, without special tokens. Decoded alone it could lack its first space
-    (SentencePiece)."""
+    """Decodes a response after its prompt, without special tokens. (SentencePiece drops the first space of a response
+    that is decoded without its prompt.)"""
     head = tokenizer.decode(prompt, skip_special_tokens=True)
-    whole = tokenizer.decode([*prompt, *response], skip_special_tokens=True)
-    if not whole.startswith(head):  # the prompt ended within a letter
+    text = tokenizer.decode([*prompt, *response], skip_special_tokens=True)
+    if not text.startswith(head):  # the prompt ends in the middle of a character
         return tokenizer.decode(response, skip_special_tokens=True)
-    return whole.removeprefix(head)
+    return text.removeprefix(head)
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
-    """Batch `number` (0, 1, ...) of an endless sequence: pass after pass over the rows, each in its own order."""
+    """Batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
     positions = range(number * size, (number + 1) * size)
     return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
 
 
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
-    """The numbers below n in a random order, which follows from the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: other seeds than those of steps
+    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: not the seed of a step
     return torch.randperm(n, generator=generator).tolist()
 
 
 def make_seed(*numbers: int) -> int:
-    """One seed made of several numbers. All randomness is a function of --seed and the number of a step or a pass: what
-    a step draws depends on no step before it."""
+    """Combines numbers into one seed. All random numbers depend only on --seed and the number of a step or a pass, not
+    on earlier steps."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Token lists as one tensor (B, S), and its mask (B, S), true on real tokens."""
+    """Pads lists of token ids to one tensor (B, S); returns it, and its mask (B, S), true on real tokens."""
     padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
     return padded["input_ids"], padded["attention_mask"].bool()
 
 
 def autocast(args: Args) -> torch.autocast:
-    """bfloat16 if --bf16 asks for it; trained weights, losses and everything after the logits stay float32."""
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
 
 
@@ -2009,15 +2026,15 @@ def autocast(args: Args) -> torch.autocast:
 
 
 def start(args: Args) -> None:
-    """Joins the processes of torchrun, if it started this one, and tells the libraries how to behave."""
-    ACT2FN["gelu_new"] = GELUTanh  # GPT-2's, in one operator instead of eight
-    logging.set_verbosity_error()  # of transformers, to which a fresh head is news
+    """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint of one process
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # when one process saves a checkpoint
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
-    require(can_shard or not is_sharded, "shards are for torchrun --nproc-per-node N and --zero-stage 2 or 3")
+    require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
@@ -2027,14 +2044,14 @@ def start(args: Args) -> None:
         keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        patience = timedelta(hours=2)  # while process 0 loads a large model, or a slow judge keeps one of them
-        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=patience)
-    set_seed(args.seed)  # of adapters and heads; each step has its own
+        timeout = timedelta(hours=2)  # process 0 may load a large model, or a reward function may be slow in one
+        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=timeout)
+    set_seed(args.seed)  # for adapters and heads; each step sets its own seed
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to. Else it returns large tensors to the system and gets them back page by page: up to half of the
-    time, where the vocabulary is large. The numbers are those of glibc's malloc.h."""
+    """Makes glibc keep freed memory. By default it returns large tensors to the system and requests them again page by
+    page, which takes up to half of the time if the vocabulary is large. The numbers are from glibc's malloc.h."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -2042,14 +2059,14 @@ def keep_freed_memory() -> None:
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of x over all processes, in place."""
+    """Sums x over all processes, in place."""
     if WORLD_SIZE > 1:
         dist.all_reduce(x)
     return x
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """(B, ...) all rows, of which each process has the rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
+    """Gathers all rows (B, ...). Each process passes its rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
     shares = [x.clone() for _ in range(WORLD_SIZE)]
     if WORLD_SIZE > 1:
         dist.all_gather(shares, x.contiguous())
@@ -2057,10 +2074,10 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def place(model: nn.Module | None, args: Args) -> nn.Module | None:
-    """Moves a model to the device, and returns it; with --zero-stage, torch's FSDP2 shards it, a layer at a time.
+    """Moves a model to the device and returns it. With --zero-stage, torch's FSDP2 shards it, layer by layer.
 
-    Stage 2 shards what is trained, and keeps gathered weights until the backward pass. The gradient of a shard becomes
-    the mean over processes.
+    Stage 2 shards only models in training, and keeps gathered weights until the backward pass. FSDP2 averages the
+    gradients of shards over the processes.
     """
     if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):
         return model
@@ -2071,7 +2088,7 @@ def place(model: nn.Module | None, args: Args) -> nn.Module | None:
         return model.to(args.device)
     weights = model.state_dict()
     buffers = dict(model.named_buffers())
-    model.to("meta")  # process 0, too, which alone holds the weights
+    model.to("meta")  # also on process 0, which keeps the weights in `weights`
     tie(model)
     if is_trained or args.zero_stage == 3:
         shard_layers(model, args)
@@ -2079,7 +2096,7 @@ def place(model: nn.Module | None, args: Args) -> nn.Module | None:
         model.to_empty(device=args.device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
     set_model_state_dict(model, {} if RANK else weights, options=options)
-    for name, buffer in buffers.items():  # a state dict lacks some of them, such as rotary frequencies
+    for name, buffer in buffers.items():  # a state dict lacks some buffers, such as rotary frequencies
         owner, _, last = name.rpartition(".")
         received = torch.empty_like(buffer, device=args.device) if RANK else buffer.to(args.device)
         dist.broadcast(received, 0)
@@ -2089,21 +2106,21 @@ def place(model: nn.Module | None, args: Args) -> nn.Module | None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Gives back the weights that a pass through a sharded model has gathered."""
+    """Frees the weights that a pass through a sharded model has gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def tie(model: nn.Module) -> None:
-    """Ties again the weights that share one tensor: a move from `meta` separates them."""
+    """Ties weights that share one tensor again, since a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
 
 
 def shard_layers(model: nn.Module, args: Args) -> None:
-    """Shards a model by torch's FSDP2, a layer at a time."""
+    """Shards a model with torch's FSDP2, layer by layer."""
     device_type = torch.device(args.device).type
     size = args.shard_size or WORLD_SIZE
     mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
@@ -2111,14 +2128,14 @@ def shard_layers(model: nn.Module, args: Args) -> None:
     if args.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]  # its blocks
-    roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # what read_reward calls
+    roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_reward calls these two
     for module in layers + roots:
         fully_shard(module, **options)
 
 
 @contextmanager
 def gathered(model: nn.Module, args: Args) -> Iterator[None]:
-    """Within this context each process holds a sharded model whole: weights are sent once, not for every token."""
+    """Within this context each process holds all weights of a sharded model: they are sent once, not for each token."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule) and args.gather_for_rollout]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
@@ -2132,9 +2149,9 @@ def gathered(model: nn.Module, args: Args) -> Iterator[None]:
 
 
 def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Scales the gradient down to a norm of max_norm; returns the norm that it had.
+    """Clips the gradient to the norm max_norm; returns its norm before that.
 
-    Whole gradients are first averaged over the processes, as those of shards already are.
+    Gradients are first averaged over the processes; FSDP2 has already averaged those of shards.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
@@ -2149,12 +2166,12 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 
 
 class Run:
-    """What a run shows and leaves: progress bar, tables, metrics.jsonl, W&B, checkpoints; in the end model and curves.
+    """The output of a run: progress bar, tables, metrics.jsonl, W&B, checkpoints, and at the end model and curves.
 
-    A step of a run is an update. A number is logged by putting it into the stats, under any name (one that ends in
-    grad_norm is watched). A checkpoint is a folder: each process writes its shards of weights and moments into it, as
-    safetensors; process 0 then adds state.json, and gives it its name. On a CPU a resumed run is, bit for bit, the one
-    that was never interrupted.
+    A step is one update. To log a number, put it into the stats, under any name; names that end in grad_norm are
+    checked for NaN and infinity. A checkpoint is a folder: each process writes its shards of weights and moments, as
+    safetensors; then process 0 adds state.json and renames the folder. On a CPU a resumed run is bit for bit the same
+    as one without an interruption.
     """
 
     def __init__(
@@ -2167,8 +2184,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is what lasts from step to step besides weights, as JSON can hold it; `asked` are the settings
-        before sizes were chosen. Of the models in training, `model` is saved in the end, and `ema` beside it."""
+        """`memory` is the state between steps that is not in weights or moments, as JSON values. `asked` are the
+        settings before sizes were chosen. Of the models, `model` is saved at the end, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -2178,25 +2195,25 @@ class Run:
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.broken = 0  # updates in a row with a gradient that was not finite
-        self.is_told_to_stop = False
-        self.is_logged = False  # whether a step was
+        self.broken = 0  # updates in a row with a non-finite gradient
+        self.stop_requested = False
+        self.is_logged = False  # whether any step was logged
         self.saved = 0  # the step of the newest checkpoint
-        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # runs of one job may begin in the same second
-        name = [args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}"]
-        self.output = Path(name[0])
+        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # many runs may start in one second
+        self.output = Path(args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}")
         if not RANK:
             self.open_folder()
         if WORLD_SIZE > 1:
-            dist.broadcast_object_list(name)  # their clocks may differ
-            self.output = Path(name[0])
-            require(self.output.exists(), f"process {RANK} sees no {self.output}: all nodes must share this folder")
+            received = [self.output]
+            dist.broadcast_object_list(received)  # overwrites the list with that of process 0: clocks may differ
+            self.output = received[0]
+            require(self.output.exists(), f"process {RANK} finds no {self.output}: all nodes must share this folder")
         if args.resume:
             self.restore()
         if not RANK:
             settings = code_version() | {"chosen_here": chosen_here(self.asked)} | asdict(args)
             (self.output / "args.new").write_text(json.dumps(settings, indent=2) + "\n")
-            (self.output / "args.new").replace(self.output / "args.json")  # whole, or not at all
+            (self.output / "args.new").replace(self.output / "args.json")  # a crash leaves the old file or the new one
         self.wandb = None
         if args.track and not RANK:
             self.start_wandb()
@@ -2204,17 +2221,17 @@ class Run:
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
 
     def open_folder(self) -> None:
-        """Makes the run's folder, which no other run may have, or opens it again."""
+        """Creates the run's folder, or opens it again with --resume. Two runs cannot have the same folder."""
         if not self.args.resume:
-            sentence = f"{self.output} exists: choose another --output-dir, or go on with --resume {self.output}"
-            require(not self.output.exists(), sentence)
+            message = f"{self.output} exists: choose another --output-dir, or continue with --resume {self.output}"
+            require(not self.output.exists(), message)
             self.output.mkdir(parents=True)
-        self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # let go of when the process ends
+        self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # released when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
         shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
 
     def start_wandb(self) -> None:
-        """Opens the W&B run; one that is resumed is continued."""
+        """Starts the W&B run, or continues it in a resumed run."""
         import wandb
 
         self.wandb = wandb.init(
@@ -2229,18 +2246,18 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left. While they are made, Ctrl-C and SIGTERM are requests to stop, unless
-        they are ignored (as Ctrl-C is in a script's background jobs)."""
+        """The numbers of the steps that remain. Meanwhile Ctrl-C and SIGTERM request a stop after the current step,
+        unless they are ignored (as Ctrl-C is in a shell script's background jobs)."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
             if signal.getsignal(number) != signal.SIG_IGN
         }
-        hook = self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "moving"))
+        hook = self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "changing"))
         try:
             while self.step < self.num_steps:
                 self.step += 1
-                self.state = "still"  # until the optimiser moves weights; "whole" when it has moved them for this step
+                self.state = "unchanged"  # the weights; "changing" in the update, then "updated"
                 self.before = deepcopy(self.memory), self.position()
                 yield self.step
         except GeneratorExit:  # the loop was left by `break`, or by an error
@@ -2251,59 +2268,60 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves what an error would lose, and says how to go on: the state after this step, if all of its update was
-        made, or after the one before, if no weight has moved since. In the first step there is nothing to lose."""
+        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the step before if
+        no weight has changed since, else none. An error in the first step saves nothing. Prints how to resume."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
-        is_heard = not RANK
+        prints_message = not RANK
         try:
-            if self.state == "still":
+            if self.state == "unchanged":
                 self.step -= 1
                 self.memory, position = self.before
                 if not RANK:
                     self.file.truncate(position)
-            if self.state != "moving" and self.saved != self.step:
+            if self.state != "changing" and self.saved != self.step:
                 self.wait_for_all()
                 self.save()
-        except BaseException as error:  # torch has one that is no Exception
+        except BaseException as error:  # torch has an error that is not an Exception
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
-            is_heard = True  # the other processes may never come here
-        if self.saved and is_heard:
-            print(f"\nto go on from step {self.saved}: --resume {self.output}", file=sys.stderr)
+            prints_message = True  # process 0 may never get here
+        if self.saved and prints_message:
+            print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
-        """Waits until all processes are here; but not for long, since an error of one alone leaves others elsewhere."""
+        """Waits until all processes are here, at most 20 seconds: after an error in one, the others may never come."""
         if WORLD_SIZE > 1:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
             store.wait([f"ended {rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=20))
 
     def position(self) -> int:
-        """The bytes of metrics.jsonl so far."""
+        """The size of metrics.jsonl in bytes."""
         return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
-        """What Ctrl-C and SIGTERM do. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
-        self.is_told_to_stop = True
-        print("\nstopping after this step (at once: Ctrl-\\)", file=sys.stderr)
+        """Handles Ctrl-C and SIGTERM. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
+        self.stop_requested = True
+        print("\nstopping after this step (Ctrl-\\ stops at once)", file=sys.stderr)
 
     def must_stop(self) -> bool:
-        """Whether this step is the last because one of the processes was told to stop: then all of them do."""
-        return bool(all_reduce(torch.tensor(int(self.is_told_to_stop))))
+        """Whether a stop was requested from any of the processes. Then all of them stop after this step."""
+        return bool(all_reduce(torch.tensor(int(self.stop_requested))))
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Takes the seconds of a phase of this step."""
+        """Times one phase of the step."""
         start = time.perf_counter()
         yield
         if self.args.device != "cpu":
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
-        if self.state == "moving":
-            self.state = "whole"
+        if self.state == "changing":
+            self.state = "updated"
 
     def log(self, stats: dict[str, float], *shown: str) -> None:
-        """One line of metrics.jsonl, W&B, and the metrics named in `shown` beside the bar. Ends a hopeless run."""
+        """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar. Exits after five
+        updates in a row with non-finite gradients."""
         norms = [x for name, x in stats.items() if name.endswith("grad_norm")]
         self.broken = 0 if all(map(math.isfinite, norms)) else self.broken + 1
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
@@ -2314,30 +2332,30 @@ class Run:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
             print(json.dumps(line), file=self.file, flush=True)
         self.is_logged = True
-        self.state = "whole"
+        self.state = "updated"
         if self.wandb:
             self.wandb.log(stats, step=self.step)
         require(
             self.broken < 5,
-            "the gradient was NaN or infinite in five updates in a row, and no such step was made: "
+            "the gradient was NaN or infinite in five updates in a row, and their optimiser steps were skipped: "
             "the learning rate may be too high",
         )
 
     def is_due(self, every: int) -> bool:
-        """True after every so many steps, and after the last one."""
+        """True after each `every` steps, and after the last step."""
         return self.step % every == 0 or self.step == self.num_steps
 
     def is_one_of(self, times: int) -> bool:
-        """True after `times` evenly spread steps, the last one included."""
+        """True after `times` evenly spread steps, including the last one."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
     def show(self, columns: dict[str, list[str]], tensors: dict[str, object]) -> None:
-        """Shows texts as a table, and keeps the tensors that say more of them, under samples/."""
+        """Prints texts as a table, and saves the tensors that belong to them in samples/."""
         if RANK:
             return
         table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
         for row in zip(*columns.values()):
-            table.add_row(*map(Text, row))  # in which markup is shown, not obeyed
+            table.add_row(*map(Text, row))  # a Text shows markup as it is
         with self.bar.external_write_mode():
             Console().print(table)
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
@@ -2345,24 +2363,26 @@ class Run:
         folder.mkdir(exist_ok=True)
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
-    def tensors(self, is_full: bool = False) -> dict[str, Tensor]:
-        """All weights in training and the optimiser's moments, by name; of sharded ones this process's part. Before the
-        first step there are no moments, unless it is to be full: then a step is made that moves nothing."""
+    def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
+        """All trainable weights and the optimiser's moments, by name; of sharded ones, this process's shards. Before
+        the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
-        if not self.optimizer.state and not is_full:
+        if not self.optimizer.state and not create_moments:
             return weights
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         moments = get_optimizer_state_dict(self.models, self.optimizer, options=options)
         return weights | {name: x for name, x in moments.items() if isinstance(x, Tensor)}
 
     def save(self) -> None:
-        """Writes a checkpoint, under another name until it is whole, and removes old ones."""
+        """Writes a checkpoint, under another name until it is complete, and removes old ones."""
         folder = self.output / "checkpoints"
         unfinished = folder / "unfinished"
         tensors = self.tensors()
-        ends = accumulate(x.nbytes for x in tensors.values())
-        files = {name: 1 + end // 2**28 for name, end in zip(tensors, ends)}  # the writer holds a file in memory
+        files, size = {}, 0
+        for name, x in tensors.items():
+            size += x.nbytes
+            files[name] = 1 + size // 2**28  # a new file each 256 MB, since the writer holds a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             self.saved = self.step
@@ -2376,10 +2396,10 @@ class Run:
             shutil.rmtree(old)
 
     def restore(self) -> None:
-        """Brings everything back to the newest checkpoint; without any, the run starts over."""
+        """Restores the newest checkpoint, or starts from scratch if there is none."""
         state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
         for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
-            print(f"reading {folder}: if it is damaged, remove it")
+            print(f"reading {folder} (if it is damaged, remove it)")
             state = self.load(folder)
         self.memory.update(state["memory"])
         self.step = state["step"]
@@ -2389,24 +2409,27 @@ class Run:
         if not RANK:
             lines = (self.output / "metrics.jsonl").read_bytes()
             if len(lines) < state["bytes_of_metrics"]:
-                warnings.warn("metrics.jsonl lacks lines, as in a copy that was made while the run went on")
+                warnings.warn("metrics.jsonl lacks lines: was the folder copied during the run?")
             self.file.truncate(lines.rfind(b"\n", 0, state["bytes_of_metrics"]) + 1)
         print(f"continues after step {self.step}")
 
     def load(self, folder: Path) -> dict:
-        """Reads a checkpoint into weights and moments, in place; returns what is in its state.json.
+        """Reads a checkpoint into weights and moments, in place; returns its state.json.
 
-        Raises whatever is wrong. All weights must be there, but a weight that no pass reads has no moments.
+        Raises if the checkpoint is incomplete. All weights must be there, but unused weights have no moments.
         """
         state = json.loads((folder / "state.json").read_text())
         files = len(list(folder.glob("*.safetensors")))
         if files != state["files"]:
-            raise OSError(f"{files} of {state['files']} files of weights are there")
+            raise OSError(f"{folder} has {files} of its {state['files']} files of weights")
         reader = HuggingFaceStorageReader(folder)
         there = reader.read_metadata().state_dict_metadata
-        tensors = self.tensors(is_full=True)
+        tensors = self.tensors(create_moments=True)
         unknown = sorted(set(there) - set(tensors))
-        require(not unknown, f"{folder} holds more than this run trains, such as {unknown[:2]}: resume it as it began")
+        require(
+            not unknown,
+            f"{folder} has weights that this run does not train, such as {unknown[:2]}: resume with the same settings",
+        )
         tensors = {name: x for name, x in tensors.items() if name in there or not name.startswith("state.")}
         dcp.load(tensors, storage_reader=reader)
         for name, p in self.models.named_parameters():
@@ -2415,7 +2438,7 @@ class Run:
         return state
 
     def finish(self) -> None:
-        """Saves the model, and its moving average in ema/; beside it the card and the curves."""
+        """Saves the model, its moving average in ema/, the model card and the curves."""
         self.bar.close()
         save_model(self.models["model"], self.output, self.args)
         if "ema" in self.models:
@@ -2429,11 +2452,11 @@ class Run:
             self.wandb.finish()
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
-            print(f"to go on from step {self.step}: --resume {self.output}")
+            print(f"to continue from step {self.step}: --resume {self.output}")
 
     def write_card(self) -> None:
-        """README.md: of what the model was made, the settings that are not the default, and how it ended. What stands
-        first is for Hugging Face: the script, and the base model, if it is on the hub."""
+        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header is for
+        Hugging Face: the script, and the base model, if it is on the hub."""
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
@@ -2442,7 +2465,7 @@ class Run:
         words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in changed.items()}
         flags = [f"--{name.replace('_', '-')} {x}" for name, x in words.items()]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
-        last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # an evaluation is not in each line
+        last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]
         card = [
             f"---\ntags: [{Path(__file__).stem}]",
@@ -2456,8 +2479,8 @@ class Run:
 
 
 def peak_memory_mb() -> float:
-    """Peak memory in MB: of the GPU on CUDA, else of this process; 0 on Windows, which keeps no such figure."""
-    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 if there is none, or it is not used
+    """Peak memory in MB: of the GPU with CUDA, else of this process; 0 on Windows, which has no such figure."""
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 without a GPU, or if it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
 
@@ -2466,7 +2489,7 @@ def peak_memory_mb() -> float:
 
 
 def save_model(model: nn.Module, folder: Path, args: Args) -> None:
-    """Model (safetensors) and tokenizer; beside an adapter, in merged/, the whole model."""
+    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if RANK:
         return
@@ -2476,28 +2499,30 @@ def save_model(model: nn.Module, folder: Path, args: Args) -> None:
     if args.lora_r:
         from peft import PeftModel
 
-        whole = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
-        whole.generation_config = getattr(model, "generation_config", None)  # a reward model has none
-        PeftModel.from_pretrained(whole, folder).merge_and_unload().save_pretrained(folder / "merged")
+        base = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
+        base.generation_config = getattr(model, "generation_config", None)  # a reward model has none
+        PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 
 
 def code_version() -> dict[str, str]:
-    """This script, its version, and the git revision of its folder, if there is one."""
-    command = "git describe --always --dirty"  # dirty: with changes that are not committed
+    """The name of this script, its version, and the git revision of its folder, if it has one."""
+    command = "git describe --always --dirty"  # dirty: with uncommitted changes
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
     return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """The settings that were left to this machine: when a run is resumed, maybe on another, they are chosen anew."""
+    """The settings that depend on this machine because the user left them open. A resumed run, which may be on another
+    machine, chooses them again."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
     return names + ["device"] * (asked.device == Args().device)
 
 
 def draw_curves(folder: Path) -> None:
-    """curves.png: for each title of CURVES a panel with the metrics that match its pattern; evaluations are points."""
+    """Draws curves.png: for each title in CURVES a panel of the metrics that match its pattern, evaluations as
+    points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
     lines.index += 1
@@ -2509,7 +2534,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """The settings; with --resume, those of that run, but for what the command line says."""
+    """Reads the settings; with --resume, those of that run, unless they are on the command line."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
@@ -2518,18 +2543,18 @@ def read_command_line() -> Args:
         return args
     settings = json.loads(Path(args.resume, "args.json").read_text())
     script = settings.get("script", Path(__file__).name)
-    require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that")
-    for name in [*code_version(), *settings.pop("chosen_here", [])]:
+    require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
+    for name in ["script", "version", "revision", *settings.pop("chosen_here", [])]:
         settings.pop(name, None)
     args = read(default=Args(**settings))
-    require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: leave --output-dir out")
-    is_counted_alike = getattr(args, "batch_size", None) == settings.get("batch_size")
-    require(is_counted_alike, "a resumed run keeps its --batch-size; what saves memory is --micro-batch-size")
+    require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: remove --output-dir")
+    is_same_size = getattr(args, "batch_size", None) == settings.get("batch_size")
+    require(is_same_size, "a resumed run keeps its --batch-size; to save memory, set --micro-batch-size")
     return args
 
 
 def main() -> None:
-    """Trains with the settings of the command line; under torchrun, process 0 alone prints what is no error."""
+    """Trains with the settings of the command line. Under torchrun, only process 0 prints to standard output."""
     if RANK:
         sys.stdout = open(os.devnull, "w")
     train(read_command_line())

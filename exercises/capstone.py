@@ -1,8 +1,8 @@
-"""The capstone: the scripts of lecture/ train the toy world, with your functions in the place of theirs.
+"""The capstone: scripts of lecture/ train in the toy world, with your functions in place of theirs.
 
-python -m pytest exercises        ends with it, for each script whose functions are all done
-python exercises/capstone.py      runs the scripts as they are, or those named behind it, and writes down in
-                                  capstone.json what yours is held to
+python -m pytest exercises        ends with it, for each script whose functions you have all written
+python exercises/capstone.py      runs the original scripts (or those named after it) and saves their metrics in
+                                  capstone.json, for comparison with yours
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ROOT / "exercises/capstone.json"  # the metric after each update of our own runs, a list for each seed
-SEEDS = (1, 2, 3)  # a processor that rounds otherwise is like another seed
-FOLDER = ROOT / "runs/capstone"  # of curves and trained models
-RUNS = {  # the metric, what it is, and settings with which a run takes less than half a minute
+OURS = ROOT / "exercises/capstone.json"  # the metric after each update of our runs, a list for each seed
+SEEDS = (1, 2, 3)  # on another processor, rounding acts like another seed
+FOLDER = ROOT / "runs/capstone"  # for curves and trained models
+RUNS = {  # the metric, its meaning, and settings for a run of less than half a minute
     "ppo": ("objective/scores", "the score", {"total_episodes": 1024}),
     "grpo": ("reward", "the share of right answers", {"total_episodes": 6400}),
     "dpo": ("rewards/margins", "the margin of chosen answers", {"num_train_epochs": 6, "batch_size": 32}),
@@ -29,7 +29,7 @@ def path_of(script: str) -> Path:
 
 
 def scripts() -> list[str]:
-    """Those that there are."""
+    """The scripts that exist."""
     return [script for script in RUNS if path_of(script).exists()]
 
 
@@ -39,7 +39,7 @@ def functions_of(text: str) -> list[str]:
 
 
 def some_pairs() -> Path:
-    """A folder with a few of the toy world's pairs: what is learned in half a minute is learned by heart."""
+    """A folder with a few pairs of the toy world, so that half a minute of training is enough to fit them."""
     folder = FOLDER / "pairs"
     folder.mkdir(parents=True, exist_ok=True)
     lines = (ROOT / "toy/data/preferences/train.jsonl").read_text("utf-8").splitlines(keepends=True)
@@ -48,9 +48,9 @@ def some_pairs() -> Path:
 
 
 def train(script: str, functions: dict, **settings) -> list[float]:
-    """The metric after each update of a run in which these functions stand for the script's own, by name.
+    """Runs a script with these functions in place of its own; returns the metric after each update.
 
-    The script runs cell by cell, as in a notebook, and its functions are exchanged after the cell that defines them.
+    The script runs cell by cell, as in a notebook. Functions are replaced after the cell that defines them.
     """
     metric, _, usual = RUNS[script]
     settings = usual | {"output_dir": Path(tempfile.mkdtemp(), script)} | settings
@@ -70,22 +70,22 @@ def train(script: str, functions: dict, **settings) -> list[float]:
 
 
 def end_of(curve: list[float]) -> float:
-    """The mean of its last eighth, since a single batch says little."""
+    """The mean of the curve's last eighth, since a single batch is noisy."""
     last = curve[-max(1, len(curve) // 8) :]
     return sum(last) / len(last)
 
 
 def verdict(script: str, curve: list[float], ours: list[list[float]]) -> tuple[bool, str]:
-    """Whether a run got most of the way that the least of ours goes, and where it got."""
+    """Whether a run improved by at least 70 % of what our worst run did, and a sentence about both."""
     ends = [end_of(own) for own in ours]
-    way = f"took {RUNS[script][1]} from {curve[0]:.2f} to {end_of(curve):.2f}"
-    sentence = f"your {script.upper()} {way}; ours ends between {min(ends):.2f} and {max(ends):.2f}, by seed"
+    change = f"took {RUNS[script][1]} from {curve[0]:.2f} to {end_of(curve):.2f}"
+    sentence = f"your {script.upper()} {change}; ours ends between {min(ends):.2f} and {max(ends):.2f}, by seed"
     start = sum(own[0] for own in ours) / len(ours)
     return end_of(curve) - start > 0.7 * (min(ends) - start), sentence
 
 
 def draw(script: str, curve: list[float], ours: list[list[float]]) -> Path:
-    """The file with all curves."""
+    """Draws all curves; returns the file."""
     from matplotlib.figure import Figure
 
     figure = Figure((5, 3.2), layout="constrained")

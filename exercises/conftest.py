@@ -1,4 +1,4 @@
-"""Which file is graded, in a process of its own, and the last lines of the report."""
+"""Runs the grading in a process of its own, and writes the last lines of the report."""
 
 import faulthandler
 import os
@@ -17,22 +17,22 @@ FILE = Path(__file__).resolve().parent / "functions.py"
 
 def pytest_addoption(parser):
     parser.addoption("--solutions", default=str(FILE), help="the file to grade, by default exercises/functions.py")
-    parser.addoption("--seconds", default=30.0, type=float, help="the longest that an exercise may take")
+    parser.addoption("--seconds", default=30.0, type=float, help="time limit of an exercise")
 
 
 def pytest_cmdline_main(config):
-    """Grades in a second process, since a function may end its process, crash it, or stay in a loop for ever.
+    """Grades in a second process, since a function may exit, crash, or loop for ever.
 
-    The second one keeps a file in which stands what is under way, and removes it in the end; the first looks there.
+    The second process writes what it is doing to a file, and removes it at the end; the first process reads it.
     """
     if "EXERCISE_UNDER_WAY" in os.environ:
         return None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "under_way")
         command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
-        spin = {"GOMP_SPINCOUNT": "10000"}  # threads that wait spin for ever on a busy machine
+        spin = {"GOMP_SPINCOUNT": "10000"}  # else waiting threads spin, which is slow on a busy machine
         process = subprocess.Popen(command, env=spin | os.environ | {"EXERCISE_UNDER_WAY": str(file)})
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the second one, which has a report to make
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the second process, which writes the report
         code = process.wait()
         if not file.exists():
             return code
@@ -41,12 +41,12 @@ def pytest_cmdline_main(config):
     own = [line.rpartition("line ")[2] for line in stack if f'"{solutions}"' in line]  # "30 in gae", innermost first
     place = f" (line {own[0]})" if own else ""
     happened = f"took more than {seconds} seconds{place}" if stack else f"ended Python with exit code {code}"
-    print(f"\n{what} {happened}. What comes after it is not graded.", file=sys.stderr)
+    print(f"\n{what} {happened}. The exercises after it are not graded.", file=sys.stderr)
     return 2
 
 
 def begin(config, what: str, times: int = 1) -> None:
-    """Leaves word of what is under way. If it takes too long, the process writes there where it is, and ends."""
+    """Writes what is under way to the file. At the time limit, the process appends its traceback and exits."""
     if file := os.environ.get("EXERCISE_UNDER_WAY"):
         seconds = times * config.getoption("--seconds")
         Path(file).write_text(f"{what}\n{seconds:g}\n", "utf-8")
@@ -62,17 +62,17 @@ def pytest_runtest_call(item):
 
 
 def pytest_enter_pdb():
-    """Whoever looks around in the debugger may take their time."""
+    """No time limit in the debugger."""
     faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_configure(config):
-    config.option.reportchars = ""  # no second list of what is wrong, cut off at the width of the terminal
+    config.option.reportchars = ""  # no second list of failures
 
 
 @pytest.fixture(scope="session")
 def student(request):
-    """The functions of the file that is graded."""
+    """The functions of the graded file."""
     file = request.config.getoption("--solutions", str(FILE))
     begin(request.config, f"Reading {file}")
     try:
@@ -82,7 +82,7 @@ def student(request):
 
 
 def exercises(config, outcome: str) -> list[str]:
-    """The exercises with this outcome."""
+    """The names of the exercises with this outcome."""
     reports = config.pluginmanager.get_plugin("terminalreporter").stats.get(outcome, [])
     names = [report.nodeid.partition("::test_") for report in reports]
     return [name for file, _, name in names if Path(file).name == "test_functions.py"]
@@ -90,15 +90,15 @@ def exercises(config, outcome: str) -> list[str]:
 
 def pytest_terminal_summary(terminalreporter, config):
     reports = [x for outcome in ("passed", "skipped") for x in terminalreporter.stats.get(outcome, [])]
-    for said in (value for report in reports for key, value in report.user_properties if key == "said"):
-        terminalreporter.write_line(said)
+    for result in (value for report in reports for key, value in report.user_properties if key == "result"):
+        terminalreporter.write_line(result)
     done, wrong, undone = (exercises(config, outcome) for outcome in ("passed", "failed", "skipped"))
     begin = f", {undone[0]} is the next" if undone else ""
     terminalreporter.section(f"{len(done)} done, {len(wrong)} wrong, {len(undone)} not done yet{begin}")
 
 
 def pytest_sessionfinish(session):
-    """What is not done has not passed: the exit code says so."""
+    """Sets the exit code to 1 if exercises are not done."""
     faulthandler.cancel_dump_traceback_later()
     if file := os.environ.get("EXERCISE_UNDER_WAY"):
         Path(file).unlink(missing_ok=True)

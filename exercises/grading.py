@@ -1,7 +1,7 @@
-"""How an exercise is graded: the student's results against the right ones and, if they differ, against usual mistakes.
+"""Grades an exercise: compares the student's results with the right ones and, if they differ, with common mistakes.
 
-A case has inputs and the right results by name. A mistake is a sentence and a function that makes it: the sentence is
-shown if that function returns what the student's returned, in every case.
+A case has inputs, and the right results by name. A mistake is a sentence and a function that makes the mistake: the
+sentence is shown if that function returns the same as the student's, in every case.
 """
 
 import json
@@ -19,7 +19,7 @@ EXAMPLE = "the example of the docstring"
 
 
 def golden(name: str) -> tuple[str, dict, dict]:
-    """Where they come from, inputs and outputs of a file of other people's numbers, as tensors in float64."""
+    """The source, inputs and outputs of a file with another library's numbers, as tensors in float64."""
 
     def convert(pairs: dict) -> dict:
         return {key: numbers(x) if isinstance(x, list) else x for key, x in pairs.items()}
@@ -30,7 +30,7 @@ def golden(name: str) -> tuple[str, dict, dict]:
 
 
 def numbers(x: list) -> Tensor:
-    """Numbers or truths, in any number of dimensions, as float64."""
+    """A tensor of numbers or booleans, in float64."""
     return torch.tensor(x, dtype=torch.float64)
 
 
@@ -45,19 +45,19 @@ def bits(*rows: str) -> Tensor:
 
 
 def case(where: str, *inputs, **right) -> tuple[str, tuple, dict]:
-    """Inputs of a function, and the right results by name."""
+    """A case: where it is from, the inputs of a function, and the right results by name."""
     return where, inputs, {name: torch.as_tensor(x) for name, x in right.items()}
 
 
-def fail(sentence: str) -> None:
-    """Ends the exercise with a sentence, and no traceback of the grader's."""
-    pytest.fail(sentence, pytrace=False)
+def fail(message: str) -> None:
+    """Fails the exercise with a message, without the grader's traceback."""
+    pytest.fail(message, pytrace=False)
 
 
-def must(condition: object, sentence: str) -> None:
-    """A property that the mathematics demands."""
+def must(condition: object, message: str) -> None:
+    """Fails the exercise with the message, unless the condition holds."""
     if not condition:
-        fail(sentence)
+        fail(message)
 
 
 def near(a: Tensor, b: Tensor) -> Tensor:
@@ -66,20 +66,20 @@ def near(a: Tensor, b: Tensor) -> Tensor:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Equal in shape, and in value to five digits."""
+    """Whether two tensors have the same shape, and the same values to five digits."""
     return a.shape == b.shape and bool(near(a, b).all())
 
 
 def place_of(error: BaseException, *files: str) -> str:
-    """The last line of these files on the way to an error."""
+    """The last line of these files in an error's traceback."""
     own = [x for x in traceback.extract_tb(error.__traceback__) if x.filename in files]
     return f"\nLine {own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
-    """The student's function, which answers bad form with a sentence: errors, results missing, inputs changed."""
+    """Wraps the student's function: errors, missing results and changed inputs fail with a message."""
     function = getattr(student, name, None)
-    must(function, f"The function {name} is gone from the file.")
+    must(function, f"The file has no function {name}.")
 
     def call(*inputs):
         given, trouble = [x.clone() if isinstance(x, Tensor) else x for x in inputs], None
@@ -92,7 +92,7 @@ def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
         except BaseException as error:  # sys.exit, too
             place = place_of(error, getattr(student, "__file__", ""))
             trouble = f"It stopped with {type(error).__name__}: {error}{place}"
-        if trouble:  # said out here, where pytest does not show the error once more
+        if trouble:  # outside of the `except`, where pytest would print the error again
             (pytest.skip if trouble == "not done yet" else fail)(trouble)
         results = results if isinstance(results, tuple) else (results,)
         must(results != (None,), "It returns None. Is the `return` missing?")
@@ -101,7 +101,7 @@ def guarded(student, name: str, outputs: tuple[str, ...]) -> Callable:
         must(fits, f"It returns {', '.join(kinds)}; it should return {len(outputs)} x Tensor: {', '.join(outputs)}.")
         for i, (before, after) in enumerate(zip(inputs, given)):
             unchanged = not isinstance(before, Tensor) or torch.equal(before.nan_to_num(), after.nan_to_num())
-            must(unchanged, f"It changes its argument number {i + 1}. Others still need it: make a new tensor.")
+            must(unchanged, f"It changes its argument number {i + 1}. Make a new tensor: others need the old one.")
         return results if len(results) > 1 else results[0]
 
     return call
@@ -116,35 +116,35 @@ def grade(
     read: Callable | None = None,
     clean: tuple[int, ...] = (),
 ) -> Callable:
-    """Compares all cases, and ends at the first mismatch; returns the student's function, to look at its properties.
+    """Compares all cases up to the first mismatch; returns the student's function, for further tests.
 
-    `read` makes results by name of a function and its inputs, if they are not simply its outputs. `clean` are the
-    places of inputs that other functions have made, and made 0 on padding.
+    `read` computes the results by name from a function and its inputs, if they are not simply its outputs. `clean` are
+    the positions of inputs that are 0 on padding, since other functions made them so.
     """
     function, read = guarded(student, name, outputs), read or partial(read_outputs, outputs)
     trouble = ""
     try:
         results = [read(function, *inputs) for _, inputs, _ in cases]
-    except Exception as error:  # the student's own are caught before; this is a result of another shape
+    except Exception as error:  # the student's errors are caught before; this is a result of another shape
         trouble = f"Its results cannot be used: {error}"
     must(not trouble, trouble)
     for (where, inputs, right), own in zip(cases, results):
         for output, expected in right.items():
             if expected.dtype == torch.bool:
-                must(own[output].dtype == torch.bool, f"`{output}` should be boolean, and is {own[output].dtype}.")
+                must(own[output].dtype == torch.bool, f"`{output}` should be boolean, but is {own[output].dtype}.")
             if not equal(own[output], expected):
                 seen = [(inputs, x[output]) for (_, inputs, _), x in zip(cases, results)]
                 sentence = diagnose(mistakes, read, output, seen) or f"`{output}` is not right."
                 if sentence not in mistakes and equal(
                     read(function, *on_padding(inputs, 0.0, clean))[output], expected
                 ):
-                    sentence = "What stands on padding gets into it. With zeros there it would be right."
+                    sentence = "Values on padding change it. With zeros on padding it would be right."
                 fail(f"{sentence}\n{difference(output, own[output], expected, where)}")
     spoiled = read(function, *on_padding(cases[0][1], torch.nan, clean))
     must(
         all(equal(spoiled[output], x) for output, x in results[0].items()),
         "NaN on padding gets into the result, or into its gradient. NaN * 0 "
-        "is NaN, so that multiplying by the mask does not keep it out; masked_fill and torch.where do.",
+        "is NaN, so multiplying by the mask does not remove it; masked_fill and torch.where do.",
     )
     return function
 
@@ -157,13 +157,13 @@ def on_padding(inputs: tuple, value: float, clean: tuple[int, ...] = ()) -> list
 
 
 def find_mask(inputs: tuple) -> Tensor:
-    """The mask among the inputs; if there is none, all of the first is real."""
+    """The mask among the inputs; if there is none, a mask of the first input, true everywhere."""
     masks = [x for x in inputs if isinstance(x, Tensor) and x.dtype == torch.bool]
     return masks[0] if masks else torch.ones_like(inputs[0], dtype=torch.bool)
 
 
 def read_outputs(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str, Tensor]:
-    """The results of a function by name. A mistaken function may give them so itself, without those that are right."""
+    """The results of a function by name. The function of a mistake may return a dict of the wrong ones alone."""
     results = function(*inputs)
     if isinstance(results, dict):
         return results
@@ -171,9 +171,8 @@ def read_outputs(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[
 
 
 def read_loss(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str, Tensor]:
-    """The results of a loss by name, 0 on padding, where they do not matter; and what other people's code says of it:
-    its mean over real tokens, the gradient of that with respect to the first input (0 where none flows), and the share
-    of real tokens that are clipped."""
+    """The results of a loss by name, set to 0 on padding; and what other libraries compute from them: the mean over
+    real tokens, its gradient with respect to the first input (0 if there is none), and the share of clipped tokens."""
     first, mask = inputs[0].clone().requires_grad_(), find_mask(inputs)
     results = read_outputs(outputs, function, first, *inputs[1:])
     results = {name: x.masked_fill(~mask, 0) if x.shape == mask.shape else x for name, x in results.items()}
@@ -185,7 +184,7 @@ def read_loss(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str
 
 
 def diagnose(mistakes: dict, read: Callable, output: str, seen: list[tuple[tuple, Tensor]]) -> str | None:
-    """The mistake that explains an output in all cases, which are inputs and what came out."""
+    """The mistake that explains an output in all cases (pairs of inputs and that output)."""
     for sentence, mistaken in mistakes.items():
         results = [read(mistaken, *inputs).get(output) for inputs, _ in seen]
         if all(a is not None and equal(a, b) for a, (_, b) in zip(results, seen)):
@@ -193,7 +192,7 @@ def diagnose(mistakes: dict, read: Callable, output: str, seen: list[tuple[tuple
 
 
 def difference(output: str, own: Tensor, right: Tensor, where: str) -> str:
-    """Where two tensors first differ, with that row of both."""
+    """Describes where two tensors first differ, with that row of both."""
     if own.shape != right.shape:
         return f"Seen in {where}:\n  `{output}` has shape {tuple(own.shape)} and should have {tuple(right.shape)}."
     own, right = torch.atleast_1d(own), torch.atleast_1d(right)

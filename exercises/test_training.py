@@ -1,4 +1,4 @@
-"""The capstone, after the exercises: a script whose functions are all right trains with them."""
+"""The capstone, after the exercises: a script trains with your functions, once all of them are right."""
 
 import json
 
@@ -10,7 +10,7 @@ from grading import fail, place_of
 
 
 def is_right(name: str, student) -> bool:
-    """Whether an exercise is done."""
+    """Whether an exercise passes."""
     try:
         getattr(test_functions, f"test_{name}")(student)
     except (pytest.skip.Exception, pytest.fail.Exception):
@@ -22,7 +22,7 @@ def is_right(name: str, student) -> bool:
 @pytest.mark.parametrize("script", capstone.scripts())
 def test_capstone(script, student, record_property, capsys):
     def not_yet(reason: str) -> None:
-        record_property("said", f"capstone {script}: not yet: {reason}")
+        record_property("result", f"capstone {script}: not yet: {reason}")
         pytest.skip()
 
     text = capstone.path_of(script).read_text("utf-8")
@@ -50,4 +50,4 @@ def test_capstone(script, student, record_property, capsys):
     sentence += f". The curves: {capstone.draw(script, curve, ours)}"
     if not reached:
         fail(f"capstone {script}: {sentence}\nThat is too little, although each function is right by itself.")
-    record_property("said", f"capstone {script}: {sentence}")
+    record_property("result", f"capstone {script}: {sentence}")

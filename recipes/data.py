@@ -1,15 +1,15 @@
-"""Well-known data sets as rows that the scripts read; recipes/README.md has the commands that go on from there.
+"""Converts well-known data sets to rows that the scripts read; recipes/README.md has the training commands.
 
     python recipes/data.py gsm8k data/gsm8k --chat "Think step by step. End with #### and the number."
     python recipes/data.py hh data/hh --source /datasets/hh-rlhf      # rows on disk: a folder, or a file
 
-Without --chat rows are plain texts, for a model that was never taught to chat. With it they are messages, for the chat
-template of one that was; the words behind it become the system message, unless the row has its own. The folder gets
-train.jsonl, and validation.jsonl if rows are held back. Rows that come twice are written once.
+Without --chat rows are plain texts, for base models. With --chat they are messages, for the chat template of a chat
+model; the text after --chat becomes the system message, unless the row has its own. The folder gets train.jsonl, and
+validation.jsonl if there are rows to evaluate on. Duplicate rows are written once.
 
-To add a data set: a function from its row to one of ours, and a line in RECIPES. A row of ours has `prompt` (messages)
-and `completion`, or `chosen` and `rejected` (texts), or what a reward function asks for. Or it has `messages`, or only
-`text`.
+To add a data set, write a function from its row to one of ours, and a line in RECIPES. A row of ours has `prompt`
+(messages) and `completion`, or `chosen` and `rejected` (texts), or the columns of a reward function. Or it has
+`messages`, or only `text`.
 """
 
 import argparse
@@ -27,17 +27,17 @@ ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
 class Misfit(ValueError):
-    """A row that is not as the rows of its data set are."""
+    """A row that does not have the form of its data set."""
 
 
-def require(condition: object, sentence: str) -> None:
-    """Raises a Misfit with this sentence unless the condition holds."""
+def require(condition: object, message: str) -> None:
+    """Raises a Misfit with the message, unless the condition holds."""
     if not condition:
-        raise Misfit(sentence)
+        raise Misfit(message)
 
 
 def get(row: dict, column: str, kind: type = str, place: str = ""):
-    """A value of a row, or of a dict in the column `place`; it must be of this type."""
+    """A value of a row, or of a dict in the column `place`. It must have this type."""
     found = f"is {row[column]!r:.60}" if column in row else f"is not among {', '.join(row)}"
     require(
         isinstance(row.get(column), kind), f"the column {place + column!r} should be a {kind.__name__}, but {found}"
@@ -46,7 +46,7 @@ def get(row: dict, column: str, kind: type = str, place: str = ""):
 
 
 def turns(row: dict, column: str, role: str = "role", content: str = "content") -> Messages:
-    """A conversation as messages; `role` and `content` are the names that the data set has for these."""
+    """A conversation as messages; `role` and `content` are the data set's names of these keys."""
     found = []
     for turn in get(row, column, list):
         who = get(turn, role, str, f"{column}.")
@@ -56,7 +56,7 @@ def turns(row: dict, column: str, role: str = "role", content: str = "content") 
 
 
 def ask(text: str) -> Messages:
-    """A text as what a user says."""
+    """A text as a user's message."""
     return [{"role": "user", "content": text}]
 
 
@@ -74,13 +74,13 @@ def math(row: dict) -> dict:
 
 
 def dapo(row: dict) -> dict:
-    """prompt, messages that also say how to end; reward_model, a dict with ground_truth; each some hundred times."""
+    """prompt, messages with the form of the answer; reward_model, a dict with ground_truth; each some hundred times."""
     answer = get(get(row, "reward_model", dict), "ground_truth", str, "reward_model.")
     return {"prompt": turns(row, "prompt"), "answer": answer}
 
 
 def countdown(row: dict) -> dict:
-    """target, a number; nums, the numbers to make it of. The words are ours."""
+    """target, a number; nums, the numbers to make it from. The question is ours."""
     target, nums = get(row, "target", int), get(row, "nums", list)
     numbers = ", ".join(map(str, nums))
     text = (
@@ -94,7 +94,7 @@ def countdown(row: dict) -> dict:
 
 
 def ultrafeedback(row: dict) -> dict:
-    """chosen and rejected, conversations that both begin with the prompt; in HuggingFaceH4's, prompt is there, too."""
+    """chosen and rejected, conversations that begin with the prompt; HuggingFaceH4's also has a column prompt."""
     return split_pair(turns(row, "chosen"), turns(row, "rejected"))
 
 
@@ -114,17 +114,17 @@ def read_transcript(row: dict, column: str) -> Messages:
 
 
 def split_pair(chosen: Messages, rejected: Messages) -> dict:
-    """Two conversations that differ in the last answer."""
+    """A row from two conversations that differ in the last answer."""
     *prompt, good = chosen
     *other, bad = rejected
     require(prompt == other and prompt, "the columns 'chosen' and 'rejected' should begin with the same prompt")
     is_answer = good["role"] == bad["role"] == "assistant"
-    require(is_answer, "the columns 'chosen' and 'rejected' should end with a turn of the assistant")
+    require(is_answer, "the columns 'chosen' and 'rejected' should end with a message of the assistant")
     return {"prompt": prompt, "chosen": good["content"], "rejected": bad["content"]}
 
 
 def tldr(row: dict) -> dict:
-    """prompt, a text; chosen and rejected, conversations of the prompt and a summary. So has descriptiveness."""
+    """prompt, a text; chosen and rejected, conversations of the prompt and a summary. Also for descriptiveness."""
     return split_pair(turns(row, "chosen"), turns(row, "rejected"))
 
 
@@ -201,11 +201,11 @@ class Recipe:
 
     read: Callable[[dict], dict]
     hub: str
-    next: str  # the command that reads its rows: {data}, and {instruct} for a model that was taught to chat
+    next: str  # the command that reads its rows; {instruct} is -Instruct for chat models
     config: str | None = None  # on the hub
-    part: str | None = None  # folder of the data set to read, if not all of them
+    part: str | None = None  # the folder to read, if not all of them
     splits: tuple[str, str | None] = ("train", None)  # to train and to evaluate on
-    form: str | None = None  # of a prompt as a plain text; by default a transcript, as HH's
+    form: str | None = None  # of a prompt as a plain text; by default a transcript like HH's
 
 
 GRPO = "grpo.py --model Qwen/Qwen2.5-0.5B{instruct} --bf16 --dataset {data} --response-length 256 --reward-fn "
@@ -258,13 +258,13 @@ RECIPES = {
 
 
 def transcript(messages: Messages) -> str:
-    """Messages as HH has them; a system message stands before them as it is."""
+    """Messages in HH's form; a system message comes first, without a name."""
     names = {"user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
     return "".join(names.get(turn["role"], "") + turn["content"] for turn in messages)
 
 
 def as_texts(row: dict, form: str | None) -> dict:
-    """A row for a model that was never taught to chat."""
+    """A row for a base model."""
     row = dict(row)
     if "messages" in row:
         return {"text": transcript(row.pop("messages"))} | row
@@ -278,10 +278,10 @@ def as_texts(row: dict, form: str | None) -> dict:
 
 
 def as_messages(row: dict, system: str) -> dict:
-    """A row for the chat template of a model."""
+    """A row for a chat model."""
     row = dict(row)
     name = "messages" if "messages" in row else "prompt"
-    require(isinstance(row[name], list), "these rows are texts without questions: leave --chat out")
+    require(isinstance(row[name], list), "these rows are texts without questions: remove --chat")
     if system and row[name][0]["role"] != "system":
         row[name] = [{"role": "system", "content": system}, *row[name]]
     for name in {"completion", "chosen", "rejected"} & set(row):
@@ -309,11 +309,11 @@ def load(recipe: Recipe, source: str | None) -> dict[str, datasets.Dataset]:
     except Exception as error:
         if source:
             raise
-        sys.exit(f"error: {recipe.hub} is not to be had from the hub ({error}). --source names a copy on disk")
+        sys.exit(f"error: cannot load {recipe.hub} from the hub ({error}). Use --source for a copy on disk")
 
 
 def convert(rows: datasets.Dataset, recipe: Recipe, args: argparse.Namespace) -> list[str]:
-    """The rows of a split as lines of JSON, which memory has to hold."""
+    """The rows of a split as lines of JSON, all of them in memory."""
     rows = rows.take(min(len(rows), args.rows or len(rows)))
     lines, num_misfits = {}, 0
     for number, row in enumerate(rows):
@@ -325,26 +325,26 @@ def convert(rows: datasets.Dataset, recipe: Recipe, args: argparse.Namespace) ->
             if not args.skip:
                 sys.exit(f"error: row {number}: {error} (--skip leaves such rows out)")
             num_misfits += 1
-    print(f"{len(lines)} of {len(rows)} rows; {num_misfits} did not fit, the others came twice")
+    print(f"{len(lines)} of {len(rows)} rows; {num_misfits} did not fit, the others were duplicates")
     return list(lines)
 
 
 def write(file: Path, lines: list[str]) -> None:
-    """A jsonl file."""
+    """Writes a jsonl file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(line + "\n" for line in lines), "utf-8")
 
 
 def main() -> None:
-    """The command line."""
+    """Reads the command line and converts the data set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=RECIPES, metavar="NAME", help=", ".join(RECIPES))
     parser.add_argument("folder", type=Path, help="for train.jsonl and validation.jsonl")
     parser.add_argument("--chat", nargs="?", const="", metavar="SYSTEM", help="messages, with this system message")
     parser.add_argument("--source", help="the data set's own rows on disk, instead of the hub")
-    parser.add_argument("--held-out", type=int, default=0, help="rows to evaluate on, where the data set has none")
-    parser.add_argument("--rows", type=int, help="read no more of a split than these")
-    parser.add_argument("--skip", action="store_true", help="leave out rows that do not fit")
+    parser.add_argument("--held-out", type=int, default=0, help="rows to evaluate on, if the data set has none")
+    parser.add_argument("--rows", type=int, help="maximum number of rows to read from a split")
+    parser.add_argument("--skip", action="store_true", help="skip rows that do not fit")
     args = parser.parse_args()
 
     recipe = RECIPES[args.name]
@@ -366,7 +366,7 @@ def main() -> None:
     print(
         f"{train[0][:500]}\n\npython {recipe.next.format(data=args.folder, instruct=instruct)}"
         if train
-        else "no row is left"
+        else "no rows are left"
     )
 
 

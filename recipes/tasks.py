@@ -1,14 +1,14 @@
-"""Tasks that are made and judged without a network: the generators of reasoning-gym, as prompts for grpo.py.
+"""Tasks that are generated and scored without a network: the generators of reasoning-gym, as prompts for grpo.py.
 
     pip install reasoning-gym==0.1.25
     python recipes/tasks.py                                         # the names of the tasks
     python recipes/tasks.py chain_sum data/sums --size 2000 --max-terms 2 --max-digits 1
     python grpo.py --model models/smollm2 --bf16 --dataset data/sums --reward-fn rewards/reasoning.py:score
 
-A row is a conversation: one of the library's own instructions, which asks for the answer in <answer> tags, and the
-question; beside it the right answer, if there is only one, the metadata of the library, and `task`, by which
-rewards/reasoning.py makes the same question again and lets the library judge. train.jsonl and validation.jsonl have
-no question in common. Flags that are not listed here are settings of the generator.
+A row has a conversation of an instruction, which asks for the answer in <answer> tags, and the question. It also has
+the right answer, if there is only one, the library's metadata, and `task`, from which rewards/reasoning.py generates
+the same question again to score the answer. train.jsonl and validation.jsonl have no question in common. Flags that are
+not listed here are settings of the generator.
 """
 
 import argparse
@@ -24,18 +24,18 @@ try:
 except ImportError:
     sys.exit("this program needs reasoning-gym: pip install reasoning-gym==0.1.25")
 
-# The judges of these would run what a policy has written as Python (eval, or parse_expr of sympy)
+# To score these, the library would run a policy's text as Python (eval, or sympy's parse_expr)
 RUN_ANSWERS = """binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24
     simple_integration spiral_matrix string_insertion""".split()
-# The settings of the one are other tasks; the other makes another question the second time
+# The first needs other tasks as its settings; the second generates another question each time
 UNFIT = ["composite", "list_functions"]
 TASKS = sorted(set(DATASETS) - set(RUN_ANSWERS) - set(UNFIT))
 
 
-def require(condition: object, sentence: str) -> None:
-    """Ends the program with this sentence unless the condition holds."""
+def require(condition: object, message: str) -> None:
+    """Exits with the message, unless the condition holds."""
     if not condition:
-        sys.exit(f"error: {sentence}")
+        sys.exit(f"error: {message}")
 
 
 def read_settings(name: str, words: list[str]) -> dict:
@@ -55,12 +55,12 @@ def read_settings(name: str, words: list[str]) -> dict:
 
 
 def make_rows(name: str, settings: dict, instruction: str, num_examples: int) -> list[dict]:
-    """The entries of a generator as rows, but for the first few, which each prompt shows as turns that are over. A
-    question that comes twice is left out the second time."""
+    """The entries of a generator as rows, without duplicates. The first `num_examples` entries become examples in each
+    prompt, as earlier turns."""
     entries = list(reasoning_gym.create_dataset(name, **settings))
     start = [{"role": "system", "content": instruction}]
     for entry in entries[:num_examples]:
-        require(entry["answer"] is not None, f"{name} tells no answers, so it can give no --examples")
+        require(entry["answer"] is not None, f"{name} has no answers, so there can be no --examples")
         start.append({"role": "user", "content": entry["question"]})
         start.append({"role": "assistant", "content": f"<answer>{entry['answer']}</answer>"})
     shown = {turn["content"] for turn in start}
@@ -79,29 +79,29 @@ def make_rows(name: str, settings: dict, instruction: str, num_examples: int) ->
 
 
 def write_rows(file: Path, rows: list[dict]) -> None:
-    """As a jsonl file."""
+    """Writes a jsonl file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
 
 
 def main() -> None:
-    """The command line."""
+    """Reads the command line and writes the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", help="of the task; without one, all names are printed")
+    parser.add_argument("name", nargs="?", help="name of the task; without it, all names are printed")
     parser.add_argument("folder", nargs="?", type=Path, help="for train.jsonl and validation.jsonl")
     parser.add_argument("--size", type=int, default=2000, help="questions to train on")
     parser.add_argument("--held-out", type=int, default=100, help="questions to evaluate on")
-    parser.add_argument("--seed", type=int, default=1, help="of the generator")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the generator")
     kinds = ", ".join(SYSTEM_PROMPTS)
-    parser.add_argument("--instruction", default="simple", help=f"of the library: {kinds}; or a text of your own")
-    parser.add_argument("--examples", type=int, default=0, help="questions that each prompt shows with their answers")
+    parser.add_argument("--instruction", default="simple", help=f"one of the library's ({kinds}), or any text")
+    parser.add_argument("--examples", type=int, default=0, help="number of questions with answers in each prompt")
     args, words = parser.parse_known_args()
     if args.name is None:
         print("\n".join(TASKS))
         return
-    require(args.name not in RUN_ANSWERS, f"{args.name}: its judge would run what the policy writes as Python")
-    require(args.name in TASKS, f"there is no task {args.name}; `python recipes/tasks.py` prints their names")
-    require(args.folder, "name a folder for the rows, behind the task")
+    require(args.name not in RUN_ANSWERS, f"{args.name}: its scoring would run the policy's text as Python")
+    require(args.name in TASKS, f"there is no task {args.name}; `python recipes/tasks.py` prints all names")
+    require(args.folder, "name a folder for the rows after the task")
 
     settings = read_settings(args.name, words)
     settings |= {"seed": args.seed, "size": args.examples + args.size + args.held_out}

@@ -1,9 +1,9 @@
-"""An environment: word problems with a calculator, which the policy may ask before it answers.
+"""An environment: word problems, and a calculator that the policy can use before it answers.
 
     python grpo.py --env rewards/calculator.py:Calculator --dataset problems.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
         --response-length 1024 --max-turns 6
 
-A row of problems.jsonl is a conversation, in which the policy is told what it may do, and the right number:
+A row of problems.jsonl has a conversation, which explains the calculator, and the right number:
 
     {"prompt": [{"role": "system", "content": "<calc>2 * 9</calc> asks a calculator. End with #### and the number."},
                 {"role": "user", "content": "Two boxes hold nine eggs each. How many is that?"}], "answer": 18}
@@ -16,7 +16,7 @@ from verifiers import right_number, work_out
 
 
 def calculate(expression: str) -> str:
-    """What an expression comes to, as a text; nothing but numbers, + - * / and brackets is worked out.
+    """The value of an expression, as a text. It may have numbers, + - * / and brackets.
 
     >>> calculate("2 * 9"), calculate("(1,200 - 0.5) / -7 ="), calculate("9 ** 9")
     ('18', '-171.3571429', 'not arithmetic')
@@ -33,22 +33,22 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """A problem. A turn with <calc>...</calc> is told what that comes to; any other turn is taken for the final answer.
+    """One problem. A turn with <calc>...</calc> is answered with the value; any other turn is the final answer.
 
     >>> problem = Calculator({"answer": 18})
     >>> problem.step("I ask: <calc>2 * 9</calc>"), problem.step("#### 18")
     (('18', None, False), ('', 1.0, True))
     """
 
-    role = "tool"  # of its answers in a conversation; for chat templates that know no tools: "user"
+    role = "tool"  # of its answers in a conversation; "user" for chat templates without tools
 
     def __init__(self, example: dict):
-        """A problem with the `answer` of a row of the data."""
+        """Starts a problem with the `answer` of a row of the data."""
         self.answer = example["answer"]
 
-    def step(self, said: str) -> tuple[str, float | None, bool]:
-        """What the policy is told about its turn, the turn's reward, and whether the problem is done with."""
-        asked = re.findall(r"<calc>(.*?)</calc>", said, re.DOTALL)
-        if asked:
-            return calculate(asked[-1]), None, False
-        return "", right_number([said], [self.answer])[0], True
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        """Returns the answer to a turn of the policy, the turn's reward, and whether the episode is over."""
+        expressions = re.findall(r"<calc>(.*?)</calc>", text, re.DOTALL)
+        if expressions:
+            return calculate(expressions[-1]), None, False
+        return "", right_number([text], [self.answer])[0], True

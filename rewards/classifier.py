@@ -1,9 +1,9 @@
-"""A classifier's opinion of a text as the reward: how it rates one of its labels.
+"""A classifier as a reward: its logit of one label.
 
   python ppo.py --model gpt2 --bf16 --reward-fn rewards/classifier.py:score
 
-For another classifier, copy this file and change the two names below. A causal model with a single label, such as
-reward_model.py leaves, needs no file: give it as --reward-model.
+For another classifier, copy this file and change the two names below. A causal model with a single label, such as one
+from reward_model.py, needs no file: pass it as --reward-model.
 """
 
 from functools import cache
@@ -13,14 +13,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 MODEL = "lvwerra/distilbert-imdb"  # a folder, or a name on the hub
 LABEL = "POSITIVE"  # one of the labels in its config.json; its logit is the reward
-BATCH_SIZE = 32  # texts that go through it at once
+BATCH_SIZE = 32  # texts in one forward pass
 
 
 @cache
 def load() -> tuple:
-    """Tokenizer, model and the number of the label, at the first call."""
+    """Tokenizer, model and the index of the label; loaded at the first call."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(MODEL, truncation_side="left")  # the answer stands at the end
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, truncation_side="left")  # the answer is at the end
     model = AutoModelForSequenceClassification.from_pretrained(MODEL).to(device)
     labels = model.config.label2id
     assert LABEL in labels, f"{MODEL} has no label {LABEL}; it has {', '.join(labels)}"
@@ -28,7 +28,7 @@ def load() -> tuple:
 
 
 def text_of(prompt: str | list[dict], completion: str | list[dict]) -> str:
-    """Both as one text; of messages what they say."""
+    """Prompt and completion as one text; of messages, their contents."""
     if isinstance(prompt, str):
         return prompt + completion
     return "\n".join(message["content"] or "" for message in prompt + completion)
@@ -36,7 +36,7 @@ def text_of(prompt: str | list[dict], completion: str | list[dict]) -> str:
 
 @torch.no_grad()
 def score(prompts: list, completions: list, **columns) -> list[float]:
-    """The label's logit, for each prompt with its completion."""
+    """The logit of the label for each prompt with its completion."""
     tokenizer, model, label = load()
     texts = [text_of(prompt, completion) for prompt, completion in zip(prompts, completions)]
     scores = []

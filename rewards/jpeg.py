@@ -1,9 +1,9 @@
-"""Two rewards for ddpo.py: how small, or how large, an image is as a JPEG (Black et al. 2023, sec. 5.1).
+"""Two rewards for ddpo.py: how small or how large an image is as a JPEG (Black et al. 2023, sec. 5.1).
 
   python ddpo.py --model runwayml/stable-diffusion-v1-5 --reward-fn rewards/jpeg.py:compressibility
 
-Nobody wants such images. But the reward is exact, costs nothing, and can be seen: compressible images lose their
-background, incompressible ones fill with detail.
+Such images have no use, but the reward is exact, fast, and easy to see: compressible images lose their background,
+incompressible images fill with detail.
 """
 
 from io import BytesIO
@@ -24,5 +24,5 @@ def incompressibility(images: Tensor, prompts: list[str], metadata: list[dict]) 
 
 
 def compressibility(images: Tensor, prompts: list[str], metadata: list[dict]) -> list[float]:
-    """The same, negated."""
+    """Minus the kilobytes of each image (B, 3, H, W) as a JPEG."""
     return [-size for size in incompressibility(images, prompts, metadata)]

@@ -1,18 +1,18 @@
-"""Mathematical answers, compared as mathematics by math-verify (`pip install math-verify==0.9.0`): 1/2 is 0.5, and
-(x+1)^2 is x^2+2x+1.
+"""A reward for mathematical answers, which math-verify compares (`pip install math-verify==0.9.0`): 1/2 equals 0.5, and
+(x+1)^2 equals x^2+2x+1.
 
     python recipes/data.py math data/math --chat "Put the answer into \\boxed{}."
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --bf16 --dataset data/math --reward-fn rewards/maths.py:score
 
-Of a text the library takes the last \\boxed{}, or else the last formula or number that it finds: a policy earns its
-reward without any form, and by chance. For numbers verifiers.py:right_number is stricter, and needs no package. Nothing
-is run as Python, and what takes longer than SECONDS (9^9^9, or the comparison of two large formulas) counts as wrong.
+The library reads the last \\boxed{} of a text, or else the last formula or number. So a policy can earn the reward by
+chance, and without the right form. For numbers, verifiers.py:right_number is stricter, and needs no package. No text is
+run as Python. An answer that takes longer than SECONDS (9^9^9, or two large formulas) counts as wrong.
 """
 
 from math_verify import parse, verify
 
 SECONDS = 2
-LONGEST = 4000  # characters at the end of a completion that are read
+LONGEST = 4000  # characters that are read, from the end of a completion
 
 
 def read(text: str) -> list:
@@ -21,7 +21,7 @@ def read(text: str) -> list:
 
 
 def score(completions: list, answer: list, **_) -> list[float | None]:
-    """1 if the answer of the completion equals that in the column `answer`, else 0. None for a row without an answer.
+    """1 if the completion's answer equals the one in the column `answer`, else 0. None for a row without an answer.
 
     The column may hold numbers, formulas, or texts that end with the answer, such as MATH's solutions.
     """

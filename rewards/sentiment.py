@@ -2,14 +2,14 @@
 
     python grpo.py --model ... --dataset things.jsonl --reward-fn rewards/sentiment.py:polarity
 
-Good for a gold score, which is cheap, always the same, and easy to explain. Words it does not know count for nothing,
-and one word is as good as ten: "wonderful" alone earns 1, so keep an eye on the answers' length.
+It makes a good gold score: cheap, deterministic, and easy to explain. Unknown words count for nothing, and one word is
+as good as ten: "wonderful" alone earns 1, so watch the length of the answers.
 """
 
 from textblob import TextBlob
 
 
 def polarity(completions: list, **_) -> list[float]:
-    """From -1 to 1; 0 for a text of which the lexicon knows no word."""
+    """The polarity of each completion, from -1 to 1; 0 if none of its words is in the lexicon."""
     texts = [x if isinstance(x, str) else "".join(message["content"] or "" for message in x) for x in completions]
     return [TextBlob(text).sentiment.polarity for text in texts]

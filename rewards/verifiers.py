@@ -1,10 +1,10 @@
-"""Reward functions that check an answer instead of judging it ("verifiable rewards"), as reasoning models are trained.
+"""Reward functions that check an answer by a rule ("verifiable rewards"), as for reasoning models.
 
     python grpo.py --dataset problems.jsonl --reward-fn rewards/verifiers.py:right_number rewards/verifiers.py:tagged
 
-They have the signature of TRL's reward functions, f(prompts, completions, **columns): lists of texts, or messages, and
-every column of the dataset by its name; one number a row in return. What a model writes is never run: Python's parser
-reads an expression, and only + - * / of whole numbers are worked out, so that `9**9**9` or a call costs nothing and
+They have the signature of TRL's reward functions, f(prompts, completions, **columns): they get lists of texts or
+messages, and each column of the dataset by its name, and return one number per row. A model's text is never run:
+Python's parser reads an expression, and only + - * / of integers are computed, so `9**9**9` or a call takes no time and
 earns 0.
 """
 
@@ -20,14 +20,14 @@ LONGEST = 200  # characters of a number or an expression that are read
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """A completion as a text; of messages, what they contain."""
+    """A completion as a text; of messages, their contents."""
     return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
 
 
 def exact_match(completions: list, answer: list, **_) -> list[float | None]:
-    """1 if the completion is the text in the column `answer`, but for spaces around it, else 0. None without a text."""
-    whole = [int(x) if isinstance(x, float) and x.is_integer() else x for x in answer]  # as a column with gaps is read
-    pairs = zip(completions, whole, strict=True)
+    """1 if the completion is the text in the column `answer`, apart from spaces around it, else 0; None without one."""
+    wanted = [int(x) if isinstance(x, float) and x.is_integer() else x for x in answer]  # a gap makes integers floats
+    pairs = zip(completions, wanted, strict=True)
     return [None if x is None else float(text_of(completion).strip() == str(x).strip()) for completion, x in pairs]
 
 
@@ -36,9 +36,9 @@ def exact_match(completions: list, answer: list, **_) -> list[float | None]:
 
 
 def final_answer(text: str) -> str | None:
-    r"""What follows the last `####`, up to the end of its line (GSM8K), or stands in the last `\boxed{}` (MATH).
+    r"""The text after the last `####`, up to the end of its line (GSM8K), or the content of the last `\boxed{}` (MATH).
 
-    The later one counts if there are both; None if there is neither, or if the last brace is never closed.
+    If there are both, the later one counts. None if there is neither, or if the last brace is not closed.
     """
     hashes, box = text.rfind("####"), text.rfind("\\boxed{")
     if hashes > box:
@@ -71,7 +71,7 @@ def in_plain_signs(text: str) -> str:
 def read_number(text: str) -> Fraction | None:
     r"""1,234.50 or $7 or 50% (as 50) or -3/4 or \frac{3}{4} or 1e-05 as an exact number.
 
-    None for all else, such as `1 2`, 1\frac{1}{2}, 1.234,5, 1e9999, and what has more than LONGEST characters.
+    None for other texts, such as `1 2`, 1\frac{1}{2}, 1.234,5 or 1e9999, and for more than LONGEST characters.
     """
     text = in_plain_signs(text).strip().rstrip(".")
     if len(text) > LONGEST:
@@ -98,7 +98,7 @@ LAST = re.compile(r"(?<!\d)[+-]?(?:\d(?:\{,\}|[\d,])*)?\.?\d+(?:[eE][+-]?\d+)?(?
 def last_number(completions: list, answer: list, **_) -> list[float | None]:
     """1 if the last number in the text is that in the column `answer`, else 0. None for a row without a number there.
 
-    For models that were never taught a form such as `#### 72`: "18 + 17 = 35." is read as 35.
+    For models that were not trained on a form such as `#### 72`: "18 + 17 = 35." is read as 35.
     """
     rewards = []
     for completion, wanted in zip(completions, answer, strict=True):
@@ -158,27 +158,27 @@ def countdown(completions: list, target: list, nums: list, **_) -> list[float | 
 def tagged(prompts: list, completions: list, prompts_text: list[str] | None = None, **_) -> list[float]:
     """1 for <think> ... </think> <answer> ... </answer> and nothing else, each tag once; else 0 (DeepSeek-R1).
 
-    Where the prompt ends in <think>, as some chat templates let it, the completion goes on from there. Tags that are
-    special tokens of the tokenizer are missing in completions: such a form cannot be seen.
+    If the prompt ends in <think>, as with some chat templates, the completion continues from there. Tags that are
+    special tokens are missing in completions, so this function cannot find them.
     """
     heads = prompts_text or [text_of(prompt) for prompt in prompts]
     texts = ["<think>" * head.rstrip().endswith("<think>") + text_of(c) for head, c in zip(heads, completions)]
     form = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
-    tags = "<think>", "</think>", "<answer>", "</answer>"  # counted first: the form is slow to fit where they abound
+    tags = "<think>", "</think>", "<answer>", "</answer>"  # counted first: with many tags, the form is slow
     return [float(all(text.count(tag) == 1 for tag in tags) and form.fullmatch(text) is not None) for text in texts]
 
 
 def one_sentence(completions: list, **_) -> list[float]:
-    """1 for one sentence: at least three words, a full stop or its like at the end and nowhere before a space; else 0.
+    """1 for one sentence: at least three words, with . ! or ? at the end, and nowhere before a space; else 0.
 
-    A text that was cut off may end in a full stop by chance: `--missing-eos-penalty 1` makes it end by itself.
+    A text that was cut off may end in a full stop by chance: use `--missing-eos-penalty 1` as well.
     """
     form = re.compile(r"\s*(?=\S+\s+\S+\s+\S)(?:[^\n.!?]|[.!?](?=[^\s.!?\"')]))+[.!?][\"')]?\s*")
     return [float(form.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
 def repetition_penalty(completions: list, n: int = 3, **_) -> list[float]:
-    """-(1 - different n-grams / all n-grams) of the words: 0 if none occurs twice, near -1 if one is repeated for ever
+    """-(1 - different n-grams / all n-grams) of the words: 0 if none occurs twice, near -1 for an endless repetition
     (Yeo et al. 2025, arXiv 2502.03373, app. C)."""
     rewards = []
     for completion in completions:
@@ -189,7 +189,7 @@ def repetition_penalty(completions: list, n: int = 3, **_) -> list[float]:
 
 
 def overlong_penalty(longest: int, buffer: int) -> Callable[..., list[float]]:
-    """A reward function: 0 up to longest - buffer tokens, then down in a line to -1 at longest, and -1 beyond
+    """Makes a reward function: 0 up to longest - buffer tokens, then falling linearly to -1 at longest, and -1 beyond
     (DAPO, arXiv 2503.14476, eq. 13; there longest is 20,480 and buffer 4,096)."""
 
     def penalty(completion_ids: list[list[int]], **_) -> list[float]:

@@ -47,8 +47,9 @@ def test_an_answer_is_judged(bug, play):
     for line in play.changed(play.healthy(bug["script"]), play.plant(bug)):
         function = play.place(play.plant(bug), line)
         assert play.judge(bug, f"{function}:{line}").startswith("Yes")
-        assert "not in that line" in play.judge(bug, f"{function}:{line + 60}")
-    assert play.judge(bug, "make_seed:1") == "No, make_seed is as it should be."
+        near = play.judge(bug, f"{function}:{line + 60}")
+        assert "Yes" not in near and not near.startswith("No,")
+    assert play.judge(bug, "make_seed:1").startswith("No, make_seed")
     assert play.judge(bug, "nosuch:1").startswith(f"{bug['script']}.py has no function nosuch")
 
 
@@ -56,11 +57,11 @@ def test_a_student_finds_a_bug(play, monkeypatch, capsys):
     """Curves, a look at the copy, its repair, and the check of that: the bug whose runs are the shortest."""
     monkeypatch.setattr(play, "RUNS", {"grpo": {"total_episodes": 128}})
     number = next(str(n) for n, bug in enumerate(BUGS, 1) if bug["name"] == "stop")
-    told = call(play, monkeypatch, capsys, number)
-    assert "--answer" in told
+    assert "--answer" in call(play, monkeypatch, capsys, number)
     file = play.FOLDER / f"{number}/grpo.py"
     assert file.read_text() == play.plant(BUGS[int(number) - 1])
-    assert "no part of it" in call(play, monkeypatch, capsys, number, "--check")
+    broken = " ".join(sys.modules["checks"].stop_is_trained.__doc__.split())
+    assert call(play, monkeypatch, capsys, number, "--check").strip() == broken
     assert "nanochat" in call(play, monkeypatch, capsys, number, "--reveal")
     file.write_text(play.healthy("grpo"))
-    assert call(play, monkeypatch, capsys, number, "--check").startswith("All holds")
+    assert call(play, monkeypatch, capsys, number, "--check").startswith("All checks pass, and")

@@ -27,7 +27,7 @@ OF_THE_ALGORITHM = """
     default_rate"""
 OF_IMAGES = """
     join add_adapter sample_batch policy_loss warn_about make_reward_fns function_reward load_prompts check_first_ratio
-    start Run.tensors save_model write_card"""
+    start Run.tensors save_model"""
 
 
 def definitions(script):

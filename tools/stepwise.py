@@ -1,10 +1,10 @@
-"""A notebook of a short file in which one can stop between the steps of an update.
+"""Makes a notebook of a short file, in which you can stop between the steps of an update.
 
     python tools/stepwise.py lecture/ppo.py      # writes lecture/ppo.ipynb, for Jupyter, VS Code or Colab
     python tools/stepwise.py lecture/ppo.py --batch-size 4 --output-dir runs/mine    # with settings
 
-The cells are those of the file. Before the loop stand its steps (1. Sample, 2. Score, ...), a cell each, which do the
-first update; look at any tensor between them. The loop then does what is left. The file stays as it is.
+The cells are those of the file. Before the loop, the first update has one cell for each step (1. Sample, 2. Score,
+...), so you can look at any tensor in between. The loop does the other updates. The file is not changed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell
 
 
 def steps_of(source: str) -> list[str]:
-    """The cells of the first update: what stands in the loop of a cell, cut at the comments with a step's number."""
+    """The cells of the first update: the body of a cell's loop, split at the comments that number the steps."""
     loop = next(node for node in ast.parse(source).body if isinstance(node, ast.For))
     lines = source.splitlines()
     body = textwrap.dedent("\n".join(lines[loop.lineno : loop.end_lineno]))
@@ -29,14 +29,14 @@ def steps_of(source: str) -> list[str]:
 
 
 def rest_of(source: str) -> str:
-    """The loop of a cell, from its second pass on."""
+    """The loop of a cell, from the second pass on."""
     loop = next(node for node in ast.parse(source).body if isinstance(node, ast.For))
     head, *body = source.splitlines()[loop.lineno - 1 :]
     return "\n".join([head.replace("trange(1, ", "trange(2, "), *body])
 
 
 def make_notebook(file: Path, settings: list[str]):
-    """The notebook of a file, with settings as on a command line."""
+    """Makes the notebook of a file, with settings as on a command line."""
     notebook = jupytext.read(file)
     cells = []
     for cell in notebook.cells:
@@ -51,10 +51,10 @@ def make_notebook(file: Path, settings: list[str]):
 
 
 def main() -> None:
-    """Reads the command line, and writes the notebook."""
+    """Reads the command line and writes the notebook."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Other settings are the file's own.")
     parser.add_argument("file", type=Path, help="a file of lecture/, or a fork of one")
-    parser.add_argument("--output", type=Path, help="by default beside the file, from where it finds toy/")
+    parser.add_argument("--output", type=Path, help="by default beside the file, where it finds toy/")
     args, settings = parser.parse_known_args()
     output = args.output or args.file.with_suffix(".ipynb")
     jupytext.write(make_notebook(args.file, settings), output)

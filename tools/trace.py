@@ -1,12 +1,12 @@
-"""One update of a short file, line by line: a web page with the code on the left, and what each line did on the right.
+"""One update of a short file, line by line: a web page with the code on the left, and each line's results on the right.
 
-    python tools/trace.py lecture/ppo.py                     # writes runs/trace/ppo.html, to be opened in any browser
+    python tools/trace.py lecture/ppo.py                     # writes runs/trace/ppo.html, for any browser
     python tools/trace.py lecture/ppo.py --batch-size 2      # with settings of the file
-    python tools/trace.py fork.py --against lecture/ppo.py   # and says at which line a number is another first
-    python tools/trace.py --docs                             # the pages in docs/trace/
+    python tools/trace.py fork.py --against lecture/ppo.py   # also prints the first line where a number differs
+    python tools/trace.py --docs                             # writes the pages in docs/trace/
 
-The file is run as it is (recorder.py), with few short rows. The page is one file, loads nothing, and needs no network.
-Its template is trace.html; colours and what draws a token are those of the X-ray's viewer, docs/xray/index.html.
+The file runs unchanged (recorder.py), with few short rows. The page is one file and needs no network. Its template is
+trace.html; its style and the functions that draw tokens are those of the X-ray's viewer, docs/xray/index.html.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs/trace"
 TEMPLATE = Path(__file__).resolve().parent / "trace.html"
 PAGES = ["sft", "reward_model", "ppo", "rloo", "grpo", "agent", "dpo", "ddpo"]
-ROWS, COLUMNS, LIKELIEST = 8, 64, 5  # of a tensor, what the page shows
+ROWS, COLUMNS, LIKELIEST = 8, 64, 5  # the page shows so many of a tensor
 
 
 def model_of(names: dict):
@@ -33,12 +33,12 @@ def model_of(names: dict):
 
 
 def vocabulary(names: dict) -> int | None:
-    """How many tokens the model knows; None for one of images."""
+    """The size of the model's vocabulary; None for a model of images."""
     return getattr(model_of(names).config, "vocab_size", None)
 
 
 def letters(value: Value, names: dict) -> list[str]:
-    """The shape of a tensor in the letters of the short files; a size that has none there as it is."""
+    """The shape of a tensor in the letters of the short files; a size without a letter as a number."""
     P = names.get("P")
     T = next(
         (x.shape[1] for x in map(names.get, ("responses", "stream")) if isinstance(x, Tensor) and x.dim() == 2), None
@@ -51,22 +51,21 @@ def letters(value: Value, names: dict) -> list[str]:
 
 
 def commented(line: str) -> list[list[str]]:
-    """The shapes in the comment of a line of code: of `x = f(y)  # (B, T), (B,) each` B, T and B."""
+    """The shapes in the comment of a line of code: `x = f(y)  # (B, T), (B,) each` has [B, T] and [B]."""
     found = re.findall(r"\(([\w+*/-]+(?:, ?[\w+*/-]+)*),?\)", line.partition("  # ")[2])
     return [re.split(", ?", shape) for shape in found]
 
 
 def numbers(x: Tensor) -> list:
-    """A tensor as nested lists, rounded; truth values and whole numbers as such."""
+    """A tensor as nested lists; floats are rounded, booleans become 0 and 1."""
     if x.dim() > 1:
         return [numbers(y) for y in x]
     return [rounded(y) if isinstance(y, float) else int(y) for y in x.tolist()]
 
 
 def likeliest(x: Tensor) -> list:
-    """Of logits (B, S, V) or a distribution (B, V): [[token, number], ...] of the largest, for each row and position.
-
-    Of cumulated probabilities, those at which they rise most, which are the likeliest tokens, too.
+    """The most likely tokens for each row and position of logits (B, S, V) or a distribution (B, V), as lists of
+    [token, number]. In cumulative probabilities, they are where the numbers rise most.
     """
     x = x[:, None] if x.dim() == 2 else x
     x = x[:ROWS, :COLUMNS]
@@ -80,7 +79,7 @@ def likeliest(x: Tensor) -> list:
 
 
 def entry(value: Value, names: dict, layouts: list) -> dict:
-    """What the page shows of a tensor: all numbers, pictures, the likeliest tokens, or three numbers of many."""
+    """The page's data on a tensor: all numbers, images, the most likely tokens, or three numbers of many."""
     x = value.x
     found = {"shape": letters(value, names), "size": list(x.shape)}
     layout = {"rows": value.rows}
@@ -105,7 +104,7 @@ def entry(value: Value, names: dict, layouts: list) -> dict:
 
 
 def places(recorder: Recorder) -> dict:
-    """Function -> name -> lines in which it is made, and lines in which it is read; of those that were run."""
+    """For each function and name: the lines that assign it, and the lines that read it, among those that ran."""
     found: dict = {}
     for step in recorder.steps:
         names = found.setdefault(step.place, {})
@@ -119,11 +118,11 @@ def places(recorder: Recorder) -> dict:
 
 
 def read_record(recorder: Recorder, title: str, command: str) -> dict:
-    """All that the page shows."""
+    """All data of the page."""
     layouts: list = []
     values = [entry(value, recorder.names, layouts) for value in recorder.values]
     source = recorder.text.splitlines()
-    for step in recorder.steps:  # the file's own letters, where it says them
+    for step in recorder.steps:  # the letters in the file's comments take precedence
         for x in step.made.values():
             for shape in commented(source[recorder.end(step.line) - 1]):
                 if isinstance(x, int) and len(shape) == len(values[x]["size"]):
@@ -151,7 +150,7 @@ def read_record(recorder: Recorder, title: str, command: str) -> dict:
 
 @dataclass
 class Difference:
-    """The first step of a fork at which a number is another."""
+    """The first step of a fork at which a number differs."""
 
     step: int
     name: str
@@ -160,7 +159,7 @@ class Difference:
 
 
 def differing(x: Tensor, y: Tensor) -> str:
-    """The first number of two tensors that differs by more than rounding, and both; empty if none does."""
+    """Describes the first number in which two tensors differ by more than rounding; empty if there is none."""
     if x.shape != y.shape:
         return f" has the shape {tuple(x.shape)}, and had {tuple(y.shape)}"
     x, y = x.double(), y.double()
@@ -172,8 +171,8 @@ def differing(x: Tensor, y: Tensor) -> str:
 
 
 def first_difference(fork: Recorder, original: Recorder) -> Difference | None:
-    """Walks through both records side by side. Lines that one file has alone are passed over, but for what they did to
-    a name that both have."""
+    """Walks through both records side by side. Lines that only one file has are skipped, unless they change a name that
+    both files have."""
     lines = [recorder.text.splitlines() for recorder in (fork, original)]
     same: dict[int, int] = {}  # line of the fork -> line of the original
     rewritten = set()
@@ -197,7 +196,7 @@ def first_difference(fork: Recorder, original: Recorder) -> Difference | None:
         return differing(fork.values[x].x, original.values[y].x) != ""
 
     def walk(ours: list[int], theirs: list[int]) -> Difference | None:
-        last: dict[str, int | str] = {}  # what the original's names hold
+        last: dict[str, int | str] = {}  # values of the original's names
         ours, theirs = list(ours), list(theirs)
         while ours:
             i = ours[0]
@@ -233,12 +232,12 @@ def first_difference(fork: Recorder, original: Recorder) -> Difference | None:
 
 
 def shared(viewer: str) -> list[str]:
-    """What the X-ray's viewer has in common with this page: its style, and the functions that draw a token."""
+    """The parts of the X-ray's viewer that this page uses: its style, and the functions that draw a token."""
     return re.findall(r"/\* shared: .*? \*/\n(.*?)/\* to here \*/", viewer, re.S)
 
 
 def make_page(data: dict) -> str:
-    """The template with style, functions and data in it."""
+    """Fills style, functions and data into the template."""
     style, functions = shared((ROOT / "docs/xray/index.html").read_text("utf-8"))
     page = TEMPLATE.read_text("utf-8")
     for place, text in (("/* style */", style), ("/* functions */", functions), ("/* data */", as_json(data))):
@@ -247,10 +246,10 @@ def make_page(data: dict) -> str:
 
 
 def compare(fork: Recorder, original: Recorder, data: dict) -> str:
-    """Notes on the page where the two part, and says it."""
+    """Adds the first difference to the page's data; returns a description."""
     found = first_difference(fork, original)
     if found is None:
-        return "No number of this update is another than that of the original."
+        return "All numbers of this update are those of the original."
     step = fork.steps[found.step]
     code = fork.text.splitlines()[step.line - 1].strip()
     data["difference"] = {"step": found.step, "name": found.name, "original": original.file.name}
@@ -265,14 +264,14 @@ def compare(fork: Recorder, original: Recorder, data: dict) -> str:
 
 
 def main() -> None:
-    """Reads the command line, and writes the page."""
+    """Reads the command line and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Other settings are the file's own.")
     parser.add_argument("file", type=Path, nargs="?", help="a file of lecture/, or a fork of one")
-    parser.add_argument("--against", type=Path, help="another such file: where is a number another than there?")
+    parser.add_argument("--against", type=Path, help="another such file: print the first line with another number")
     parser.add_argument("--output", type=Path, help="the page to write; by default runs/trace/NAME.html")
     parser.add_argument("--docs", action="store_true", help="write the pages of docs/trace/")
     args, words = parser.parse_known_args()
-    torch.set_num_threads(1)  # the numbers are those of any machine of a kind
+    torch.set_num_threads(1)  # so that equal machines give equal numbers
     if args.docs:
         for page in PAGES:
             name = f"lecture/{page}.py"

@@ -4,11 +4,11 @@
     python tools/xray.py runs/my-run     # into this one's
     python tools/xray.py --docs          # runs each of SCRIPTS as it is, and writes its data in docs/xray/
 
-For each table that a run shows it leaves the tensors behind it in samples/: `prompts` and `prompt_mask` (B, P), and
-`responses` and `mask` (B, T). Every further tensor (B, T) becomes a colour, and every (B,) a number beside the text.
-What the policy was told, where `written` (B, T) is false, stays grey and has no numbers (grpo.py --env).
-The curves are those of metrics.jsonl. The viewer is docs/xray/index.html: there it reads the data from files beside it,
-in a run's page they stand inside it. It shows data as text: whatever a model writes is not taken for HTML.
+For each table that a run prints, it saves the tensors in samples/: `prompts` and `prompt_mask` (B, P), and `responses`
+and `mask` (B, T). Each other tensor (B, T) becomes a colour, and each (B,) a number beside the text. Tokens that the
+environment wrote, where `written` (B, T) is false, stay grey and have no numbers (grpo.py --env).
+The curves are from metrics.jsonl. The viewer is docs/xray/index.html, which reads the data from files beside it; a
+run's page contains its data. Data are shown as text, so a model cannot insert HTML.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs/xray"
 SCRIPTS = ("ppo", "rloo", "grpo", "dpo", "sft")
-# tensor -> its name on the page, whether it has two signs (else it goes from 0 downwards), and what it is
+# tensor -> its name on the page, whether it has both signs (else it is 0 or less), and its description
 QUANTITIES = {
     "advantages": (
         "advantage",
@@ -86,14 +86,14 @@ CURVES = {
 
 
 def rounded(x: float | None) -> float | None:
-    """To 4 significant digits, which halves the page; None if it is no number."""
+    """Rounds to 4 significant digits, which halves the page; None if x is missing or not finite."""
     if x is None or not math.isfinite(x):
         return None
     return float(f"{x:.4g}")
 
 
 def load_tokenizer(run: Path) -> AutoTokenizer:
-    """The run's tokenizer, which it saves when it ends; until then that of the model that it began with."""
+    """The run's tokenizer. A run saves it at its end; until then it is that of the initial model."""
     if (run / "tokenizer_config.json").exists():
         return AutoTokenizer.from_pretrained(run)
     args = json.loads((run / "args.json").read_text())
@@ -103,10 +103,10 @@ def load_tokenizer(run: Path) -> AutoTokenizer:
 
 
 def read_samples(file: Path, tokenizer: AutoTokenizer) -> list[dict]:
-    """What the page shows of the responses in one file of tensors."""
+    """The page's data on the responses in one file of tensors."""
     tensors = load_file(file)
     if "responses" not in tensors:
-        sys.exit(f"error: {file} has no responses: X-rays are of runs of {', '.join(SCRIPTS)}")
+        sys.exit(f"error: {file} has no responses: X-rays are for runs of {', '.join(SCRIPTS)}")
     if "logprobs" in tensors and "ref_logprobs" in tensors:
         tensors["log_ratio"] = tensors["logprobs"] - tensors["ref_logprobs"]
     responses, mask, prompts, prompt_mask = map(tensors.pop, ("responses", "mask", "prompts", "prompt_mask"))
@@ -117,11 +117,11 @@ def read_samples(file: Path, tokenizer: AutoTokenizer) -> list[dict]:
     for name, x in tensors.items():
         if not x.is_floating_point():
             continue
-        if x.shape in ((B, T), (B, 1)):  # of 1, all tokens of a response share a number
+        if x.shape in ((B, T), (B, 1)):  # (B, 1): all tokens of a response have the same number
             colours[name] = x.expand(B, T)
         elif x.shape == (B,):
             numbers[name.removeprefix("rewards/")] = x
-    names = sorted(numbers, key=lambda name: name != "scores")  # the score is the first
+    names = sorted(numbers, key=lambda name: name != "scores")  # the score comes first
 
     def of_tokens(x: Tensor, i: int) -> list[float | None]:
         return [rounded(number) if own else None for number, own in zip(x[i][mask[i]].tolist(), written[i][mask[i]])]
@@ -131,7 +131,7 @@ def read_samples(file: Path, tokenizer: AutoTokenizer) -> list[dict]:
             "update": int(file.stem.split("-")[1]),
             "prompt": tokenizer.decode(prompts[i][prompt_mask[i]]),
             "tokens": [tokenizer.decode(token) for token in responses[i][mask[i]]],
-            "told": (~written[i][mask[i]]).nonzero().flatten().tolist(),  # which of them
+            "told": (~written[i][mask[i]]).nonzero().flatten().tolist(),  # the environment's tokens
             "scores": {name: rounded(numbers[name][i].item()) for name in names},
             "columns": {name: of_tokens(x, i) for name, x in colours.items()},
         }
@@ -140,7 +140,7 @@ def read_samples(file: Path, tokenizer: AutoTokenizer) -> list[dict]:
 
 
 def read_curves(metrics: list[dict]) -> list[dict]:
-    """The charts that have something to show; of lines that are equal, such as a score and its only reward, one."""
+    """The charts that have data. Equal lines, such as a score and its only reward, are drawn once."""
     curves = []
     for title, pattern in CURVES.items():
         lines = {}
@@ -154,7 +154,7 @@ def read_curves(metrics: list[dict]) -> list[dict]:
 
 
 def describe(name: str, samples: list[dict]) -> dict:
-    """A colour's name, kind and meaning. Unknown ones are shown, too: a rollout may have grown a field."""
+    """A colour's name, kind and description. Unknown tensors are shown, too, since a rollout may have new fields."""
     found = [x for sample in samples for x in sample["columns"].get(name, []) if x is not None]
     unknown = (name.replace("_", " "), any(x > 0 for x in found), f"The tensor {name} of the run's samples.")
     label, signed, text = QUANTITIES.get(name, unknown)
@@ -162,10 +162,10 @@ def describe(name: str, samples: list[dict]) -> dict:
 
 
 def read_run(run: Path) -> dict:
-    """All that the page shows of a run's folder."""
+    """All data of the page on a run."""
     files = sorted((run / "samples").glob("step-*.safetensors"))
     if not files:
-        sys.exit(f"error: {run / 'samples'} has no files: the run has shown no table yet, or it is no run")
+        sys.exit(f"error: {run / 'samples'} has no files: the run has printed no table yet, or {run} is not a run")
     tokenizer = load_tokenizer(run)
     samples = [sample for file in files for sample in read_samples(file, tokenizer)]
     names = {name for sample in samples for name in sample["columns"]}
@@ -183,31 +183,31 @@ def read_run(run: Path) -> dict:
 
 
 def newest_run() -> Path:
-    """The folder in runs/ in which the last table of samples was saved."""
+    """The folder in runs/ with the newest table of samples."""
     files = sorted(Path("runs").glob("**/samples/step-*.safetensors"), key=lambda file: file.stat().st_mtime)
     if not files:
-        sys.exit("error: runs/ has no run that has shown a table: name the folder of one")
+        sys.exit("error: no run in runs/ has printed a table: name the folder of a run")
     return files[-1].parent.parent
 
 
 def as_json(data: dict) -> str:
-    """Data for a page's script, without a < that could end it."""
+    """Data as JSON for a page's script; < is escaped, since it could end the script."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def as_script(name: str, data: dict) -> str:
-    """Data as the viewer reads them."""
+    """Data in the form that the viewer reads."""
     return f"runs.set({json.dumps(name)}, {as_json(data)})\n"
 
 
 def make_page(run: Path) -> str:
-    """The viewer with a run's data inside, where it has files beside it."""
+    """The viewer, with a run's data instead of the files beside it."""
     script = f"<script>{as_script('run', read_run(run))}</script>\n"
     return re.sub(r"(<script src=.*</script>\n)+", lambda _: script, (DOCS / "index.html").read_text("utf-8"))
 
 
 def make_docs() -> None:
-    """The data in docs/xray/: of each script's run without flags, but for fewer tables, which keeps them small."""
+    """Writes the data in docs/xray/, from a default run of each script, with fewer tables to keep the files small."""
     for script in SCRIPTS:
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, script)
@@ -218,7 +218,7 @@ def make_docs() -> None:
 
 
 def main() -> None:
-    """Reads the command line, and writes the page."""
+    """Reads the command line and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, nargs="?", help="the folder of a run; by default the newest in runs/")
     parser.add_argument("--output", type=Path, help="the page to write; by default xray.html in that folder")

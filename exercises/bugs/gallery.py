@@ -1,10 +1,10 @@
-"""Trains with each bug of the museum and without it, over five seeds, and writes the gallery, docs/bugs.md.
+"""Trains with and without each bug of the museum, over five seeds, and writes the gallery, docs/bugs.md.
 
-python exercises/bugs/gallery.py               # 95 runs, 40 minutes of one core; goes on where it stopped
-python exercises/bugs/gallery.py --redraw      # the pictures and the page again
+python exercises/bugs/gallery.py               # 95 runs, 40 minutes of one core; continues where it stopped
+python exercises/bugs/gallery.py --redraw      # draws the pictures and writes the page again
 
-A run has the settings of play.py, shorter than the defaults. What comes out: results.json beside this file, to which
-each run is added as it ends; a bug whose text has changed is run again.
+Runs have the settings of play.py, which are shorter than the defaults. Results are added to results.json beside this
+file; a bug with a changed text runs again.
 """
 
 import json
@@ -27,7 +27,7 @@ SEEDS = (1, 2, 3, 4, 5)
 
 
 def name_of_healthy(bug: dict) -> str:
-    """The name of the runs beside which a bug's are held: the file's, and settings that are not those of play.py."""
+    """The name of the runs without the bug: the file's name, and settings that play.py does not have."""
     return " ".join([bug["script"], *(f"{name} {value}" for name, value in bug.get("flags", {}).items())])
 
 
@@ -57,7 +57,7 @@ def share_that_ends(names: dict) -> float:
 
 
 def accuracy_in_use(names: dict) -> float:
-    """The share of unseen pairs that a reward model has right, read as PPO reads it: at the last token."""
+    """The reward model's accuracy on unseen pairs, with the reward at the last token, as PPO reads it."""
     model, right, n = names["model"], 0, 300
     with open(ROOT / "toy/data/preferences/validation.jsonl", encoding="utf-8") as file:
         rows = [json.loads(line) for line in islice(file, n)]
@@ -83,7 +83,7 @@ def end(history: dict, metric: str) -> float:
 
 
 def draw(results: dict, bug: dict, file: Path) -> None:
-    """Score and metric of all runs with a bug, and of those without it, in grey; of a single number, the points."""
+    """Draws score and metric of all runs with a bug, and without it in grey; a single number becomes a point."""
     from matplotlib.figure import Figure
 
     figure = Figure((8, 2.6), layout="constrained")
@@ -117,7 +117,7 @@ def both(results: dict, bug: dict, metric: str) -> str:
 
 
 def gallery(results: dict) -> str:
-    """The part of docs/bugs.md that is made: a table, and a section for each bug."""
+    """The generated part of docs/bugs.md: a table, and a section for each bug."""
     lines = ["| | file | bug | score at the end, without and with it | what gives it away |", "|---:|---|---|---|---|"]
     sections = []
     for n, bug in enumerate(BUGS, 1):
@@ -143,10 +143,10 @@ def gallery(results: dict) -> str:
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--redraw", action="store_true", help="do not train")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     diffs = {name_of_healthy(bug): [] for bug in BUGS} | {bug["name"]: bug["edits"] for bug in BUGS}
     wanted = [{"fork": fork, "seed": seed} for seed in SEEDS for fork in diffs]
-    results = json.loads(OUTPUT.read_text()) if asked.redraw else complete(OUTPUT, diffs, wanted, measure, 0.4, False)
+    results = json.loads(OUTPUT.read_text()) if args.redraw else complete(OUTPUT, diffs, wanted, measure, 0.4, False)
     for n, bug in enumerate(BUGS, 1):
         draw(results, bug, ROOT / f"docs/bugs/{n}.png")
     put_tables(PAGE, {"gallery": gallery(results)})

@@ -1,13 +1,13 @@
-"""A museum of bugs that shipped in libraries, each planted in a short file, to be found.
+"""A museum of bugs that shipped in libraries. Each is planted in a short file, for you to find.
 
-python exercises/bugs/play.py                      which there are, and what people complain of
-python exercises/bugs/play.py 3                    trains with number 3 and without it, a minute or two, and draws both
+python exercises/bugs/play.py                      lists the bugs, with their symptoms
+python exercises/bugs/play.py 3                    trains with and without number 3, a minute or two, and draws both
 python exercises/bugs/play.py 3 --answer sample:90  is it in this function and line? (outside of functions: loop:300)
-python exercises/bugs/play.py 3 --check            after your repair: what must hold of such a file, and does not
-python exercises/bugs/play.py 3 --reveal           the change, where it shipped, and why it shows as it does
+python exercises/bugs/play.py 3 --check            tests your repair
+python exercises/bugs/play.py 3 --reveal           prints the change, where it shipped, and why it has these symptoms
 
-The file with the bug lies in runs/bugs/3. Repair it there, and `play.py 3` trains with your repair. The answers are in
-bugs.toml: do not open it before.
+The file with the bug is in runs/bugs/3. Repair it there, and `play.py 3` trains with your repair. The answers are in
+bugs.toml, so do not open it before.
 """
 
 import ast
@@ -29,7 +29,7 @@ from checks import PROPERTIES, SMALL
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUGS = tomllib.loads((Path(__file__).resolve().parent / "bugs.toml").read_text("utf-8"))["bug"]
 FOLDER = ROOT / "runs/bugs"
-RUNS = {  # settings with which a run takes half a minute at most
+RUNS = {  # settings for runs of half a minute at most
     "sft": {"num_lines": 4000},
     "reward_model": {"num_lines": 4000},
     "ppo": {"total_episodes": 1024},
@@ -50,15 +50,15 @@ def plant(bug: dict) -> str:
     text = healthy(bug["script"])
     for old, new in bug["edits"]:
         if text.count(old) != 1:
-            raise ValueError(f"lecture/{bug['script']}.py: this stands there {text.count(old)} times, not once:\n{old}")
+            raise ValueError(f"lecture/{bug['script']}.py has this text {text.count(old)} times, not once:\n{old}")
         text = text.replace(old, new)
     return text
 
 
 def run(script: str, text: str, quiet: bool = False, **settings) -> dict:
-    """The names of a short file after a run; in `history` are its metrics.
+    """Runs a short file; returns its variables, with the metrics in `history`.
 
-    `num_lines` is how much of the data it is given: to encode all takes longer than these runs.
+    `num_lines` limits the data, since encoding all of them takes longer than these runs.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if lines := settings.pop("num_lines", None):
@@ -79,39 +79,39 @@ def run(script: str, text: str, quiet: bool = False, **settings) -> dict:
 
 
 def changed(before: str, after: str) -> list[int]:
-    """The numbers of the lines in which a text differs from the one before; if lines are gone, of their neighbours."""
+    """The numbers of the lines that differ from the text before; if lines are missing, their neighbours' numbers."""
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     parts = [part for part in matcher.get_opcodes() if part[0] != "equal"]
     return [line for _, _, _, first, end in parts for line in range(first + (end > first), max(end, first + 1) + 1)]
 
 
 def place(text: str, line: int) -> str:
-    """The function at the top of a file in which a line stands, or "loop"."""
+    """The top-level function that contains a line, or "loop"."""
     return next((node.name for node in functions(text) if node.lineno <= line <= node.end_lineno), "loop")
 
 
 @cache
 def functions(text: str) -> list[ast.FunctionDef]:
-    """The functions at the top of a file."""
+    """The top-level functions of a file."""
     return [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
 
 
 def judge(bug: dict, answer: str) -> str:
-    """What there is to say to FUNCTION:LINE; two lines beside is near enough."""
+    """The reply to FUNCTION:LINE. A line is right if it is at most two lines off."""
     text = plant(bug)
     lines = changed(healthy(bug["script"]), text)
     function, _, line = answer.partition(":")
     if function not in {place(text, n) for n in range(1, 1 + text.count("\n"))}:
-        return f"{bug['script']}.py has no function {function}; what is outside of functions is called loop."
+        return f"{bug['script']}.py has no function {function}; code outside of functions is called loop."
     if function not in {place(text, right) for right in lines}:
-        return f"No, {function} is as it should be."
+        return f"No, {function} is correct."
     if not line.isdigit() or all(abs(int(line) - right) > 2 for right in lines):
-        return f"{function} it is, but not in that line."
-    return "Yes, there it is. Now repair it, and --check; or --reveal."
+        return f"{function} is the right place, but not that line."
+    return "Yes. Now repair it and use --check, or use --reveal."
 
 
 def draw(ours: list[dict], theirs: list[dict], file: Path) -> None:
-    """All metrics of two runs, the healthy one in grey."""
+    """Draws all metrics of two runs, the healthy one in grey."""
     from matplotlib.figure import Figure
 
     figure = Figure((12, 2.4 * -(-len(ours[0]) // 3)), layout="constrained")
@@ -124,12 +124,12 @@ def draw(ours: list[dict], theirs: list[dict], file: Path) -> None:
 
 
 def small(script: str, text: str, **settings) -> dict:
-    """A run of a second."""
+    """Makes a run of a second."""
     return run(script, text, quiet=True, **SMALL[script] | settings)
 
 
 def check(script: str, text: str) -> list[str]:
-    """What must hold and does not, as sentences; if all holds, whether the numbers are those of the healthy file."""
+    """The properties that fail, as sentences; if there are none, the numbers that differ from the healthy file's."""
     run_it = partial(small, script, text)
     sentences = [" ".join(holds.__doc__.split()) for holds in PROPERTIES[script] if not holds(run_it)]
     if not sentences:
@@ -146,31 +146,31 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("number", nargs="?", type=int, help="which bug")
     parser.add_argument("--answer", metavar="FUNCTION:LINE", help="is it there?")
-    parser.add_argument("--check", metavar="FILE", nargs="?", const="", help="check the file in runs/bugs, or another")
-    parser.add_argument("--reveal", action="store_true", help="show what it is")
-    asked = parser.parse_args()
-    if asked.number not in range(1, len(BUGS) + 1):
+    parser.add_argument("--check", metavar="FILE", nargs="?", const="", help="test the file in runs/bugs, or another")
+    parser.add_argument("--reveal", action="store_true", help="show the bug")
+    args = parser.parse_args()
+    if args.number not in range(1, len(BUGS) + 1):
         for number, bug in enumerate(BUGS, 1):
             print(f"{number:2d}  lecture/{bug['script']}.py: {bug['complaint']}")
         return
-    bug = BUGS[asked.number - 1]
+    bug = BUGS[args.number - 1]
     script = bug["script"]
-    folder = FOLDER / str(asked.number)
-    file = Path(asked.check or folder / f"{script}.py")
-    if not file.exists() and not asked.check:
+    folder = FOLDER / str(args.number)
+    file = Path(args.check or folder / f"{script}.py")
+    if not file.exists() and not args.check:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(plant(bug), "utf-8")
-    if asked.answer:
-        print(said := judge(bug, asked.answer))
-        if said.startswith("Yes"):
+    if args.answer:
+        print(reply := judge(bug, args.answer))
+        if reply.startswith("Yes"):
             flags = " ".join(f"--{name} {x}" for name, x in bug.get("flags", {}).items())
             print(f"What it does: python tools/trace.py {file} --against lecture/{script}.py {flags}")
-    elif asked.check is not None:
+    elif args.check is not None:
         print(
             "\n".join(check(script, file.read_text("utf-8")))
-            or "All holds, and the numbers are those of the healthy file."
+            or "All checks pass, and the numbers are those of the healthy file."
         )
-    elif asked.reveal:
+    elif args.reveal:
         lines = difflib.unified_diff(
             healthy(script).splitlines(), plant(bug).splitlines(), f"lecture/{script}.py", "", n=1
         )
