@@ -36,8 +36,6 @@ def solution(name):
         return lambda logits, tokens, P, T: ppo.token_logprobs(logits[:, P - 1 : -1] / T, tokens[:, P:])
     if name == "token_weights":
         return lambda mask, num_tokens, args: mask * script.token_weights(mask, len(mask), num_tokens, args)
-    if name == "dpo_loss":
-        return lambda *logps_and_beta: dpo.dpo_loss(*logps_and_beta[:4], dpo.Args(beta=logps_and_beta[4]))
     return getattr(script, name)
 
 
