@@ -22,7 +22,7 @@ For each batch of pairs, a prompt x with a chosen completion y_w and a rejected 
               -log sigmoid(beta Delta)
   4. update   one AdamW step; the learning rate is warmed up, then annealed
 
-Where everything stands, for a prompt of 3 tokens (left-padded to 4) and completions of 4 and 2 tokens:
+The layout of the tensors, for a prompt of 3 tokens (left-padded to 4) and completions of 4 and 2 tokens:
 
   model input   PAD  p1  p2  p3 | w1  w2  w3  EOS      prompts (B, P) and completions (B, T); first the chosen ones,
                 PAD  p1  p2  p3 | l1  EOS -   -        then the rejected ones
@@ -277,9 +277,9 @@ def encode_preference(
 ) -> Preference:
     """Encodes a pair of texts or of conversations.
 
-    In plain text, the tokens of the prompt are those of the prompt encoded alone, as in a rollout, which also start
-    both encoded texts. Without a prompt, and for conversations, the prompt is the tokens that both texts share at the
-    start: such tokens have the same probability in both, and cancel in the loss (except in the means of ipo).
+    In plain text, the tokens of the prompt are those of the prompt encoded alone, as in a rollout, as far as both texts
+    start with them. Without a prompt, and for conversations, they are the tokens that both texts share at the start:
+    such tokens have the same probability in both, and cancel in the loss (except in the means of ipo).
     """
     a, b = (encode_whole(prompt, text, tokenizer, options) for text in (chosen, rejected))
     shared = shared_length(a, b)
@@ -394,7 +394,7 @@ def other_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, args: Args) -> 
         return torch.relu(1 - margins)
     if args.loss_type == "ipo":
         return ((margins - 0.5) / args.beta) ** 2
-    # kto_pair: each reward is compared with beta KL, estimated by the mean reward of the other completions in this pass
+    # kto_pair: a chosen reward is compared with the mean rejected one, as an estimate of beta KL, and vice versa
     chosen_kl = chosen_rewards.mean().clamp(min=0)
     rejected_kl = rejected_rewards.mean().clamp(min=0)
     return (2 - (chosen_rewards - rejected_kl).sigmoid() - (chosen_kl - rejected_rewards).sigmoid()) / 2
@@ -630,10 +630,10 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     """A conversation: the turns of the prompt and of the text; only those of the text if it contains the prompt."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    is_whole = answer[: len(turns)] == turns
+    holds_prompt = answer[: len(turns)] == turns
     if turns and answer and turns[-1]["role"] == "user":
-        is_whole |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
-    return answer if is_whole else turns + answer
+        holds_prompt |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
+    return answer if holds_prompt else turns + answer
 
 
 def shared_length(*texts: list[int]) -> int:
@@ -688,18 +688,18 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
     prompt = args.prompt_column if args.prompt_column in data.column_names else None
     if prompt is None:
         print(f"no column {args.prompt_column!r}: each text is taken for a prompt with its completion")
-    is_whole = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
+    hold_prompt = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
 
     def read_pair(row: dict) -> tuple:
         """Reads prompt, chosen and rejected text of a row."""
         texts = [read_value(row, column) for column in (chosen, rejected)]
         start = read_value(row, prompt) if prompt else ""
-        if is_whole:
+        if hold_prompt:
             start = start.strip()
             texts = [text.lstrip().removeprefix(start) for text in texts]
-        asked = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
-        is_one = asked[0] == asked[1] or [] in asked
-        require(is_one, "the user's messages differ between the chosen and the rejected conversation")
+        questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
+        is_same = questions[0] == questions[1] or [] in questions
+        require(is_same, "the user's messages differ between the chosen and the rejected conversation")
         return start, *texts
 
     return read_pair

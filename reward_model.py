@@ -26,10 +26,10 @@ their mean over the first 2,000 training pairs 0.
   reward                                           *             one per text, on its last real token
 
 The loss is the negative log-likelihood of the Bradley-Terry model, in which the chosen text is preferred with the
-probability sigmoid(r_chosen - r_rejected). This probability can be compared with how often people chose the text of the
-higher reward ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al.
-2020 (2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031:
-the head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288,
+probability sigmoid(r_chosen - r_rejected). This probability can be compared with how often people chose the text with
+the higher reward ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al. 2020
+(2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031: the
+head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288,
 eq. 2), the centring term Eisenstein et al. 2023's (2312.09244). docs/reward_model.md has a glossary of the metrics.
 
   python reward_model.py                             # the toy world: offline, a minute on a CPU
@@ -297,7 +297,7 @@ def pair_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tenso
 
 
 def init_reward_head(head: nn.Linear) -> None:
-    """Draws weights with standard deviation 1/sqrt(D+1), so that that of the first rewards is about 1 (N+ details)."""
+    """Draws weights with standard deviation 1/sqrt(D+1), which gives first rewards one of about 1 (N+ details)."""
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
 
@@ -520,10 +520,10 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     """A conversation: the turns of the prompt and of the text; only those of the text if it contains the prompt."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    is_whole = answer[: len(turns)] == turns
+    holds_prompt = answer[: len(turns)] == turns
     if turns and answer and turns[-1]["role"] == "user":
-        is_whole |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
-    return answer if is_whole else turns + answer
+        holds_prompt |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
+    return answer if holds_prompt else turns + answer
 
 
 def encode_whole(
@@ -564,18 +564,18 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
     prompt = args.prompt_column if args.prompt_column in data.column_names else None
     if prompt is None:
         print(f"no column {args.prompt_column!r}: each text is taken for a prompt with its completion")
-    is_whole = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
+    hold_prompt = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
 
     def read_pair(row: dict) -> tuple:
         """Reads prompt, chosen and rejected text of a row."""
         texts = [read_value(row, column) for column in (chosen, rejected)]
         start = read_value(row, prompt) if prompt else ""
-        if is_whole:
+        if hold_prompt:
             start = start.strip()
             texts = [text.lstrip().removeprefix(start) for text in texts]
-        asked = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
-        is_one = asked[0] == asked[1] or [] in asked
-        require(is_one, "the user's messages differ between the chosen and the rejected conversation")
+        questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
+        is_same = questions[0] == questions[1] or [] in questions
+        require(is_same, "the user's messages differ between the chosen and the rejected conversation")
         return start, *texts
 
     return read_pair

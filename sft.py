@@ -24,8 +24,8 @@ For each batch of texts x_1..x_n, each with an EOS (end of sequence) at its end:
 
 EOS is a label like any other: a policy that never sees where texts end never ends one, and all responses of a later
 RLHF run would be cut off. By default, prompt tokens carry no loss: the policy is to answer prompts, not to invent them.
-Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+
-implementation details, 2403.17031). docs/sft.md has a glossary of the metrics.
+Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+ implementation details,
+2403.17031). docs/sft.md has a glossary of the metrics.
 
   python sft.py                              # a small GPT-2 from scratch on the toy corpus: offline, a minute on a CPU
   python sft.py --model gpt2 --dataset D     # fine-tunes GPT-2; D has `text`, `prompt` + `completion`, or `messages`
@@ -370,10 +370,10 @@ def update(
         logits, targets, mask = label_logits(policy, part, args)  # (b, L, V), (b, L), (b, L)
         mask &= counts[:, None]
         losses = -token_logprobs(logits.float(), targets)
-        loss = torch.where(mask, losses, 0.0).sum() / num_labels
-        (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
+        part_loss = torch.where(mask, losses, 0.0).sum() / num_labels
+        (WORLD_SIZE * part_loss).backward()  # gradients are averaged over processes
         is_hit = mask & (logits.argmax(-1) == targets)
-        sums += torch.stack([loss.detach(), is_hit.sum() / num_labels])
+        sums += torch.stack([part_loss.detach(), is_hit.sum() / num_labels])
     policy.eval()
     grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
     if grad_norm.isfinite():  # otherwise all weights would become NaN
@@ -400,7 +400,7 @@ def evaluate(policy: nn.Module, rows: list[Row], args: Args) -> dict[str, float]
     loss, num_labels, hits, eos_loss, num_eos = all_reduce(sums).tolist()
     return {
         "eval/loss": loss / num_labels,
-        "eval/perplexity": math.exp(min(loss / num_labels, 700.0)),  # exp overflows beyond
+        "eval/perplexity": math.exp(min(loss / num_labels, 700.0)),  # exp of more overflows
         "eval/mean_token_accuracy": hits / num_labels,
         "eval/eos_loss": eos_loss / max(1.0, num_eos),
     }
@@ -521,11 +521,11 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     column = text_column(data, args)
     if column == completion:
         check_columns(data, {"--prompt-column": prompt})
-        is_judged = str(data.features.get("label")) == "Value('bool')"
+        is_unpaired = str(data.features.get("label")) == "Value('bool')"
         require(
-            not is_judged, "the column 'label' (TRL's unpaired preferences) marks good completions: keep only those"
+            not is_unpaired, "the column 'label' (TRL's unpaired preferences) marks good completions: keep only those"
         )
-    is_whole = column == completion and texts_hold_prompt(data, prompt, completion)
+    hold_prompt = column == completion and texts_hold_prompt(data, prompt, completion)
 
     def encode(row: dict) -> dict:
         """Encodes one row."""
@@ -535,7 +535,7 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
             ids, labels = encode_messages(text, tokenizer, completion_only, options)
         elif column == completion:
             start = read_value(row, prompt)
-            if is_whole:
+            if hold_prompt:
                 start = start.strip()
                 text = text.lstrip().removeprefix(start)
             ids, labels = encode_pair(start, text, tokenizer, completion_only, options)
@@ -651,10 +651,10 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     """A conversation: the turns of the prompt and of the text; only those of the text if it contains the prompt."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    is_whole = answer[: len(turns)] == turns
+    holds_prompt = answer[: len(turns)] == turns
     if turns and answer and turns[-1]["role"] == "user":
-        is_whole |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
-    return answer if is_whole else turns + answer
+        holds_prompt |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
+    return answer if holds_prompt else turns + answer
 
 
 def shared_length(*texts: list[int]) -> int:
