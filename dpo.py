@@ -15,14 +15,14 @@
 """DPO for language models: preference pairs -> better policy, without a reward model or rollouts.
 
 For each batch of pairs, a prompt x with a chosen completion y_w and a rejected one y_l:
-  1. encode   prompt and completions apart, with EOS at the end of each completion
-  2. read     log pi(y|x), the sum over the completion's tokens, for both; and log pi_ref(y|x) of a frozen copy of the
-              initial policy
+  1. encode   prompt and completions apart, with EOS (end of sequence) at the end of each completion
+  2. read     log pi(y|x) of both completions, a sum over the completion's tokens; and log pi_ref(y|x), the same of a
+              frozen copy of the initial policy
   3. loss     Delta = [log pi(y_w|x) - log pi_ref(y_w|x)] - [log pi(y_l|x) - log pi_ref(y_l|x)]
               -log sigmoid(beta Delta)
-  4. update   one AdamW step, with the learning rate warmed up and annealed
+  4. update   one AdamW step; the learning rate is warmed up, then annealed
 
-Where everything stands, for a prompt of 3 tokens (left-padded to 4) and completions of 4 and 2 tokens:
+The layout of the tensors, for a prompt of 3 tokens (left-padded to 4) and completions of 4 and 2 tokens:
 
   model input   PAD  p1  p2  p3 | w1  w2  w3  EOS      prompts (B, P) and completions (B, T); first the chosen ones,
                 PAD  p1  p2  p3 | l1  EOS -   -        then the rejected ones
@@ -30,16 +30,16 @@ Where everything stands, for a prompt of 3 tokens (left-padded to 4) and complet
                                 |  1   1   0   0
   logprobs                      |  *   *   *   *       of y_t, read from the logits one position to the left
 
-The policy pi is the language model in training, the reference pi_ref its frozen first self. KL, in nats, measures how
-far pi has moved from it. Why there is no reward model: the policy that maximises E[r] - beta KL(pi || pi_ref) is
-pi_ref(y|x) exp(r(x, y) / beta) / Z(x). Solved for r, this says for which reward a given policy is the best one:
-r = beta log(pi(y|x) / pi_ref(y|x)), up to a term of x alone, which cancels in a difference. Put into the likelihood of
-the pairs under Bradley and Terry's model (reward_model.py's loss), it gives the loss above: fitting a reward and
-maximising it become one step of supervised learning. What falls away: rollouts, reward, critic, advantages, ratio and
-clipping. What is lost: nobody ever judges the policy's own texts (tools/evaluate.py does so afterwards).
+The policy pi is the language model in training; the reference pi_ref is a frozen copy of the initial policy. Why is no
+reward model needed? The policy that maximises E[r] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta) / Z(x).
+Solved for r, this gives the reward for which a policy is optimal: r = beta log(pi(y|x) / pi_ref(y|x)), plus a term that
+depends on x alone and cancels in a difference. With this r, the loss of reward_model.py (the likelihood of the
+Bradley-Terry model) becomes the loss above: fitting a reward and maximising it are one step of supervised learning.
+Compared with PPO there are no rollouts, reward, critic, advantages, ratio and clipping. In return, nothing judges the
+texts that the policy itself writes (tools/evaluate.py does so after training).
 Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao
 et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
-2402.01306, which needs no pairs; kto_pair, as in TRL 0.7, is not that). docs/dpo.md has a glossary of the metrics.
+2402.01306, which needs no pairs; kto_pair, as in TRL 0.7, is another loss). docs/dpo.md has a glossary of the metrics.
 
   python dpo.py                                       # the toy world: offline, two minutes on two CPU cores
   python dpo.py --model ./sft --dataset pairs.jsonl   # columns chosen and rejected, with or without prompt
@@ -127,18 +127,18 @@ Pattern = Name  # a regular expression
 @pydantic.dataclasses.dataclass  # which checks the values
 class Args:
     # --- DPO ---
-    # weight of the KL that ties the policy down (DPO: 0.1 to 0.5). Lower: further from reference
+    # weight of the KL in DPO's objective (DPO: 0.1 to 0.5). Lower: the policy moves further from the reference
     beta: Positive = 0.1
     # sigmoid (DPO); hinge (SLiC); ipo (means over tokens); kto_pair (not unpaired KTO; its author advises against it)
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = "sigmoid"
-    label_smoothing: MinorShare = 0.0  # share of pairs whose label is taken to be wrong (conservative DPO, sigmoid)
-    reference_free: bool = False  # leave the reference out, as if it found all completions equally likely (TRL)
-    precompute_ref: bool = False  # read all pairs with the reference first; without LoRA, then drop it (TRL)
+    label_smoothing: MinorShare = 0.0  # assumed share of pairs with a wrong label (conservative DPO, sigmoid)
+    reference_free: bool = False  # use no reference, as if it gave all completions the same probability (TRL)
+    precompute_ref: bool = False  # run the reference before training; without LoRA, then free its memory (TRL)
 
     # --- Optimisation ---
     # AdamW's; by default from the policy's size, ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
+    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends only on the step (TRL: linear)
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -146,8 +146,8 @@ class Args:
     # --- Batch sizes ---
     # pairs per optimiser step, on all GPUs together; by default 64
     batch_size: Count | None = None
-    micro_batch_size: Count | None = None  # pairs per forward/backward pass; no effect, except with kto_pair
-    # TRL's way: this is micro_batch_size, and * gradient_accumulation_steps * GPUs is batch_size
+    micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding only (and kto_pair)
+    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
@@ -170,8 +170,8 @@ class Args:
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     chosen_column: Name = "chosen"  # preferred completions: texts, or lists of {role, content} messages
     rejected_column: Name = "rejected"  # the others
-    prompt_column: Name = "prompt"  # what both continue; without this column, what the two have in common at the start
-    max_length: Count = 512  # tokens of prompt and completion; in longer pairs first the prompt is cut, then the ends
+    prompt_column: Name = "prompt"  # prompts; without this column, the tokens that both texts share at the start
+    max_length: Count = 512  # tokens of prompt and completion; longer pairs lose part of the prompt, then the end
     max_prompt_length: Count = 128  # tokens of a prompt that is cut (TRL 0.7)
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # which part of a prompt stays when it is cut (TRL)
     seed: Natural = 1  # seed of the order of pairs, of adapters, and of the answers shown
@@ -184,10 +184,10 @@ class Args:
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 100  # steps between checkpoints, each of which holds everything that a run consists of
+    save_steps: Count = 100  # steps between checkpoints, which hold the whole state of a run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
-    eval_steps: Count = 100  # steps between evaluations; there is one at the end, too
-    num_sample_generations: Natural = 3  # how often a table of the policy's answers is printed
+    eval_steps: Count = 100  # steps between evaluations; the last one follows the last step
+    num_sample_generations: Natural = 3  # number of times a table of the policy's answers is printed
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
@@ -203,7 +203,7 @@ class Args:
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the policy, and saves it with its metrics, curves and model card in the run's folder."""
     check_args(args)
     start(args)
     asked = args
@@ -220,7 +220,6 @@ def train(args: Args) -> None:
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
 
     eval_ref_logps = read_reference(policy, reference, eval_pairs, args)
-    known_ref_logps = None
     if args.precompute_ref:
         known_ref_logps = read_all(policy, reference, pairs, lengths, args)
         if not args.lora_r:
@@ -232,21 +231,14 @@ def train(args: Args) -> None:
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
         rows = length_grouped_batch(lengths, step - 1, args.batch_size, args.seed)
-        mini_batch = as_pairs(pairs[rows])
+        batch = as_pairs(pairs[rows])
         with run.clock("step"):
             if args.precompute_ref:
                 ref_logps = known_ref_logps[rows]
             else:
-                ref_logps = read_reference(policy, reference, mini_batch, args)  # 2, of the reference
-            stats = mini_batch_gradient(policy, mini_batch, ref_logps, args)  # 2 and 3
-            grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)  # 4
-            if grad_norm.isfinite():  # else the weights would be NaN for good
-                optimizer.step()
-            optimizer.zero_grad()
-        stats["step"] = step
-        stats["epoch"] = step / steps_per_epoch
-        stats["lr"] = optimizer.param_groups[0]["lr"]
-        stats["grad_norm"] = grad_norm.item()
+                ref_logps = read_reference(policy, reference, batch, args)  # 2, for the reference
+            stats = update(policy, optimizer, batch, ref_logps, args)  # 2 to 4
+        stats |= {"step": step, "epoch": step / steps_per_epoch, "lr": optimizer.param_groups[0]["lr"]}
         if eval_pairs and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_pairs, eval_ref_logps, args)
         run.log(stats, "loss", "rewards/accuracies", "rewards/margins")
@@ -266,14 +258,14 @@ def train(args: Args) -> None:
 
 @dataclass
 class Preference:
-    """Token ids of a prompt and of two completions, each with its EOS, of which the first was preferred."""
+    """Token ids of a prompt and of two completions, each with its EOS. The first completion was preferred."""
 
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
 
     def __len__(self) -> int:
-        """Tokens in the prompt and the longer of its completions."""
+        """Number of tokens of the prompt and its longer completion."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
@@ -284,32 +276,30 @@ def encode_preference(
     tokenizer: AutoTokenizer,
     options: dict = {},
 ) -> Preference:
-    """A pair of texts or of conversations; without a prompt, it is what the two have in common at the start.
+    """Encodes a pair of texts or of conversations.
 
-    A prompt that is a text ends with the last token that it has alone, as in a rollout, and before each completion. For
-    whole texts and conversations the prompt is the longest common beginning: tokens that both share have the same
-    probability in both, and cancel in the loss (except in the means of ipo).
+    In plain text, the tokens of the prompt are those of the prompt encoded alone, as in a rollout, as far as both texts
+    start with them. Without a prompt, and for conversations, they are the tokens that both texts share at the start:
+    such tokens have the same probability in both, and cancel in the loss (except in the means of ipo).
     """
     a, b = (encode_whole(prompt, text, tokenizer, options) for text in (chosen, rejected))
     shared = shared_length(a, b)
     if prompt and all(isinstance(x, str) for x in (prompt, chosen, rejected)):
         alone = encode_text(prompt, tokenizer)
-        shared = min(shared_length(alone, a), shared_length(alone, b))
+        shared = shared_length(alone, a, b)
         warn_of_joined_tokens(len(alone) - shared)
     start = a[:shared]
-    if not start:  # something to continue
+    if not start:  # the model needs an input that predicts the first token
         start = [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
     return Preference(start, a[shared:], b[shared:])
 
 
 def cut_to_fit(pair: Preference, limit: int, max_prompt_length: int, truncation_mode: str) -> Preference:
-    """The pair within `limit` tokens: of a longer one the prompt keeps max_prompt_length tokens, and if that is not
-    enough, the completions lose their ends (TRL 0.7)."""
+    """Cuts a pair to `limit` tokens: a longer one keeps max_prompt_length tokens of the prompt; if that is not enough,
+    the completions lose their ends (TRL 0.7)."""
     prompt = pair.prompt
-    if len(pair) > limit and truncation_mode == "keep_end":
-        prompt = prompt[-max_prompt_length:]
-    elif len(pair) > limit:
-        prompt = prompt[:max_prompt_length]
+    if len(pair) > limit:
+        prompt = prompt[-max_prompt_length:] if truncation_mode == "keep_end" else prompt[:max_prompt_length]
     room = limit - len(prompt)
     return Preference(prompt, pair.chosen[:room], pair.rejected[:room])
 
@@ -320,7 +310,7 @@ def cut_to_fit(pair: Preference, limit: int, max_prompt_length: int, truncation_
 def completion_logprobs(
     model: nn.Module, prompts: list[list[int]], completions: list[list[int]], args: Args
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probability of each token of the completions, 0 on padding, and (B, T) true on real tokens."""
+    """(B, T) log-probability of each token of the completions, 0 on padding, and their mask, true on real tokens."""
     prompt_ids, prompt_mask = pad(prompts, model.tokenizer, args, "left")  # (B, P)
     ids, mask = pad(completions, model.tokenizer, args)  # (B, T)
     P = prompt_ids.shape[1]
@@ -330,7 +320,7 @@ def completion_logprobs(
         output = model(
             input_ids=torch.cat([prompt_ids, ids], 1),
             attention_mask=attention_mask,
-            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would count the padding
+            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would also count padding
             use_cache=False,
             logits_to_keep=torch.arange(P - 1, P + T - 1, device=ids.device),  # position P-1+t predicts token t
         )
@@ -343,14 +333,13 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def completion_logps(model: nn.Module, pairs: list[Preference], args: Args) -> tuple[Tensor, Tensor]:
-    """log pi(y|x) of the chosen and of the rejected completions, (b,) each, in one forward pass over all of them.
+    """log pi(y|x) of the chosen and of the rejected completions, (b,) each, from one forward pass over all of them.
 
-    The sum over a completion's tokens; for ipo their mean (TRL).
+    It is the sum over a completion's tokens; for ipo, their mean (TRL).
     """
-    prompts = [pair.prompt for pair in pairs]
-    chosen = [pair.chosen for pair in pairs]
-    rejected = [pair.rejected for pair in pairs]
-    logprobs, mask = completion_logprobs(model, prompts + prompts, chosen + rejected, args)  # (2b, T)
+    prompts = 2 * [pair.prompt for pair in pairs]
+    completions = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    logprobs, mask = completion_logprobs(model, prompts, completions, args)  # (2b, T)
     logps = logprobs.sum(1)  # (2b,)
     if args.loss_type == "ipo":
         logps = logps / mask.sum(1)
@@ -359,20 +348,18 @@ def completion_logps(model: nn.Module, pairs: list[Preference], args: Args) -> t
 
 @torch.no_grad()
 def read_reference(policy: nn.Module, reference: nn.Module, pairs: list[Preference], args: Args) -> Tensor:
-    """(n, 2) log pi_ref of the chosen and rejected completions of n pairs; with reference_free, 0."""
+    """(N, 2) log pi_ref(y|x) of the chosen and rejected completions of all pairs; with reference_free, 0."""
     if args.reference_free or not pairs:
         return torch.zeros(len(pairs), 2, device=args.device)
-    parts = []
     with adapter_off(policy, reference):
-        for some, _ in micro_batches(pairs, args):
-            parts.append(torch.stack(completion_logps(reference, some, args), 1))  # (b, 2)
+        parts = [torch.stack(completion_logps(reference, some, args), 1) for some, _ in micro_batches(pairs, args)]
     return all_gather(torch.cat(parts))[: len(pairs)]
 
 
 def read_all(
     policy: nn.Module, reference: nn.Module, pairs: datasets.Dataset, lengths: list[int], args: Args
 ) -> Tensor:
-    """(N, 2) log pi_ref of all pairs, in the batches of the first pass."""
+    """(N, 2) log pi_ref(y|x) of the training pairs, computed in the batches of the first pass."""
     ref_logps = torch.zeros(len(pairs), 2, device=args.device)
     numbers = range(math.ceil(len(pairs) / args.batch_size))
     for number in tqdm(numbers, desc="reading with the reference", leave=False, disable=RANK > 0):
@@ -385,54 +372,58 @@ def read_all(
 
 
 def dpo_loss(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, args: Args
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (b,), and the rewards beta * (log pi - log pi_ref) of chosen and rejected completions, (b,) each.
+    """Losses (b,), and the rewards beta log(pi / pi_ref) of chosen and rejected completions, (b,) each.
 
-    All four inputs are log-probabilities of completions (b,). Delta is how much more the policy prefers the chosen one
-    than the reference does. The gradient of the sigmoid loss is -beta * sigmoid(-beta * Delta) * grad(log pi(y_w) -
-    log pi(y_l)): largest where the policy has the pair wrong.
+    All four inputs are log-probabilities of completions (b,). The gradient is -beta sigmoid(-beta Delta) times that of
+    log pi(y_w|x) - log pi(y_l|x): largest where the policy prefers the wrong completion.
     """
-    beta = args.beta
-    chosen_ratio = chosen - ref_chosen
-    rejected_ratio = rejected - ref_rejected
-    delta = chosen_ratio - rejected_ratio
+    chosen_rewards = beta * (chosen - ref_chosen)
+    rejected_rewards = beta * (rejected - ref_rejected)
+    losses = -F.logsigmoid(chosen_rewards - rejected_rewards)
+    return losses, chosen_rewards.detach(), rejected_rewards.detach()
+
+
+def other_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, args: Args) -> Tensor:
+    """(b,) losses for another --loss-type, or with label smoothing, from the rewards beta log(pi / pi_ref) (b,)."""
+    margins = chosen_rewards - rejected_rewards  # beta Delta
     if args.loss_type == "sigmoid":
         s = args.label_smoothing
-        losses = -(1 - s) * F.logsigmoid(beta * delta) - s * F.logsigmoid(-beta * delta)
-    elif args.loss_type == "hinge":
-        losses = torch.relu(1 - beta * delta)
-    elif args.loss_type == "ipo":
-        losses = (delta - 1 / (2 * beta)) ** 2
-    else:  # kto_pair: each against the mean KL of the others in this forward pass
-        chosen_kl = chosen_ratio.mean().clamp(min=0)
-        rejected_kl = rejected_ratio.mean().clamp(min=0)
-        wanted = beta * (chosen_ratio - rejected_kl)
-        unwanted = beta * (chosen_kl - rejected_ratio)
-        losses = (2 - wanted.sigmoid() - unwanted.sigmoid()) / 2
-    return losses, beta * chosen_ratio.detach(), beta * rejected_ratio.detach()
+        return -(1 - s) * F.logsigmoid(margins) - s * F.logsigmoid(-margins)
+    if args.loss_type == "hinge":
+        return torch.relu(1 - margins)
+    if args.loss_type == "ipo":
+        return ((margins - 0.5) / args.beta) ** 2
+    # kto_pair: a chosen reward is compared with the mean rejected one, as an estimate of beta KL, and vice versa
+    chosen_kl = chosen_rewards.mean().clamp(min=0)
+    rejected_kl = rejected_rewards.mean().clamp(min=0)
+    return (2 - (chosen_rewards - rejected_kl).sigmoid() - (chosen_kl - rejected_rewards).sigmoid()) / 2
 
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batch_gradient(
-    policy: nn.Module, mini_batch: list[Preference], ref_logps: Tensor, args: Args
+def update(
+    policy: nn.Module, optimizer: torch.optim.Optimizer | None, batch: list[Preference], ref_logps: Tensor, args: Args
 ) -> dict[str, float]:
-    """Adds up the gradient of the mean loss over a batch of pairs; returns means over the pairs of what is logged.
+    """Makes one optimizer step on a batch of pairs, given their log pi_ref(y|x) (B, 2). Returns its metrics. Without an
+    optimizer, only computes the metrics.
 
-    `ref_logps` (n, 2) are the reference's. How the batch is cut, into micro-batches and among processes, changes
-    nothing (except for kto_pair, whose KL is a mean over a micro-batch, as in TRL).
+    The loss is a mean over all pairs of the batch. It does not depend on how the batch is divided into micro-batches
+    and among processes (except for kto_pair, whose KL is a mean over a micro-batch, as in TRL).
     """
-    n = len(mini_batch)
+    n = len(batch)
     sums = defaultdict(float)
     for rows, counts in micro_batches(range(n), args):
-        chosen, rejected = completion_logps(policy, [mini_batch[i] for i in rows], args)  # (b,), as what follows
+        chosen, rejected = completion_logps(policy, [batch[i] for i in rows], args)  # (b,), as what follows
         ref_chosen, ref_rejected = ref_logps[rows].unbind(1)
-        losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args)
+        losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
+        if args.label_smoothing or args.loss_type != "sigmoid":
+            losses = other_loss(args.beta * (chosen - ref_chosen), args.beta * (rejected - ref_rejected), args)
         loss = (losses * counts).sum() / n
-        if torch.is_grad_enabled():  # it is not in an evaluation
-            (WORLD_SIZE * loss).backward()  # gradients become means over processes
+        if optimizer:
+            (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
         pair_stats = {
             "loss": losses,
             "rewards/chosen": chosen_rewards,
@@ -443,9 +434,15 @@ def mini_batch_gradient(
             "logps/rejected": rejected,
         }
         for name, x in pair_stats.items():
-            sums[name] += (x.detach() * counts).sum()
-    means = all_reduce(torch.stack(list(sums.values()))) / n
-    return dict(zip(sums, means.tolist()))
+            sums[name] += (x.detach() * counts).sum() / n
+    stats = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
+    if optimizer:
+        grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
+        if grad_norm.isfinite():  # otherwise all weights would become NaN
+            optimizer.step()
+        optimizer.zero_grad()
+        stats["grad_norm"] = grad_norm.item()
+    return stats
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
@@ -454,7 +451,7 @@ def mini_batch_gradient(
 @torch.no_grad()
 def evaluate(policy: nn.Module, pairs: list[Preference], ref_logps: Tensor, args: Args) -> dict[str, float]:
     """The same metrics on the test split."""
-    stats = mini_batch_gradient(policy, pairs, ref_logps, args)
+    stats = update(policy, None, pairs, ref_logps, args)
     return {f"eval/{name}": x for name, x in stats.items()}
 
 
@@ -462,11 +459,11 @@ def evaluate(policy: nn.Module, pairs: list[Preference], ref_logps: Tensor, args
 def show_samples(
     run: "Run", policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args
 ) -> None:
-    """A table of three prompts with an answer of the policy to each; and the log-probabilities of the answers' tokens,
-    under policy and reference, in a file, which tools/xray.py draws."""
+    """Prints a table of three prompts with an answer of the policy to each. Saves the log-probabilities of the answers'
+    tokens under policy and reference for tools/xray.py."""
     tokenizer = policy.tokenizer
     prompts = [pair.prompt for pair in pairs[:3]]
-    torch.manual_seed(args.seed)  # in all tables the same random numbers
+    torch.manual_seed(args.seed)  # the same random numbers for each table
     answers = [draw_answer(policy, prompt, args) for prompt in prompts]
     columns = {
         "prompt": tokenizer.batch_decode(prompts),
@@ -484,9 +481,10 @@ def show_samples(
 
 
 def draw_answer(policy: nn.Module, prompt: list[int], args: Args) -> list[int]:
-    """At most 53 tokens from the policy itself, whatever its generation config says; the same in all processes."""
+    """Samples at most 53 tokens from the policy's own distribution, whatever its generation config says. All processes
+    draw the same tokens."""
     stored = policy.generation_config
-    policy.generation_config = GenerationConfig()  # else what is stored there would fill the gaps below
+    policy.generation_config = GenerationConfig()  # otherwise its settings would add to those below
     with autocast(args):
         text = policy.generate(
             torch.tensor([prompt], device=args.device),
@@ -506,7 +504,7 @@ def draw_answer(policy: nn.Module, prompt: list[int], args: Args) -> list[int]:
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The policy in float32. It stays in evaluation mode: dropout is off, as in the reference (TRL)."""
+    """Loads the policy in float32. It stays in evaluation mode: dropout is off, as in the reference (TRL)."""
     policy = load_model(AutoModelForCausalLM, args.model, args)
     has_eos = policy.tokenizer.eos_token_id is not None
     require(has_eos, f"the tokenizer of {args.model} has no EOS token to end completions with")
@@ -545,7 +543,7 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
 
 
 def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, limit: int) -> datasets.Dataset:
-    """All pairs of a split, cut to `limit` tokens: rows of `Preference`, and their lengths."""
+    """Encodes the pairs of a split, and cuts them to `limit` tokens: rows of `Preference` with their lengths."""
     fits = args.max_prompt_length < limit
     require(fits, f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion in {limit} tokens")
     read_pair = pair_reader(data, args)
@@ -553,7 +551,7 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
     mode = args.truncation_mode
 
     def encode(row: dict) -> dict:
-        """A row of texts as a row of tokens."""
+        """Encodes one row."""
         whole = encode_preference(*read_pair(row), tokenizer, template_options(row))
         pair = cut_to_fit(whole, limit, max_prompt_length, mode)
         is_different = pair.chosen != pair.rejected
@@ -563,7 +561,7 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
 
 
 def as_pairs(columns: dict[str, list]) -> list[Preference]:
-    """Some rows of `encode_pairs`, given as columns."""
+    """Turns columns of `encode_pairs` into pairs."""
     return [Preference(*x) for x in zip(columns["prompt"], columns["chosen"], columns["rejected"])]
 
 
@@ -584,17 +582,19 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together, or that another one switches off."""
+    """Exits with an error if settings contradict each other, or if one has no effect because of another."""
     check_common_args(args)
     refuse_unused(args, "label_smoothing", args.loss_type == "sigmoid", f"with --loss-type {args.loss_type}")
-    is_free = args.reference_free and args.loss_type == "kto_pair"
-    require(not is_free, "--loss-type kto_pair needs the reference: its rewards are measured against a KL")
+    if args.loss_type == "kto_pair":
+        require(
+            not args.reference_free, "--loss-type kto_pair needs the reference: its loss compares each reward with a KL"
+        )
     refuse_unused(args, "precompute_ref", not args.reference_free, "with --reference-free")
 
 
 def default_rate(args: Args, policy: nn.Module) -> float:
-    """The learning rate, if none is given: 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 5e-7
-    (DPO's Pythia 2.8B: 1e-6); ten times as high with LoRA."""
+    """The default learning rate: 1e-5 for a model of GPT-2's size, higher for smaller models, at least 5e-7 (DPO's
+    Pythia 2.8B: 1e-6); ten times as high with LoRA."""
     rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)
     if args.lora_r:
         rate *= 10
@@ -605,7 +605,7 @@ def default_rate(args: Args, policy: nn.Module) -> float:
 
 
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
-    """The tokens, and EOS behind them unless they end with it, or there is none."""
+    """Appends EOS, unless the tokens end with it or the tokenizer has none."""
     eos = tokenizer.eos_token_id
     if eos is None or ids[-1:] == [eos]:
         return ids
@@ -613,8 +613,8 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
 
 
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
-    """Whether all texts of these columns begin with their prompt, and so are read as whole texts. (Conversations may be
-    whole in one row and not in another.) Warns if only some do."""
+    """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
+    conversations, `whole_turns` checks this row by row."""
     if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
         return False
     prompts = [str(prompt).strip() for prompt in data[prompt_column]]
@@ -623,42 +623,41 @@ def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str)
         count += sum(str(text).lstrip().startswith(prompt) for prompt, text in zip(prompts, data[column]) if prompt)
     num_texts = len(columns) * sum(map(bool, prompts))
     if 0 < count < num_texts:
-        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, and are read as answers that repeat it")
+        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, which is taken for part of a completion")
     return 0 < count == num_texts
 
 
 def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
-    """A conversation: the prompt's turns, then those of the text, unless these hold the prompt's already."""
+    """A conversation: the turns of the prompt and of the text; only those of the text if it contains the prompt."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    is_whole = answer[: len(turns)] == turns
+    holds_prompt = answer[: len(turns)] == turns
     if turns and answer and turns[-1]["role"] == "user":
-        is_whole |= answer[0]["role"] != "assistant"  # with a system message before it, say
-    return answer if is_whole else turns + answer
+        holds_prompt |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
+    return answer if holds_prompt else turns + answer
 
 
-def shared_length(a: list[int], b: list[int]) -> int:
-    """How many tokens two texts have in common at the start."""
-    pairs = enumerate(zip(a, b))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+def shared_length(*texts: list[int]) -> int:
+    """Number of tokens that all texts share at the start."""
+    return len(os.path.commonprefix(texts))  # of any lists, not only of paths
 
 
 def warn_of_joined_tokens(n: int) -> None:
-    """Warns if the last n tokens of a prompt, as it is read alone, are none in the text that goes on behind it."""
+    """Warns if the last n tokens of a prompt encoded alone are not tokens of the whole text."""
     if n:
         warnings.warn(
-            "some prompts end within a token of the whole text (in a space?): training reads that token; a rollout, "
-            "which reads the prompt alone, never does"
+            "some prompts end within a token of the whole text (does the prompt end with a space?): training sees that "
+            "token, but a rollout, which encodes the prompt alone, never does"
         )
 
 
 def encode_whole(
     prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}
 ) -> list[int]:
-    """Token ids of prompt and text, up to EOS or the token that ends the last turn; of conversations, if one of the two
-    is a list of messages. `options` are the chat template's."""
+    """Encodes prompt + text + EOS. If one of the two is a list of messages, encodes the conversation, which ends with
+    the token that ends its last turn. `options` are those of the chat template."""
     if isinstance(prompt, str) and isinstance(text, str):
-        require(not options, "the columns tools and chat_template_kwargs are for conversations, and these are texts")
+        require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
         return with_eos(encode_text(prompt + text, tokenizer), tokenizer)
     turns = whole_turns(prompt, text)
     require(turns, "a conversation has no messages")
@@ -670,7 +669,7 @@ def encode_whole(
 
 
 def load_pairs(args: Args, model: nn.Module) -> tuple[datasets.Dataset, list]:
-    """The pairs to train on, and those to evaluate on."""
+    """Loads the pairs to train on, and those to evaluate on."""
     train, test = load_data(args)
     limit = min(args.max_length, context_length(model))
     pairs = encode_pairs(train, model.tokenizer, args, limit)
@@ -680,40 +679,41 @@ def load_pairs(args: Args, model: nn.Module) -> tuple[datasets.Dataset, list]:
 
 
 def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
-    """A function from a row to its prompt, or "" without that column, its chosen and its rejected text."""
+    """Returns a function that reads prompt, chosen and rejected text of a row; without a prompt column, the prompt is
+    an empty text."""
     chosen = args.chosen_column
     rejected = args.rejected_column
     check_columns(data, {"--chosen-column": chosen, "--rejected-column": rejected})
-    if args.prompt_column != Args.prompt_column:  # it was named, so it must be there
+    if args.prompt_column != Args.prompt_column:  # a column that was named must exist
         check_columns(data, {"--prompt-column": args.prompt_column})
     prompt = args.prompt_column if args.prompt_column in data.column_names else None
     if prompt is None:
-        print(f"no column {args.prompt_column!r}: the pairs are read as whole texts, or conversations")
-    is_whole = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
+        print(f"no column {args.prompt_column!r}: each text is taken for a prompt with its completion")
+    hold_prompt = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
 
     def read_pair(row: dict) -> tuple:
-        """Prompt, chosen and rejected text of a row."""
+        """Reads prompt, chosen and rejected text of a row."""
         texts = [read_value(row, column) for column in (chosen, rejected)]
         start = read_value(row, prompt) if prompt else ""
-        if is_whole:
+        if hold_prompt:
             start = start.strip()
             texts = [text.lstrip().removeprefix(start) for text in texts]
-        asked = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
-        is_one = asked[0] == asked[1] or [] in asked
-        require(is_one, "what is chosen and what is rejected answer different questions")
+        questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
+        is_same = questions[0] == questions[1] or [] in questions
+        require(is_same, "the user's messages differ between the chosen and the rejected conversation")
         return start, *texts
 
     return read_pair
 
 
 def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
-    """The pairs whose texts differ, for the others teach nothing. Prints how many there are, and how many were cut."""
+    """Drops pairs of equal texts, whose loss is constant. Prints the numbers of pairs kept, dropped and cut."""
     is_different = np.array(pairs["is_different"])
     num_cut = sum(pairs["is_cut"])
     num_dropped = len(pairs) - is_different.sum()
     notes = [
         f"cut {num_cut} of {len(pairs)} to {limit} tokens" if num_cut else "",
-        f"dropped {num_dropped} of {len(pairs)}: both texts equal" if num_dropped else "",
+        f"dropped {num_dropped} of {len(pairs)}, whose texts are equal" if num_dropped else "",
     ]
     require(num_dropped < len(pairs), f"no pairs are left: {', '.join(notes)}")
     print_lengths(f"{pairs.split} pairs", np.array(pairs["length"])[is_different], *notes)
@@ -723,12 +723,12 @@ def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
 
 
 def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
-    """The rows of batch `number` (0, 1, ...) of endless passes over all rows. Those of a batch are of similar length.
+    """The row numbers of a batch, which are of similar length. Batches are counted from 0 through all passes.
 
-    In each pass the rows are shuffled and cut into groups of 50 batches; a group is sorted by length, so that there is
-    little padding; and the batches come in an order of their own, so that it is random enough.
+    For each pass, the rows are shuffled and split into groups of 50 batches. Each group is sorted by length, so that a
+    batch needs little padding. Then the batches are shuffled, so that lengths come in random order.
     """
-    num_batches = math.ceil(len(lengths) / size)  # of a pass; one of them holds what is left
+    num_batches = math.ceil(len(lengths) / size)  # in a pass; one of them may be smaller
     pass_number, offset = divmod(number, num_batches)
     rows = shuffled(len(lengths), seed, 2 * pass_number)
     batches = shuffled(num_batches, seed, 2 * pass_number + 1)
@@ -741,7 +741,7 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
 
 
 def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -> Args:
-    """The settings with learning rate and batch sizes filled in, for rows of up to num_tokens; prints them in words."""
+    """Fills in the learning rate and the batch sizes, for rows of at most num_tokens tokens, and prints them."""
     learning_rate = args.learning_rate or default_rate(args, model)
     per_device = args.per_device_train_batch_size
     batch_size = args.batch_size or 64
@@ -756,7 +756,7 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -
 
 
 def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW on what is trained of the model."""
+    """AdamW on the trained weights of the model."""
     weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         weights,
@@ -767,16 +767,16 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def shard_rows(n: int) -> Tensor:
-    """(m,) numbers of those of n rows that this process computes: every WORLD_SIZE-th.
+    """(m,) numbers of the rows, out of n, that this process computes: every WORLD_SIZE-th.
 
-    m is the same everywhere, since passes over sharded weights must be equally many. If n does not divide, the last
-    numbers are n or more: they stand for rows 0, 1, ... again, for want of others, and do not count.
+    m is the same for all processes, because sharded weights need the same number of passes in each. If WORLD_SIZE does
+    not divide n, the last numbers are n or more: they stand for rows 0, 1, ... again, which are not counted twice.
     """
     return torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)
 
 
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """This process's share of the rows, `micro_batch_size` at a time, and (b,) whether they count."""
+    """Yields this process's share of the rows, micro_batch_size at a time, each part with (b,) whether a row counts."""
     n = len(rows)
     for numbers in shard_rows(n).split(args.micro_batch_size):
         counts = numbers < n

@@ -1330,19 +1330,19 @@ def blank_before_answer(tokenizer: AutoTokenizer) -> str:
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B,) output of a reward model's head at the last real token, found from the attention mask (B, S).
+    """(B,) output of a reward model's head at the last real token, found by the attention mask (B, S).
 
-    The library's own pooling looks for the last token that is not the pad token: if padding and EOS are one token, it
-    reads the token before EOS.
+    The library's classifiers look for the last token that is not the pad token. Where the pad token is EOS, this is the
+    token before EOS.
     """
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
     ).last_hidden_state  # (B, S, D)
     last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
-    with torch.autocast(hidden.device.type, enabled=False):  # a reward of 8 binary digits would say little
+    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for a reward (8 bits)
         rewards = model.score(hidden[torch.arange(len(last), device=last.device), last].float())  # (B, 1)
-    return rewards.squeeze(1) + getattr(model.config, "reward_bias", 0.0)  # where reward_model.py may put its shift
+    return rewards.squeeze(1) + getattr(model.config, "reward_bias", 0.0)  # reward_model.py may store its shift there
 
 
 def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:

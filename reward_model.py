@@ -16,19 +16,20 @@
 
 For each batch of pairs (chosen, rejected) with the same prompt:
   1. encode   both texts, each with its EOS (end of sequence)
-  2. read     r = w . h, with h the last layer at the last real token and w a new head
+  2. read     r = w . h, with h the last hidden state at the last real token and w a new head
   3. loss     -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
-  4. update   AdamW, with the learning rate warmed up and annealed
-At the end the rewards are shifted to mean 0 over the first 2,000 training pairs: the loss leaves their zero open.
+  4. update   one AdamW step; the learning rate is warmed up, then annealed
+The loss depends only on differences of rewards (if c is 0). At the end, a constant is added to all rewards that makes
+their mean over the first 2,000 training pairs 0.
 
   text          The  film  |  is   a    joy   .   EOS   -   -
   reward                                           *             one per text, on its last real token
 
-The loss is the likelihood of the Bradley-Terry model, in which a text is preferred with the odds exp(r_chosen) to
-exp(r_rejected). So differences of rewards mean something: the sigmoid of a difference is a probability that can be
-compared with what people chose ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al.
-2020 (2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031:
-the head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288,
+The loss is the negative log-likelihood of the Bradley-Terry model, in which the chosen text is preferred with the
+probability sigmoid(r_chosen - r_rejected). This probability can be compared with how often people chose the text with
+the higher reward ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al. 2020
+(2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031: the
+head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288,
 eq. 2), the centring term Eisenstein et al. 2023's (2312.09244). docs/reward_model.md has a glossary of the metrics.
 
   python reward_model.py                             # the toy world: offline, a minute on a CPU
@@ -118,13 +119,13 @@ class Args:
     # --- Reward model ---
     # c of the loss: pulls each pair's rewards towards a sum of 0 (TRL)
     center_rewards_coefficient: NonNegative = 0.0
-    eos_dropout: Share = 0.0  # share of training pairs shown without EOS: then responses that were cut off can be read
-    max_length: Count = 512  # longer texts lose their end, and are counted (TRL drops them)
+    eos_dropout: Share = 0.0  # share of training pairs without EOS, so that the model learns to judge cut-off responses
+    max_length: Count = 512  # longer texts lose their end (how many is printed; TRL drops them)
 
     # --- Optimisation ---
     # AdamW's; by default from the size of the model, ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "cosine"  # any of transformers.get_scheduler that depends on the step alone (N+ details)
+    lr_scheduler_type: Name = "cosine"  # any of transformers.get_scheduler that depends only on the step (N+ details)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -133,14 +134,14 @@ class Args:
     # pairs per optimiser step, on all GPUs together; by default 64
     batch_size: Count | None = None
     micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding and dropout only
-    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
+    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Model: a folder, or a name on the hub ---
-    # the model to start from, ideally the policy that sft.py made; any causal architecture
+    # the model to start from, ideally the policy trained by sft.py; any causal architecture
     model: Name = "toy/sft"
-    lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; the head is trained whole
+    lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; all weights of the head are trained
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
     lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
@@ -156,7 +157,7 @@ class Args:
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     chosen_column: Name = "chosen"  # preferred texts, or lists of {role, content} messages
     rejected_column: Name = "rejected"  # the other texts
-    prompt_column: Name = "prompt"  # what both texts continue, if there is such a column
+    prompt_column: Name = "prompt"  # prompts of both texts, if there is such a column
     margin_column: Name = "margin"  # how much better the chosen text is (Llama 2, eq. 2), if there is such a column
     seed: Natural = 1  # seed of the order of pairs, of dropout, and of the new head
 
@@ -168,10 +169,10 @@ class Args:
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 100  # steps between checkpoints, each of which holds everything that a run consists of
+    save_steps: Count = 100  # steps between checkpoints, which hold the whole state of a run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
-    eval_steps: Count = 100  # steps between evaluations; there is one at the end, too
-    num_sample_generations: Natural = 2  # how often a table of pairs with their rewards is printed
+    eval_steps: Count = 100  # steps between evaluations; the last one follows the last step
+    num_sample_generations: Natural = 2  # number of times a table of pairs with their rewards is printed
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
@@ -187,7 +188,7 @@ class Args:
 
 
 def train(args: Args) -> None:
-    """Trains the reward model; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the reward model, and saves it with its metrics, curves and model card in the run's folder."""
     check_common_args(args)
     start(args)
     asked = args
@@ -204,32 +205,23 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, model)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    memory = {"reward_bias": model.config.reward_bias}  # what lasts from step to step besides weights
+    memory = {"reward_bias": model.config.reward_bias}  # what checkpoints hold besides weights and moments
     run = Run(args, num_steps, optimizer, schedule, memory, asked, model=model)
     model.config.reward_bias = memory["reward_bias"]
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
         rows = length_grouped_batch(lengths, step - 1, args.batch_size, args.seed)
-        mini_batch = as_pairs(pairs[rows])
+        batch = as_pairs(pairs[rows])
         if args.eos_dropout:
-            mini_batch = drop_eos(mini_batch, model.tokenizer, args.eos_dropout)
+            batch = drop_eos(batch, model.tokenizer, args.eos_dropout)
         separate_dropout(args, step)
         with run.clock("step"):
-            stats = mini_batch_gradient(model, mini_batch, args)  # 2 and 3
-            grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)  # 4
-            if grad_norm.isfinite():  # else the weights would be NaN for good
-                optimizer.step()
-            optimizer.zero_grad()
+            stats = update(model, optimizer, batch, args)  # 2 to 4
             if step == num_steps:
                 chosen, rejected = all_rewards(model, as_pairs(pairs[:2000]), args)
                 shift_rewards(model, -torch.cat([chosen, rejected]).mean().item())
                 memory["reward_bias"] = model.config.reward_bias
-        stats |= {
-            "step": step,
-            "epoch": step / steps_per_epoch,
-            "lr": optimizer.param_groups[0]["lr"],
-            "grad_norm": grad_norm.item(),
-        }
+        stats |= {"step": step, "epoch": step / steps_per_epoch, "lr": optimizer.param_groups[0]["lr"]}
         if eval_pairs and run.is_due(args.eval_steps):
             eval_stats, bins = evaluate(model, eval_pairs, args)
             stats |= eval_stats
@@ -252,7 +244,7 @@ def train(args: Args) -> None:
 
 @dataclass
 class Pair:
-    """Token ids of two texts with the same prompt, and by how much the first is better."""
+    """Token ids of two texts with the same prompt, and how much better the first one is."""
 
     chosen: list[int]
     rejected: list[int]
@@ -260,12 +252,12 @@ class Pair:
 
 
 def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[Pair]:
-    """The pairs, a random share of them as they would look cut off just before their EOS, or the end of their turn."""
+    """Removes EOS, or the token that ends a turn, from both texts of a random share of the pairs."""
     end, _ = turn_end(tokenizer)
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end or tokenizer.eos_token)}
 
     def cut(ids: list[int]) -> list[int]:
-        """Without its EOS, unless that is all."""
+        """Removes the last token if it is EOS and not the only one."""
         if len(ids) > 1 and ids[-1] in ends:
             return ids[:-1]
         return ids
@@ -282,48 +274,47 @@ def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B,) output of a reward model's head at the last real token, found from the attention mask (B, S).
+    """(B,) output of a reward model's head at the last real token, found by the attention mask (B, S).
 
-    The library's own pooling looks for the last token that is not the pad token: if padding and EOS are one token, it
-    reads the token before EOS.
+    The library's classifiers look for the last token that is not the pad token. Where the pad token is EOS, this is the
+    token before EOS.
     """
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
     ).last_hidden_state  # (B, S, D)
     last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
-    with torch.autocast(hidden.device.type, enabled=False):  # a reward of 8 binary digits would say little
+    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for a reward (8 bits)
         rewards = model.score(hidden[torch.arange(len(last), device=last.device), last].float())  # (B, 1)
-    return rewards.squeeze(1) + getattr(model.config, "reward_bias", 0.0)  # where reward_model.py may put its shift
+    return rewards.squeeze(1) + getattr(model.config, "reward_bias", 0.0)  # reward_model.py may store its shift there
 
 
 def pair_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
-    """(B,) rewards of the chosen and of the rejected texts, in one forward pass over all of them."""
-    chosen = [pair.chosen for pair in pairs]
-    rejected = [pair.rejected for pair in pairs]
-    ids, mask = pad(chosen + rejected, model.tokenizer, args)  # (2B, S)
+    """(B,) rewards of the chosen and of the rejected texts, from one forward pass over all of them."""
+    texts = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    ids, mask = pad(texts, model.tokenizer, args)  # (2B, S)
     with autocast(args):
-        rewards = read_reward(model, ids, mask.long())  # (2B,)
-    return rewards.split(len(pairs))
+        return read_reward(model, ids, mask.long()).split(len(pairs))
 
 
 def init_reward_head(head: nn.Linear) -> None:
-    """Weights of standard deviation 1/sqrt(D+1), so that rewards begin with a deviation of about 1 (N+ details)."""
+    """Draws weights with standard deviation 1/sqrt(D+1), which gives first rewards one of about 1 (N+ details)."""
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
 
 def shift_rewards(model: nn.Module, shift: float) -> None:
-    """Adds a constant to every reward, in a way that is saved with the model.
+    """Adds a constant to every reward. It is saved with the model.
 
-    The head of transformers' classifiers has no bias. But if the last layer is h = norm(x) g + c, moving c by
-    shift w / |w|^2 moves every w . h by the shift: a plain weight that any program which loads the model sees. If that
-    norm has no c (RMSNorm) or is frozen (LoRA), the config holds the shift as `reward_bias`, which read_reward adds.
+    The head of transformers' classifiers has no bias. But if the last layer is h = norm(x) g + c, then adding
+    shift w / |w|^2 to c adds the shift to every w . h. Since c is a weight, any program that loads the model uses it.
+    If that norm has no c (RMSNorm) or is frozen (LoRA), the shift is added to `reward_bias` in the config, which
+    read_reward adds to the output of the head.
     """
     norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
     if len(norms) != 1 or not norms[0].weight.requires_grad:
         model.config.reward_bias += shift
         return
-    everywhere = StateDictOptions(full_state_dict=True)  # put together from shards, in every process
+    everywhere = StateDictOptions(full_state_dict=True)  # gather the shards, in every process
     w = get_model_state_dict(model.score, options=everywhere)["weight"][0]  # (D,)
     norm = get_model_state_dict(norms[0], options=everywhere)
     norm["bias"] = norm["bias"] + shift * w / w.square().sum()
@@ -334,33 +325,38 @@ def shift_rewards(model: nn.Module, shift: float) -> None:
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, center_rewards_coefficient: float) -> Tensor:
-    """(B,) losses: -log sigmoid(chosen - rejected - margin) + c (chosen + rejected)^2, all of shape (B,)."""
-    return -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
+    """(B,) losses of pairs. The margin (B,) says how much better the chosen text is, where people were asked."""
+    centring = center_rewards_coefficient * (chosen + rejected) ** 2
+    return -F.logsigmoid(chosen - rejected - margin) + centring
 
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------
 
 
-def mini_batch_gradient(model: nn.Module, mini_batch: list[Pair], args: Args) -> dict[str, float]:
-    """Adds up the gradient of the mean loss over a batch of pairs; returns means over them of what is logged.
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
+    """Makes one optimizer step on a batch of pairs. Returns its metrics.
 
-    How the batch is cut, into micro-batches and among processes, changes nothing.
+    The loss is a mean over all pairs of the batch. It does not depend on how the batch is divided into micro-batches
+    and among processes.
     """
     model.train()
-    n = len(mini_batch)
     sums = defaultdict(float)
-    for pairs, counts in micro_batches(mini_batch, args):
+    optimizer.zero_grad()
+    for pairs, counts in micro_batches(batch, args):
         chosen, rejected = pair_rewards(model, pairs, args)  # (b,) each
         margin = torch.tensor([pair.margin for pair in pairs], device=args.device)
         losses = preference_loss(chosen, rejected, margin, args.center_rewards_coefficient)
-        loss = (losses * counts).sum() / n
-        (WORLD_SIZE * loss).backward()  # gradients become means over processes
+        loss = (losses * counts).sum() / len(batch)
+        (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
         pair_stats = {"loss": losses, "accuracy": chosen > rejected, "margin": chosen - rejected}
         for name, x in pair_stats.items():
-            sums[name] += (x.detach() * counts).sum()
+            sums[name] += (x.detach() * counts).sum() / len(batch)
     model.eval()
-    means = all_reduce(torch.stack(list(sums.values()))) / n
-    return dict(zip(sums, means.tolist()))
+    grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
+    if grad_norm.isfinite():  # otherwise all weights would become NaN
+        optimizer.step()
+    means = all_reduce(torch.stack(list(sums.values()))).tolist()
+    return dict(zip(sums, means)) | {"grad_norm": grad_norm.item()}
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
@@ -368,18 +364,16 @@ def mini_batch_gradient(model: nn.Module, mini_batch: list[Pair], args: Args) ->
 
 @torch.no_grad()
 def all_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tensor, Tensor]:
-    """(N,) rewards of all chosen and all rejected texts."""
-    parts = []
-    for some, _ in micro_batches(pairs, args):
-        chosen, rejected = pair_rewards(model, some, args)
-        parts.append(torch.stack([chosen, rejected], 1))  # (b, 2)
+    """(N,) rewards of all chosen and of all rejected texts."""
+    parts = [torch.stack(pair_rewards(model, part, args), 1) for part, _ in micro_batches(pairs, args)]  # (b, 2) each
     rewards = all_gather(torch.cat(parts))[: len(pairs)]  # (N, 2)
     return rewards.cpu().unbind(1)
 
 
 def calibration(differences: Tensor) -> list[tuple[float, float, int]]:
-    """For ten bins of |r_chosen - r_rejected|, equally full: mean predicted probability that the higher reward was
-    chosen, the share of pairs in which it was, and their number. A calibrated model has the first two equal."""
+    """Sorts pairs by |r_chosen - r_rejected| into ten bins of equal size. Returns for each bin the mean predicted
+    probability that the text with the higher reward was chosen, the share of pairs in which it was, and the number of
+    pairs. For a calibrated model, the first two are equal."""
     ordered = differences[differences.abs().argsort()]
     bins = []
     for part in ordered.tensor_split(min(10, len(ordered))):
@@ -392,7 +386,7 @@ def calibration(differences: Tensor) -> list[tuple[float, float, int]]:
 def evaluate(
     model: nn.Module, pairs: list[Pair], args: Args
 ) -> tuple[dict[str, float], list[tuple[float, float, int]]]:
-    """Loss (without margin and centring), accuracy and calibration over the test split, and the calibration's bins."""
+    """Loss (without margin and centring), accuracy and calibration on the test split, and the bins of `calibration`."""
     chosen, rejected = all_rewards(model, pairs, args)
     both = torch.cat([chosen, rejected])
     losses = preference_loss(chosen, rejected, torch.zeros(()), 0.0)
@@ -410,7 +404,7 @@ def evaluate(
 
 
 def show_samples(run: "Run", model: nn.Module, pairs: list[Pair], args: Args) -> None:
-    """A table of four pairs with their rewards."""
+    """Prints a table of four pairs with their rewards."""
     pairs = pairs[:4]
     chosen, rejected = all_rewards(model, pairs, args)
     decode = partial(model.tokenizer.batch_decode, skip_special_tokens=True)
@@ -424,7 +418,7 @@ def show_samples(run: "Run", model: nn.Module, pairs: list[Pair], args: Args) ->
 
 
 def show_calibration(run: "Run", bins: list[tuple[float, float, int]]) -> None:
-    """A table of the calibration's bins."""
+    """Prints a table of the bins of `calibration`."""
     table = pandas.DataFrame(bins, columns=["predicted", "observed", "pairs"]).round(2)
     run.bar.write(f"calibration on the test split\n{table.to_string(index=False)}")
 
@@ -433,13 +427,12 @@ def show_calibration(run: "Run", bins: list[tuple[float, float, int]]) -> None:
 
 
 def load_reward_model(args: Args) -> nn.Module:
-    """The model in float32, with its own head, if it was saved with one, else with a new one; it keeps the dropout of
-    its config."""
+    """Loads the model in float32, with the dropout of its config. A model saved without a head gets a new one."""
     model = load_model(AutoModelForSequenceClassification, args.model, args, new_head=True, num_labels=1)
     if not any("SequenceClassification" in name for name in model.config.architectures or []):
         init_reward_head(model.score)
-    model.config.reward_bias = getattr(model.config, "reward_bias", 0.0)  # which shift_rewards may change
-    model.config.pad_token_id = model.tokenizer.pad_token_id  # for programs that use the library's own pooling
+    model.config.reward_bias = getattr(model.config, "reward_bias", 0.0)  # shift_rewards may change it
+    model.config.pad_token_id = model.tokenizer.pad_token_id  # for programs that use transformers' pooling
     if args.lora_r:
         add_adapter(model, args, task_type="SEQ_CLS", modules_to_save=["score"])
     if args.gradient_checkpointing:
@@ -448,14 +441,14 @@ def load_reward_model(args: Args) -> nn.Module:
 
 
 def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, limit: int) -> datasets.Dataset:
-    """All pairs of a split, cut to `limit` tokens: rows of `Pair`, and their lengths."""
+    """Encodes the pairs of a split, and cuts them to `limit` tokens: rows of `Pair` with their lengths."""
     read_pair = pair_reader(data, args)
     margin_column = args.margin_column
-    if margin_column != Args.margin_column:  # it was named, so it must be there
+    if margin_column != Args.margin_column:  # a column that was named must exist
         check_columns(data, {"--margin-column": margin_column})
 
     def encode(row: dict) -> dict:
-        """A row of texts as a row of tokens."""
+        """Encodes one row."""
         prompt, *texts = read_pair(row)
         options = template_options(row)
         whole = [encode_whole(prompt, text, tokenizer, options) for text in texts]
@@ -469,7 +462,7 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
 
 
 def as_pairs(columns: dict[str, list]) -> list[Pair]:
-    """Some rows of `encode_pairs`, given as columns."""
+    """Turns columns of `encode_pairs` into pairs."""
     return [Pair(*x) for x in zip(columns["chosen"], columns["rejected"], columns["margin"])]
 
 
@@ -490,8 +483,8 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 
 
 def default_rate(args: Args, model: nn.Module) -> float:
-    """The learning rate, if none is given: 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6
-    (the N+ details' rate from 1B up); ten times as high with LoRA."""
+    """The default learning rate: 1e-5 for a model of GPT-2's size, higher for smaller models, at least 3e-6 (the N+
+    details' rate for 1B and more); ten times as high with LoRA."""
     rate = max(3e-6, 1e-5 * (124e6 / model.num_parameters()) ** 0.75)
     if args.lora_r:
         rate *= 10
@@ -502,7 +495,7 @@ def default_rate(args: Args, model: nn.Module) -> float:
 
 
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
-    """The tokens, and EOS behind them unless they end with it, or there is none."""
+    """Appends EOS, unless the tokens end with it or the tokenizer has none."""
     eos = tokenizer.eos_token_id
     if eos is None or ids[-1:] == [eos]:
         return ids
@@ -510,8 +503,8 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
 
 
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
-    """Whether all texts of these columns begin with their prompt, and so are read as whole texts. (Conversations may be
-    whole in one row and not in another.) Warns if only some do."""
+    """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
+    conversations, `whole_turns` checks this row by row."""
     if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
         return False
     prompts = [str(prompt).strip() for prompt in data[prompt_column]]
@@ -520,27 +513,27 @@ def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str)
         count += sum(str(text).lstrip().startswith(prompt) for prompt, text in zip(prompts, data[column]) if prompt)
     num_texts = len(columns) * sum(map(bool, prompts))
     if 0 < count < num_texts:
-        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, and are read as answers that repeat it")
+        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, which is taken for part of a completion")
     return 0 < count == num_texts
 
 
 def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
-    """A conversation: the prompt's turns, then those of the text, unless these hold the prompt's already."""
+    """A conversation: the turns of the prompt and of the text; only those of the text if it contains the prompt."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    is_whole = answer[: len(turns)] == turns
+    holds_prompt = answer[: len(turns)] == turns
     if turns and answer and turns[-1]["role"] == "user":
-        is_whole |= answer[0]["role"] != "assistant"  # with a system message before it, say
-    return answer if is_whole else turns + answer
+        holds_prompt |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
+    return answer if holds_prompt else turns + answer
 
 
 def encode_whole(
     prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}
 ) -> list[int]:
-    """Token ids of prompt and text, up to EOS or the token that ends the last turn; of conversations, if one of the two
-    is a list of messages. `options` are the chat template's."""
+    """Encodes prompt + text + EOS. If one of the two is a list of messages, encodes the conversation, which ends with
+    the token that ends its last turn. `options` are those of the chat template."""
     if isinstance(prompt, str) and isinstance(text, str):
-        require(not options, "the columns tools and chat_template_kwargs are for conversations, and these are texts")
+        require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
         return with_eos(encode_text(prompt + text, tokenizer), tokenizer)
     turns = whole_turns(prompt, text)
     require(turns, "a conversation has no messages")
@@ -552,7 +545,7 @@ def encode_whole(
 
 
 def load_pairs(args: Args, model: nn.Module) -> tuple[datasets.Dataset, list]:
-    """The pairs to train on, and those to evaluate on."""
+    """Loads the pairs to train on, and those to evaluate on."""
     train, test = load_data(args)
     limit = min(args.max_length, context_length(model))
     pairs = encode_pairs(train, model.tokenizer, args, limit)
@@ -562,40 +555,41 @@ def load_pairs(args: Args, model: nn.Module) -> tuple[datasets.Dataset, list]:
 
 
 def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
-    """A function from a row to its prompt, or "" without that column, its chosen and its rejected text."""
+    """Returns a function that reads prompt, chosen and rejected text of a row; without a prompt column, the prompt is
+    an empty text."""
     chosen = args.chosen_column
     rejected = args.rejected_column
     check_columns(data, {"--chosen-column": chosen, "--rejected-column": rejected})
-    if args.prompt_column != Args.prompt_column:  # it was named, so it must be there
+    if args.prompt_column != Args.prompt_column:  # a column that was named must exist
         check_columns(data, {"--prompt-column": args.prompt_column})
     prompt = args.prompt_column if args.prompt_column in data.column_names else None
     if prompt is None:
-        print(f"no column {args.prompt_column!r}: the pairs are read as whole texts, or conversations")
-    is_whole = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
+        print(f"no column {args.prompt_column!r}: each text is taken for a prompt with its completion")
+    hold_prompt = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
 
     def read_pair(row: dict) -> tuple:
-        """Prompt, chosen and rejected text of a row."""
+        """Reads prompt, chosen and rejected text of a row."""
         texts = [read_value(row, column) for column in (chosen, rejected)]
         start = read_value(row, prompt) if prompt else ""
-        if is_whole:
+        if hold_prompt:
             start = start.strip()
             texts = [text.lstrip().removeprefix(start) for text in texts]
-        asked = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
-        is_one = asked[0] == asked[1] or [] in asked
-        require(is_one, "what is chosen and what is rejected answer different questions")
+        questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
+        is_same = questions[0] == questions[1] or [] in questions
+        require(is_same, "the user's messages differ between the chosen and the rejected conversation")
         return start, *texts
 
     return read_pair
 
 
 def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
-    """The pairs whose texts differ, for the others teach nothing. Prints how many there are, and how many were cut."""
+    """Drops pairs of equal texts, whose loss is constant. Prints the numbers of pairs kept, dropped and cut."""
     is_different = np.array(pairs["is_different"])
     num_cut = sum(pairs["is_cut"])
     num_dropped = len(pairs) - is_different.sum()
     notes = [
         f"cut {num_cut} of {len(pairs)} to {limit} tokens" if num_cut else "",
-        f"dropped {num_dropped} of {len(pairs)}: both texts equal" if num_dropped else "",
+        f"dropped {num_dropped} of {len(pairs)}, whose texts are equal" if num_dropped else "",
     ]
     require(num_dropped < len(pairs), f"no pairs are left: {', '.join(notes)}")
     print_lengths(f"{pairs.split} pairs", np.array(pairs["length"])[is_different], *notes)
@@ -605,12 +599,12 @@ def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
 
 
 def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
-    """The rows of batch `number` (0, 1, ...) of endless passes over all rows. Those of a batch are of similar length.
+    """The row numbers of a batch, which are of similar length. Batches are counted from 0 through all passes.
 
-    In each pass the rows are shuffled and cut into groups of 50 batches; a group is sorted by length, so that there is
-    little padding; and the batches come in an order of their own, so that it is random enough.
+    For each pass, the rows are shuffled and split into groups of 50 batches. Each group is sorted by length, so that a
+    batch needs little padding. Then the batches are shuffled, so that lengths come in random order.
     """
-    num_batches = math.ceil(len(lengths) / size)  # of a pass; one of them holds what is left
+    num_batches = math.ceil(len(lengths) / size)  # in a pass; one of them may be smaller
     pass_number, offset = divmod(number, num_batches)
     rows = shuffled(len(lengths), seed, 2 * pass_number)
     batches = shuffled(num_batches, seed, 2 * pass_number + 1)
@@ -623,7 +617,7 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
 
 
 def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -> Args:
-    """The settings with learning rate and batch sizes filled in, for rows of up to num_tokens; prints them in words."""
+    """Fills in the learning rate and the batch sizes, for rows of at most num_tokens tokens, and prints them."""
     learning_rate = args.learning_rate or default_rate(args, model)
     per_device = args.per_device_train_batch_size
     batch_size = args.batch_size or 64
@@ -638,7 +632,7 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -
 
 
 def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW on what is trained of the model."""
+    """AdamW on the trained weights of the model."""
     weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         weights,
@@ -655,16 +649,16 @@ def separate_dropout(args: Args, step: int) -> None:
 
 
 def shard_rows(n: int) -> Tensor:
-    """(m,) numbers of those of n rows that this process computes: every WORLD_SIZE-th.
+    """(m,) numbers of the rows, out of n, that this process computes: every WORLD_SIZE-th.
 
-    m is the same everywhere, since passes over sharded weights must be equally many. If n does not divide, the last
-    numbers are n or more: they stand for rows 0, 1, ... again, for want of others, and do not count.
+    m is the same for all processes, because sharded weights need the same number of passes in each. If WORLD_SIZE does
+    not divide n, the last numbers are n or more: they stand for rows 0, 1, ... again, which are not counted twice.
     """
     return torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)
 
 
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """This process's share of the rows, `micro_batch_size` at a time, and (b,) whether they count."""
+    """Yields this process's share of the rows, micro_batch_size at a time, each part with (b,) whether a row counts."""
     n = len(rows)
     for numbers in shard_rows(n).split(args.micro_batch_size):
         counts = numbers < n

@@ -14,18 +14,18 @@
 # ///
 """Supervised fine-tuning: texts -> policy.
 
-For each batch of texts x_1..x_n, of which the last tokens are the completion and its EOS (end of sequence):
-  1. encode   prompt tokens, completion tokens, EOS; the labels are completion and EOS (without a prompt: everything)
-  2. loss     -mean_t log pi(x_t | x_<t), over the labels alone
-  3. update   AdamW, with the learning rate warmed up and annealed
+For each batch of texts x_1..x_n, each with an EOS (end of sequence) at its end:
+  1. encode   prompt tokens, completion tokens, EOS; completion and EOS are the labels (without a prompt, all tokens)
+  2. loss     -mean_t log pi(x_t | x_<t) over the labels
+  3. update   one AdamW step; the learning rate is warmed up, then annealed
 
   text          The  film  |  is   a    joy   .   EOS
   label          -    -    |  *    *     *    *    *       read from the logits one position to the left
 
-EOS is a label like any other: a policy that is never shown where texts end will never end one, and an RLHF run that
-follows would see only cut-off responses. Prompt tokens carry no loss by default: the policy is asked to answer prompts,
-not to invent them. Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+
-implementation details, 2403.17031). docs/sft.md has a glossary of the metrics.
+EOS is a label like any other: a policy that never sees where texts end never ends one, and all responses of a later
+RLHF run would be cut off. By default, prompt tokens carry no loss: the policy is to answer prompts, not to invent them.
+Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+ implementation details,
+2403.17031). docs/sft.md has a glossary of the metrics.
 
   python sft.py                              # a small GPT-2 from scratch on the toy corpus: offline, a minute on a CPU
   python sft.py --model gpt2 --dataset D     # fine-tunes GPT-2; D has `text`, `prompt` + `completion`, or `messages`
@@ -45,7 +45,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -112,15 +111,15 @@ Pattern = Name  # a regular expression
 @pydantic.dataclasses.dataclass  # which checks the values
 class Args:
     # --- Supervised fine-tuning ---
-    # no loss on prompts, nor on messages that are not the assistant's (TRL)
+    # compute no loss on prompts and on messages that are not the assistant's (TRL)
     completion_only_loss: bool = True
-    max_length: Count = 512  # longer texts lose their end, and are counted; with packing, the length of a block
-    packing: bool = False  # join all texts, EOS between them, and cut them into blocks of max_length: no padding (TRL)
+    max_length: Count = 512  # longer texts lose their end (how many is printed); with packing, the length of a block
+    packing: bool = False  # join all texts, each with its EOS, and cut them into blocks of max_length: no padding (TRL)
 
     # --- Optimisation ---
     # AdamW's; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "cosine"  # any of transformers.get_scheduler that depends on the step alone (N+ details)
+    lr_scheduler_type: Name = "cosine"  # any of transformers.get_scheduler that depends only on the step (N+ details)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises from 0 to its value
     weight_decay: NonNegative = 0.0  # AdamW's
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
@@ -129,14 +128,14 @@ class Args:
     # rows per optimiser step, on all GPUs together; by default 64
     batch_size: Count | None = None
     micro_batch_size: Count | None = None  # rows per forward/backward pass; affects rounding and dropout only
-    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
+    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Model: a folder, or a name on the hub ---
     # the pretrained model to fine-tune; by default one with random weights
     model: Name | None = None
-    from_scratch: Name = "toy/base"  # without --model: whose config and tokenizer to take
+    from_scratch: Name = "toy/base"  # without --model: the model that lends its config and tokenizer
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
     lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
@@ -154,21 +153,21 @@ class Args:
     text_column: Name = "text"  # whole texts
     prompt_column: Name = "prompt"  # prompts, beside completions: texts, or lists of {role, content} messages
     completion_column: Name = "completion"  # completions: texts, or lists of messages
-    messages_column: Name = "messages"  # conversations: lists of messages, for the tokenizer's chat template
-    seed: Natural = 1  # seed of the order of texts, of dropout, and of the weights with from_scratch
+    messages_column: Name = "messages"  # conversations: lists of messages, rendered by the tokenizer's chat template
+    seed: Natural = 1  # seed of the order of texts, of dropout, and of random weights
 
     # --- Run ---
     # the folder of a run: continue it, with its settings; those on the command line win
     resume: Name | None = None
-    num_train_epochs: Positive = 1.0  # passes over the texts (N+ details: 1)
+    num_train_epochs: Positive = 1.0  # passes over the data (N+ details: 1)
     exp_name: Name = "sft"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 100  # steps between checkpoints, each of which holds everything that a run consists of
+    save_steps: Count = 100  # steps between checkpoints, which hold the whole state of a run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
-    eval_steps: Count = 100  # steps between evaluations; there is one at the end, too
-    num_sample_generations: Natural = 3  # how often a table of sampled completions is printed (TRL)
+    eval_steps: Count = 100  # steps between evaluations; the last one follows the last step
+    num_sample_generations: Natural = 3  # number of times a table of sampled completions is printed (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
@@ -184,7 +183,7 @@ class Args:
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the policy, and saves it with its metrics, curves and model card in the run's folder."""
     check_args(args)
     start(args)
     asked = args
@@ -196,34 +195,27 @@ def train(args: Args) -> None:
     lengths = list(rows["length"])
     args = choose_sizes(args, policy, len(rows), max(lengths))
     is_label = [label != IGNORE for label in rows[0]["labels"]]
-    show_first_row({"text, what carries loss in green": as_read(rows[0]["ids"], policy.tokenizer, is_label)})
+    show_first_row({"text, with its labels in green": as_read(rows[0]["ids"], policy.tokenizer, is_label)})
     steps_per_epoch = math.ceil(len(rows) / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    memory = {"num_tokens": 0}  # what lasts from step to step besides weights
+    memory = {"num_tokens": 0}  # what checkpoints hold besides weights and moments
     run = Run(args, num_steps, optimizer, schedule, memory, asked, model=policy)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
         separate_dropout(args, step)
         texts = as_rows(rows[random_batch(lengths, step - 1, args.batch_size, args.seed)])
         with run.clock("step"):
-            sums = gradient_and_sums(policy, texts, args)  # 2
-            grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)  # 3
-            if grad_norm.isfinite():  # else the weights would be NaN for good
-                optimizer.step()
-            optimizer.zero_grad()
-        memory["num_tokens"] += sums["tokens"]
-        stats = {
+            stats, num_labels = update(policy, optimizer, texts, args)  # 2 and 3
+        memory["num_tokens"] += num_labels
+        stats |= {
             "step": step,
             "epoch": step / steps_per_epoch,
             "num_tokens": memory["num_tokens"],
             "lr": optimizer.param_groups[0]["lr"],
-            "loss": sums["loss"] / sums["tokens"],
-            "mean_token_accuracy": sums["hits"] / sums["tokens"],
-            "grad_norm": grad_norm.item(),
-            "perf/tokens_per_second": sums["tokens"] / run.seconds["step"],
+            "perf/tokens_per_second": num_labels / run.seconds["step"],
         }
         if eval_rows and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_rows, args)
@@ -241,7 +233,7 @@ def train(args: Args) -> None:
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
 
-IGNORE = -100  # a label that carries no loss (torch's own convention)
+IGNORE = -100  # marks a token that carries no loss (PyTorch's convention)
 Row = tuple[list[int], list[int]]  # token ids and labels of a text
 
 
@@ -252,17 +244,18 @@ def encode_pair(
     completion_only: bool,
     options: dict = {},
 ) -> Row:
-    """Prompt + completion + EOS, or what the chat template writes. An empty prompt makes it a plain text, all labelled.
+    """Encodes prompt + completion + EOS, or a conversation. With an empty prompt, all tokens are labels.
 
-    Of a text, the prompt's tokens are those that it has alone, as in a rollout; one that the completion joins carries
-    loss. If one of the two is a list of messages, the prompt is its beginning, and the completion the turns behind it.
+    In plain text, the tokens of the prompt are those of the prompt encoded alone, as in a rollout; a token that spans
+    the end of the prompt and the start of the completion is a label. If the prompt or the completion is a list of
+    messages, the prompt is the start of a conversation, and the completion is the turns after it.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         turns = whole_turns(prompt, completion)
         num_given = len(turns) - len(as_turns(completion, "assistant"))
-        num_given = num_given or len(as_turns(prompt, "user"))  # the completion holds the prompt
+        num_given = num_given or len(as_turns(prompt, "user"))  # the completion repeats the prompt
         return encode_messages(turns, tokenizer, completion_only, options, num_given)
-    require(not options, "the columns tools and chat_template_kwargs are for conversations, and these are texts")
+    require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
     ids = with_eos(encode_text(prompt + completion, tokenizer), tokenizer)
     if not prompt or not completion_only:
         return ids, ids
@@ -275,11 +268,11 @@ def encode_pair(
 def encode_messages(
     messages: list[dict], tokenizer: AutoTokenizer, completion_only: bool, options: dict = {}, num_given: int = 0
 ) -> Row:
-    """A conversation; with completion_only, the labels are the assistant's turns behind the first num_given messages,
-    and the tokens that end them.
+    """Encodes a conversation. With completion_only, the labels are the assistant's turns after the first num_given
+    messages, each with the token that ends it.
 
-    Where a turn stands is seen in the text, which is encoded as one. A token that a turn begins within is a label, and
-    one that it ends within is none.
+    The rendered conversation is encoded as one text, in which each turn is located. A token that spans the start of a
+    turn is a label; a token that spans its end is not.
     """
     turns = as_turns(messages, "user")
     if not turns:
@@ -293,15 +286,16 @@ def encode_messages(
     for i in range(max(1, num_given), len(turns)):
         if turns[i]["role"] != "assistant":
             continue
-        head = render(turns[:i], tokenizer, options, is_prompt=True)  # which a rollout is given
-        asked = render(turns[:i], tokenizer, options).removesuffix(behind)
+        head = render(turns[:i], tokenizer, options, is_prompt=True)  # the prompt of a rollout
+        before = render(turns[:i], tokenizer, options).removesuffix(behind)
         turn = text
         if i < len(turns) - 1:
             turn = render(turns[: i + 1], tokenizer, options).removesuffix(behind)
-        if not turn.startswith(asked) or not text.startswith(turn):
-            warnings.warn("the chat template rewrites turns as a conversation goes on: such answers are not trained")
+        if not turn.startswith(before) or not text.startswith(turn):
+            warnings.warn("the chat template changes turns when others follow: changed turns have no labels")
             continue
-        first = shared_length(encode(os.path.commonprefix([head, turn])), ids)
+        start = os.path.commonprefix([head, turn])  # of any strings, not only of paths
+        first = shared_length(encode(start), ids)
         last = shared_length(encode(turn), ids)
         labels[first:last] = ids[first:last]
     if not completion_only:
@@ -310,7 +304,7 @@ def encode_messages(
 
 
 def pack(rows: list[Row], length: int) -> list[Row]:
-    """Joins texts (each ends with its EOS) and cuts them into blocks of `length` tokens; the remainder is dropped.
+    """Joins texts, each with its EOS, and cuts them into blocks of `length` tokens. The remainder is dropped.
 
     [[a b EOS], [c d e EOS], [f EOS]] at length 4 -> [a b EOS c], [d e EOS f]
     """
@@ -324,11 +318,11 @@ def pack(rows: list[Row], length: int) -> list[Row]:
 
 
 def random_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
-    """The rows of batch `number` (0, 1, ...) of endless passes over all rows, each in its own order; the last batch of
-    a pass holds what is left. It is sorted by length, so that its parts need little padding.
+    """The row numbers of a batch. Batches are counted from 0 through all passes; each pass has its own random order.
 
-    Batches are not made of rows of similar length: each step would see one kind of text, and a policy that is trained
-    from scratch would learn worse.
+    The last batch of a pass may be smaller. Each batch is sorted by length, so that its micro-batches need little
+    padding. A batch is not made of rows of similar length: each step would see one kind of text, and a policy trained
+    from scratch would learn less.
     """
     pass_number, offset = divmod(number, math.ceil(len(lengths) / size))
     order = shuffled(len(lengths), seed, pass_number)
@@ -339,56 +333,54 @@ def random_batch(lengths: list[int], number: int, size: int, seed: int) -> list[
 # --- 2. Loss ----------------------------------------------------------------------------------------------------------
 
 
-def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B, L) cross-entropy of labels (B, L) under logits (B, L, V), which predict them; 0 where there is no label."""
-    predictions = logits.flatten(0, 1).float()  # (B * L, V)
-    losses = F.cross_entropy(predictions, labels.flatten(), reduction="none", ignore_index=IGNORE)
-    return losses.view_as(labels)
+def label_logits(policy: nn.Module, rows: list[Row], args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits (b, L, V), the tokens that they predict (b, L), and which of these are labels (b, L).
 
-
-def label_sums(policy: nn.Module, rows: list[Row], args: Args) -> dict[str, Tensor]:
-    """Sums over the labels of each row (B,): loss, number, hits of the likeliest token, and loss and number of EOS."""
-    ids, mask = pad([ids for ids, _ in rows], policy.tokenizer, args)  # (B, S)
+    L counts the positions at which at least one row has a label: logits are computed only there.
+    """
+    ids, is_real = pad([ids for ids, _ in rows], policy.tokenizer, args)  # (b, S)
     labels, _ = pad([labels for _, labels in rows], policy.tokenizer, args)
-    targets = labels.masked_fill(~mask, IGNORE)[:, 1:]
-    places = (targets != IGNORE).any(0).nonzero().squeeze(1)  # (L,) where some row has a label; only there are logits
-    targets = targets[:, places]
+    mask = (is_real & (labels != IGNORE))[:, 1:]  # nothing predicts the first token
+    positions = mask.any(0).nonzero().squeeze(1)  # (L,)
     with autocast(args):
-        output = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False, logits_to_keep=places)
-    logits = output.logits  # (B, L, V)
-    losses = label_losses(logits, targets)  # (B, L), as what follows
-    is_hit = logits.detach().argmax(-1) == targets
-    is_eos = torch.isin(targets, targets.new_tensor(policy.generation_config.eos_token_id))
-    return {
-        "loss": losses.sum(1),
-        "tokens": (targets != IGNORE).sum(1),
-        "hits": is_hit.sum(1),
-        "eos_loss": losses.detach().masked_fill(~is_eos, 0.0).sum(1),
-        "eos_tokens": is_eos.sum(1),
-    }
+        output = policy(input_ids=ids, attention_mask=is_real.long(), use_cache=False, logits_to_keep=positions)
+    return output.logits, ids[:, 1:][:, positions], mask[:, positions]
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """(B, T) log-probability of each token under logits (B, T, V)."""
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 # --- 3. Update --------------------------------------------------------------------------------------------------------
 
 
-def gradient_and_sums(policy: nn.Module, texts: list[Row], args: Args) -> dict[str, float]:
-    """Adds up the gradient of the mean loss over a batch's labels; returns sums over them of what is logged.
+def update(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, texts: list[Row], args: Args
+) -> tuple[dict[str, float], int]:
+    """Makes one optimizer step on a batch of texts. Returns its metrics, and the number of labels.
 
-    The gradient is a sum over labels divided by their number, so how the batch is cut, into micro-batches and among
-    processes, changes nothing.
+    The loss is a sum over all labels of the batch, divided by their number. So it does not depend on how the batch is
+    divided into micro-batches and among processes.
     """
     policy.train()
     num_labels = sum(label != IGNORE for _, labels in texts for label in labels[1:])
     sums = torch.zeros(2, device=args.device)
-    for rows, counts in micro_batches(texts, args):
-        output = label_sums(policy, rows, args)
-        loss = (output["loss"] * counts).sum()
-        hits = (output["hits"] * counts).sum()
-        (WORLD_SIZE * loss / num_labels).backward()  # gradients become means over processes
-        sums += torch.stack([loss.detach(), hits])
+    optimizer.zero_grad()
+    for part, counts in micro_batches(texts, args):
+        logits, targets, mask = label_logits(policy, part, args)  # (b, L, V), (b, L), (b, L)
+        mask &= counts[:, None]
+        losses = -token_logprobs(logits.float(), targets)
+        part_loss = torch.where(mask, losses, 0.0).sum() / num_labels
+        (WORLD_SIZE * part_loss).backward()  # gradients are averaged over processes
+        is_hit = mask & (logits.argmax(-1) == targets)
+        sums += torch.stack([part_loss.detach(), is_hit.sum() / num_labels])
     policy.eval()
-    loss_sum, hits_sum = all_reduce(sums).tolist()
-    return {"loss": loss_sum, "hits": hits_sum, "tokens": num_labels}
+    grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
+    if grad_norm.isfinite():  # otherwise all weights would become NaN
+        optimizer.step()
+    loss, accuracy = all_reduce(sums).tolist()
+    return {"loss": loss, "mean_token_accuracy": accuracy, "grad_norm": grad_norm.item()}, num_labels
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
@@ -397,25 +389,28 @@ def gradient_and_sums(policy: nn.Module, texts: list[Row], args: Args) -> dict[s
 @torch.no_grad()
 def evaluate(policy: nn.Module, rows: list[Row], args: Args) -> dict[str, float]:
     """Loss, perplexity, accuracy, and the loss on EOS, over all labels of the test split."""
-    sums = Counter()
-    for some, counts in micro_batches(sorted(rows, key=lambda row: len(row[0])), args):
-        for name, x in label_sums(policy, some, args).items():
-            sums[name] += (x * counts).sum()
-    totals = all_reduce(torch.stack(list(sums.values()))).tolist()
-    sums = dict(zip(sums, totals))
-    loss = sums["loss"] / sums["tokens"]
+    sums = torch.zeros(5, device=args.device)
+    for part, counts in micro_batches(sorted(rows, key=lambda row: len(row[0])), args):
+        logits, targets, mask = label_logits(policy, part, args)
+        mask &= counts[:, None]
+        losses = -token_logprobs(logits.float(), targets)
+        is_hit = logits.argmax(-1) == targets
+        is_eos = mask & torch.isin(targets, targets.new_tensor(policy.generation_config.eos_token_id))
+        of_labels = [losses[mask], mask, is_hit[mask], losses[is_eos], is_eos]
+        sums += torch.stack([x.sum() for x in of_labels])
+    loss, num_labels, hits, eos_loss, num_eos = all_reduce(sums).tolist()
     return {
-        "eval/loss": loss,
-        "eval/perplexity": math.exp(min(loss, 700.0)),  # no float holds more
-        "eval/mean_token_accuracy": sums["hits"] / sums["tokens"],
-        "eval/eos_loss": sums["eos_loss"] / max(1.0, sums["eos_tokens"]),
+        "eval/loss": loss / num_labels,
+        "eval/perplexity": math.exp(min(loss / num_labels, 700.0)),  # exp of more overflows
+        "eval/mean_token_accuracy": hits / num_labels,
+        "eval/eos_loss": eos_loss / max(1.0, num_eos),
     }
 
 
 def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args) -> None:
-    """A table of three prompts, completions sampled from the policy, and the texts' own.
+    """Prints a table of three prompts, with a completion sampled from the policy and the one in the dataset.
 
-    The prompt is what stands before the first label; if nothing does, eight tokens, or half of a shorter text.
+    The prompt is the tokens before the first label; if there are none, the first eight tokens, or half of a short text.
     """
     tokenizer = policy.tokenizer
     heads = []
@@ -427,14 +422,14 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
     prompts, prompt_mask = pad(heads, tokenizer, args, "left")  # (3, P)
     torch.manual_seed(args.seed)  # all processes draw the same completions
     stored = policy.generation_config
-    policy.generation_config = GenerationConfig()  # else what is stored there would fill the gaps below
+    policy.generation_config = GenerationConfig()  # otherwise its settings would add to those below
     with autocast(args):
         output = policy.generate(
             prompts,
             attention_mask=prompt_mask.long(),
             max_new_tokens=min(53, context_length(policy) - prompts.shape[1]),
             do_sample=True,
-            temperature=1.0,  # this and the next two: the policy itself
+            temperature=1.0,  # with the next two lines: the policy's own distribution
             top_k=0,
             top_p=1.0,
             eos_token_id=stored.eos_token_id,
@@ -450,13 +445,13 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
         "prompts": prompts,
         "prompt_mask": prompt_mask,
         "responses": responses,
-        "mask": is_eos.cumsum(1) - is_eos == 0,  # true up to and including the stop token
+        "mask": is_eos.cumsum(1) - is_eos == 0,  # true up to the stop token, inclusive
         "logprobs": -F.cross_entropy(logits, responses, reduction="none"),
     }
     columns = {
         "prompt": tokenizer.batch_decode(heads),
         "sampled completion": [tokenizer.decode(row[real]) for row, real in zip(responses, tensors["mask"])],
-        "the text's own": tokenizer.batch_decode(tails),
+        "completion in the dataset": tokenizer.batch_decode(tails),
     }
     run.show(columns, tensors)
 
@@ -465,11 +460,11 @@ def show_samples(run: "Run", policy: nn.Module, examples: list[Row], args: Args)
 
 
 def load_policy(args: Args) -> nn.Module:
-    """The model to train in float32, pretrained or with random weights; it keeps the dropout of its config."""
+    """Loads the model to train, or draws its weights at random; in float32, with the dropout of its config."""
     if args.model is not None:
         policy = load_model(AutoModelForCausalLM, args.model, args)
     else:
-        require(not args.lora_r, "--lora-r trains an adapter of a pretrained model: name it with --model")
+        require(not args.lora_r, "--lora-r trains an adapter of a pretrained model, which --model must name")
         path = locate(args.from_scratch)
         options = {"trust_remote_code": args.trust_remote_code}
         config = AutoConfig.from_pretrained(path, **options)
@@ -496,7 +491,7 @@ def load_policy(args: Args) -> nn.Module:
 
 
 def load_texts(args: Args, policy: nn.Module) -> tuple[datasets.Dataset, list[Row]]:
-    """The texts to train on, rows of ids, labels and length, and those to evaluate on, which are never packed."""
+    """Loads the texts to train on, rows of ids, labels and length, and those to evaluate on, which are not packed."""
     train, test = load_data(args)
     longest = context_length(policy)
     limit = min(args.max_length, longest)
@@ -505,8 +500,8 @@ def load_texts(args: Args, policy: nn.Module) -> tuple[datasets.Dataset, list[Ro
         rows = pack_rows(rows, limit)
     require(
         len(rows),
-        f"--dataset {args.dataset}: no text of two or more tokens has a completion within --max-length "
-        f"{limit}, or, with --packing, all together do not fill a block of it",
+        f"--dataset {args.dataset}: no text has a label within --max-length {limit}, or, with --packing, all texts "
+        "together are shorter than one block",
     )
     if test is None:
         return rows, []
@@ -515,33 +510,33 @@ def load_texts(args: Args, policy: nn.Module) -> tuple[datasets.Dataset, list[Ro
 
 
 def as_rows(columns: dict[str, list]) -> list[Row]:
-    """Some rows of `read_texts`, given as columns."""
+    """Turns columns of `read_texts` into rows."""
     return list(zip(columns["ids"], columns["labels"]))
 
 
 def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, limit: int) -> datasets.Dataset:
-    """The texts of a split, in whichever of the three formats its columns are, cut to `limit` tokens. Those that have
-    nothing to predict are dropped and counted."""
+    """Encodes the texts of a split in any of the three formats, and cuts them to `limit` tokens. Texts without a label
+    are dropped, and their number is printed."""
     completion_only = args.completion_only_loss
     messages, prompt, completion = args.messages_column, args.prompt_column, args.completion_column
     column = text_column(data, args)
     if column == completion:
         check_columns(data, {"--prompt-column": prompt})
-        is_judged = str(data.features.get("label")) == "Value('bool')"
+        is_unpaired = str(data.features.get("label")) == "Value('bool')"
         require(
-            not is_judged, "the column 'label' (TRL's unpaired preferences) says which completions are good: keep those"
+            not is_unpaired, "the column 'label' (TRL's unpaired preferences) marks good completions: keep only those"
         )
-    is_whole = column == completion and texts_hold_prompt(data, prompt, completion)
+    hold_prompt = column == completion and texts_hold_prompt(data, prompt, completion)
 
     def encode(row: dict) -> dict:
-        """A row of texts as a row of tokens."""
+        """Encodes one row."""
         text = read_value(row, column)
         options = template_options(row)
         if column == messages:
             ids, labels = encode_messages(text, tokenizer, completion_only, options)
         elif column == completion:
             start = read_value(row, prompt)
-            if is_whole:
+            if hold_prompt:
                 start = start.strip()
                 text = text.lstrip().removeprefix(start)
             ids, labels = encode_pair(start, text, tokenizer, completion_only, options)
@@ -555,14 +550,13 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
         }
 
     rows = encode_rows(data, encode)
-    is_kept = np.array(
-        [any(label != IGNORE for label in labels[1:]) for labels in rows["labels"]]
-    )  # of the first: none
+    # nothing predicts the first token
+    is_kept = np.array([any(label != IGNORE for label in labels[1:]) for labels in rows["labels"]])
     num_cut = sum(rows["is_cut"])
     num_dropped = len(rows) - is_kept.sum()
     notes = [
-        f"cut {num_cut} of {len(rows)} to {limit} tokens, without their EOS" if num_cut else "",
-        f"dropped {num_dropped} of {len(rows)}: nothing to predict" if num_dropped else "",
+        f"cut {num_cut} of {len(rows)} to {limit} tokens, so they lost their EOS" if num_cut else "",
+        f"dropped {num_dropped} of {len(rows)}, which have no labels" if num_dropped else "",
     ]
     rows = rows.select(np.flatnonzero(is_kept))
     if len(rows):
@@ -571,20 +565,20 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
 
 
 def text_column(data: datasets.Dataset, args: Args) -> str:
-    """The column that holds messages, completions or texts: the one that a flag names, else the first that is there."""
+    """The column of messages, completions or texts: the one that a flag names, or the first that the data has."""
     columns = {"messages": args.messages_column, "completion": args.completion_column, "text": args.text_column}
     named = {f"--{kind}-column": column for kind, column in columns.items() if column != kind}
     check_columns(data, named)
     found = [*named.values(), *(column for column in columns.values() if column in data.column_names)]
-    require(found, f"the dataset has no column {', '.join(columns.values())}, but {', '.join(data.column_names)}")
+    require(found, f"the dataset has columns {', '.join(data.column_names)}, but none of {', '.join(columns.values())}")
     return found[0]
 
 
 def pack_rows(rows: datasets.Dataset, length: int) -> datasets.Dataset:
-    """Blocks of `length` tokens, made of 10,000 texts at a time."""
+    """Packs texts into blocks of `length` tokens, 10,000 texts at a time."""
 
     def encode(batch: dict) -> dict:
-        """Texts as blocks; those without a label are dropped."""
+        """Packs some texts, and drops blocks without a label."""
         blocks = pack(list(zip(batch["ids"], batch["labels"])), length)
         blocks = [(ids, labels) for ids, labels in blocks if any(label != IGNORE for label in labels[1:])]
         return {
@@ -614,13 +608,13 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together, or that another one switches off."""
+    """Exits with an error if settings contradict each other, or if one has no effect because of another."""
     check_common_args(args)
     refuse_unused(args, "from_scratch", args.model is None, "with --model")
 
 
 def default_rate(args: Args, policy: nn.Module) -> float:
-    """The learning rate, if none is given: TRL's for a pretrained model, ten times as high with LoRA."""
+    """The default learning rate: TRL's for a pretrained model, ten times as high with LoRA."""
     if args.model is None:
         return 3e-3
     if args.lora_r:
@@ -632,7 +626,7 @@ def default_rate(args: Args, policy: nn.Module) -> float:
 
 
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
-    """The tokens, and EOS behind them unless they end with it, or there is none."""
+    """Appends EOS, unless the tokens end with it or the tokenizer has none."""
     eos = tokenizer.eos_token_id
     if eos is None or ids[-1:] == [eos]:
         return ids
@@ -640,8 +634,8 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
 
 
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
-    """Whether all texts of these columns begin with their prompt, and so are read as whole texts. (Conversations may be
-    whole in one row and not in another.) Warns if only some do."""
+    """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
+    conversations, `whole_turns` checks this row by row."""
     if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
         return False
     prompts = [str(prompt).strip() for prompt in data[prompt_column]]
@@ -650,37 +644,36 @@ def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str)
         count += sum(str(text).lstrip().startswith(prompt) for prompt, text in zip(prompts, data[column]) if prompt)
     num_texts = len(columns) * sum(map(bool, prompts))
     if 0 < count < num_texts:
-        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, and are read as answers that repeat it")
+        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, which is taken for part of a completion")
     return 0 < count == num_texts
 
 
 def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
-    """A conversation: the prompt's turns, then those of the text, unless these hold the prompt's already."""
+    """A conversation: the turns of the prompt and of the text; only those of the text if it contains the prompt."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    is_whole = answer[: len(turns)] == turns
+    holds_prompt = answer[: len(turns)] == turns
     if turns and answer and turns[-1]["role"] == "user":
-        is_whole |= answer[0]["role"] != "assistant"  # with a system message before it, say
-    return answer if is_whole else turns + answer
+        holds_prompt |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
+    return answer if holds_prompt else turns + answer
 
 
-def shared_length(a: list[int], b: list[int]) -> int:
-    """How many tokens two texts have in common at the start."""
-    pairs = enumerate(zip(a, b))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+def shared_length(*texts: list[int]) -> int:
+    """Number of tokens that all texts share at the start."""
+    return len(os.path.commonprefix(texts))  # of any lists, not only of paths
 
 
 def warn_of_joined_tokens(n: int) -> None:
-    """Warns if the last n tokens of a prompt, as it is read alone, are none in the text that goes on behind it."""
+    """Warns if the last n tokens of a prompt encoded alone are not tokens of the whole text."""
     if n:
         warnings.warn(
-            "some prompts end within a token of the whole text (in a space?): training reads that token; a rollout, "
-            "which reads the prompt alone, never does"
+            "some prompts end within a token of the whole text (does the prompt end with a space?): training sees that "
+            "token, but a rollout, which encodes the prompt alone, never does"
         )
 
 
 def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -> Args:
-    """The settings with learning rate and batch sizes filled in, for rows of up to num_tokens; prints them in words."""
+    """Fills in the learning rate and the batch sizes, for rows of at most num_tokens tokens, and prints them."""
     learning_rate = args.learning_rate or default_rate(args, model)
     per_device = args.per_device_train_batch_size
     batch_size = args.batch_size or 64
@@ -695,7 +688,7 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -
 
 
 def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW on what is trained of the model."""
+    """AdamW on the trained weights of the model."""
     weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         weights,
@@ -712,16 +705,16 @@ def separate_dropout(args: Args, step: int) -> None:
 
 
 def shard_rows(n: int) -> Tensor:
-    """(m,) numbers of those of n rows that this process computes: every WORLD_SIZE-th.
+    """(m,) numbers of the rows, out of n, that this process computes: every WORLD_SIZE-th.
 
-    m is the same everywhere, since passes over sharded weights must be equally many. If n does not divide, the last
-    numbers are n or more: they stand for rows 0, 1, ... again, for want of others, and do not count.
+    m is the same for all processes, because sharded weights need the same number of passes in each. If WORLD_SIZE does
+    not divide n, the last numbers are n or more: they stand for rows 0, 1, ... again, which are not counted twice.
     """
     return torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)
 
 
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """This process's share of the rows, `micro_batch_size` at a time, and (b,) whether they count."""
+    """Yields this process's share of the rows, micro_batch_size at a time, each part with (b,) whether a row counts."""
     n = len(rows)
     for numbers in shard_rows(n).split(args.micro_batch_size):
         counts = numbers < n

@@ -1,26 +1,26 @@
 """DPO for language models, in short: ../dpo.py without what only large models and long runs need.
 
-Direct preference optimisation: a better policy straight from pairs of completions of which people
+Direct preference optimisation improves a policy with pairs of completions, of which people
 preferred one, without a reward model and without sampling. For each batch of B pairs, a prompt x
 with a chosen completion y_w and a rejected one y_l:
 
-  1. encode     prompt and completion, each text with EOS (end of sequence) behind it
-  2. read       log pi(y|x), the sum over the completion's tokens, for both; and log pi_ref(y|x) of
-                the reference, a frozen copy of the first policy
+  1. encode     prompt tokens, completion tokens, EOS (end of sequence), for both completions
+  2. read       log pi(y|x) of both, the sum over the completion's tokens; and log pi_ref(y|x), the
+                same of the reference, a frozen copy of the initial policy
   3. loss       Delta = [log pi(y_w|x) - log pi_ref(y_w|x)] - [log pi(y_l|x) - log pi_ref(y_l|x)]
                 -log sigmoid(beta Delta)
-  4. update     AdamW, with the learning rate warmed up and annealed
+  4. update     one AdamW step; the learning rate is warmed up, then annealed
 
-Where does it come from? PPO seeks the policy with the highest E[r] - beta KL(pi || pi_ref). That
-policy is known: pi_ref(y|x) exp(r(x, y) / beta) / Z(x). Solved for r, this says for which reward a
-given policy is the best one: r = beta log(pi(y|x) / pi_ref(y|x)) + beta log Z(x). So every policy
-is a reward model, too, and the loss is that of reward_model.py, in whose difference Z(x) cancels.
+Where does the loss come from? PPO seeks the policy with the highest E[r] - beta KL(pi || pi_ref).
+This policy is known: pi_ref(y|x) exp(r(x, y) / beta) / Z(x). Solved for r, this gives the reward
+for which a policy is optimal: r = beta log(pi(y|x) / pi_ref(y|x)) + beta log Z(x). So every policy
+is also a reward model. Its loss is that of reward_model.py, where Z(x) cancels in the difference.
 
-Where everything stands, for a pair with a prompt of 2 tokens and completions of 3 and 1:
+The layout of the tensors, for a pair with a prompt of 2 tokens and completions of 3 and 1:
 
   input_ids     p1  p2  w1  w2  w3  EOS      texts (2B, S), right-padded: all chosen ones,
                 p1  p2  l1  EOS PAD PAD      then all rejected ones
-  mask           0   0   1   1   1   1       real, and behind the prompt
+  mask           0   0   1   1   1   1       true on real tokens after the prompt
                  0   0   1   1   0   0
   logprobs           .   *   *   *   *       (2B, S-1), each read one position to its left; the sum
                      .   *   *   .   .       over the stars of a row is log pi(y|x)
@@ -47,20 +47,20 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
-HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook: where it runs
 TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
 class Args:
-    beta: float = 0.1  # how closely the policy is tied to the reference; usually 0.1 to 0.5
-    learning_rate: float = 3.1e-4  # the highest. For GPT-2: 1e-5
-    lr_scheduler_type: str = "linear"  # how it falls to 0: any name that transformers knows
-    warmup_ratio: float = 0.1  # share of the run in which it rises, while Adam's averages are new
+    beta: float = 0.1  # weight of the KL that keeps the policy near the reference; usually .1 to .5
+    learning_rate: float = 3.1e-4  # its maximum. For GPT-2: 1e-5
+    lr_scheduler_type: str = "linear"  # any name in transformers.get_scheduler
+    warmup_ratio: float = 0.1  # share of the run in which the rate rises from 0
     batch_size: int = 64  # B, the pairs of a step (8 for GPT-2 on a CPU)
     num_train_epochs: float = 1.0  # passes over the pairs
-    response_length: int = 53  # most tokens in the responses that are shown at the end
-    temperature: float = 0.7  # divides their logits
+    response_length: int = 53  # maximum length of the responses printed at the end
+    temperature: float = 0.7  # divides the logits of those responses
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
     dataset: str = f"{TOY}/data/preferences"  # with columns `prompt`, `chosen` and `rejected`
     output_dir: str = f"runs/lecture_dpo__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
@@ -70,9 +70,9 @@ class Args:
 
 # %% 1. Encode
 def encode(prompt, completion):
-    """Token ids of a text, and where its completion begins.
+    """Token ids of a text, and the position at which its completion begins.
 
-    The completion has the tokens that it has in the whole text. Encoded alone it could have others:
+    The whole text is encoded at once: the completion alone could have other tokens, since
     SentencePiece puts a space before every text.
     """
     head = tokenizer(prompt)["input_ids"]
@@ -82,8 +82,8 @@ def encode(prompt, completion):
     return ids, len(head)
 
 
-def pad(texts):
-    """Texts as one tensor (B, S), where it is real and where it is completion, likewise (B, S)."""
+def collate(texts):
+    """Token ids of texts as one tensor (B, S); masks of real tokens and of completions (B, S)."""
     batch = tokenizer.pad({"input_ids": [ids for ids, _ in texts]}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]
     starts = torch.tensor([[start] for _, start in texts], device=device)  # (B, 1)
@@ -100,7 +100,7 @@ def token_logprobs(logits, tokens):
 def completion_logps(model, pairs):
     """log pi(y|x) of the chosen and of the rejected completions, (B,) each, in one forward pass."""
     texts = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
-    ids, attention_mask, mask = pad(texts)  # (2B, S) each
+    ids, attention_mask, mask = collate(texts)  # (2B, S) each
     logits = model(input_ids=ids, attention_mask=attention_mask).logits  # (2B, S, V)
     logprobs = token_logprobs(logits[:, :-1], ids[:, 1:])  # (2B, S-1): each predicts the next token
     return (logprobs * mask[:, 1:]).sum(1).split(len(pairs))
@@ -110,8 +110,8 @@ def completion_logps(model, pairs):
 def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
     """Losses (B,), and the rewards beta log(pi / pi_ref) of chosen and rejected completions, (B,).
 
-    The gradient is -beta sigmoid(-beta Delta) times that of log pi(y_w|x) - log pi(y_l|x): large
-    where the policy has the pair wrong, and vanishing where it has learned it.
+    The gradient is -beta sigmoid(-beta Delta) times that of log pi(y_w|x) - log pi(y_l|x): largest
+    where the policy prefers the wrong completion.
     """
     chosen_rewards = beta * (chosen - ref_chosen)
     rejected_rewards = beta * (rejected - ref_rejected)
@@ -123,7 +123,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# Without .train() dropout stays off: policy and reference must begin as one, with a loss of log 2
+# Without .train(), dropout is off: at first the policy must be the reference, and the loss log 2
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
 reference = deepcopy(policy)
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="right")
@@ -136,12 +136,12 @@ pairs = [(encode(prompt, a), encode(prompt, b)) for prompt, a, b in rows]
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: what a step draws depends on no step before it."""
+    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
+    """The numbers below n, in an order that depends on the seed and the number of the pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -156,7 +156,7 @@ optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight
 warmup_steps = int(args.warmup_ratio * num_steps)
 schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps, num_steps)
 
-# %% The loop: its numbers are those of the steps above
+# %% The loop, with the steps of the docstring
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 history = []  # of the metrics, one dict for each step
 for step in (bar := trange(1, num_steps + 1)):
@@ -191,7 +191,7 @@ for step in (bar := trange(1, num_steps + 1)):
     wandb.log(stats, step=step)
     bar.set_postfix_str(f"loss {stats['loss']:.2f}, accuracy {stats['rewards/accuracies']:.2f}")
 
-# %% The trained policy, beside the one that it was
+# %% The trained policy, and responses of both
 policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
 options = dict(do_sample=True, temperature=args.temperature, top_k=0, top_p=1.0)

@@ -1,23 +1,23 @@
 """Supervised fine-tuning in short: ../sft.py without what only large models and long runs need.
 
-A language model learns to continue prompts from texts in which somebody has done it well. It is the
-first step of RLHF: PPO and DPO start from what it makes. For each batch of B texts x_1..x_n:
+A language model learns to continue prompts from texts with good completions. This is the first step
+of RLHF: PPO and DPO start from the trained model. For each batch of B texts x_1..x_n:
 
   1. encode     prompt tokens, completion tokens, EOS (end of sequence)
-  2. loss       -mean_t log pi(x_t | x_1..x_{t-1}), over completions and EOS alone
-  3. update     AdamW, with the learning rate warmed up and annealed
+  2. loss       -mean_t log pi(x_t | x_1..x_{t-1}), over the tokens of completions and EOS
+  3. update     one AdamW step; the learning rate is warmed up, then annealed
 
-Where everything stands, for a prompt of 3 tokens with a completion of 2, and one of 2 with 1:
+The layout of the tensors, for a prompt of 3 tokens with a completion of 2, and one of 2 with 1:
 
   input_ids     p1  p2  p3  y1  y2  EOS      texts (B, S), right-padded
                 p1  p2  y1  EOS PAD PAD
-  mask           0   0   0   1   1   1       the tokens whose loss counts
+  mask           0   0   0   1   1   1       true on the tokens that carry loss
                  0   0   1   1   0   0
-  logprobs           *   *   *   *   *       (B, S-1) of all tokens but the first, which nothing
-                     *   *   *   .   .       predicts; each is read one position to its left
+  logprobs           *   *   *   *   *       (B, S-1), each read one position to its left; nothing
+                     *   *   *   .   .       predicts the first token. A dot is padding
 
-Prompts carry no loss: the policy is asked to answer them, not to invent them. EOS does: a policy
-that is never shown where texts end will never end one.
+Prompt tokens carry no loss: the policy is to answer prompts, not to invent them. EOS does: a policy
+that never sees where texts end never ends one.
 
   python lecture/sft.py    # the toy world, from random weights: a minute on a CPU, loss 8.1 -> 3.1
   python lecture/sft.py --model gpt2 --learning-rate 2e-5 --micro-batch-size 4 --dataset MINE
@@ -39,21 +39,21 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
-HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook: where it runs
 TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
 class Args:
     max_length: int = 512  # longer texts lose their end
-    learning_rate: float = 3e-3  # the highest; for a pretrained model 2e-5
-    lr_scheduler_type: str = "cosine"  # how it falls to 0: any name that transformers knows
-    warmup_ratio: float = 0.03  # share of the run in which it rises, while Adam's averages are new
+    learning_rate: float = 3e-3  # its maximum; for a pretrained model 2e-5
+    lr_scheduler_type: str = "cosine"  # any name in transformers.get_scheduler
+    warmup_ratio: float = 0.03  # share of the run in which the rate rises from 0
     batch_size: int = 64  # B, the texts of a step
-    micro_batch_size: int = 16  # b, those in one forward and backward pass: as memory allows
+    micro_batch_size: int = 16  # b, the texts of one forward and backward pass; as memory allows
     num_train_epochs: float = 1.0  # passes over the texts
     model: str | None = None  # the pretrained model to fine-tune: a folder, or a name on the hub
-    from_scratch: str = f"{TOY}/base"  # without one: its config and tokenizer, with random weights
+    from_scratch: str = f"{TOY}/base"  # else: its config and tokenizer, with random weights
     dataset: str = f"{TOY}/data/sft"  # folder, .jsonl, hub name; columns prompt, completion
     output_dir: str = f"runs/lecture_sft__{time.strftime('%Y%m%d-%H%M%S')}"  # a new folder
     seed: int = 1  # of the weights, the order of texts, and dropout
@@ -62,9 +62,9 @@ class Args:
 
 # %% 1. Encode
 def encode(prompt, completion):
-    """Token ids of a text, and where its completion begins.
+    """Token ids of a text, and the position at which its completion begins.
 
-    The completion has the tokens that it has in the whole text. Encoded alone it could have others:
+    The whole text is encoded at once: the completion alone could have other tokens, since
     SentencePiece puts a space before every text.
     """
     head = tokenizer(prompt)["input_ids"]
@@ -75,8 +75,8 @@ def encode(prompt, completion):
     return ids[: args.max_length], start
 
 
-def pad(texts):
-    """Texts as one tensor (B, S), where it is real and where it is completion, likewise (B, S)."""
+def collate(texts):
+    """Token ids of texts as one tensor (B, S); masks of real tokens and of completions (B, S)."""
     batch = tokenizer.pad({"input_ids": [ids for ids, _ in texts]}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]
     starts = torch.tensor([[start] for _, start in texts], device=device)  # (B, 1)
@@ -100,23 +100,23 @@ if args.model:
 else:
     config = AutoConfig.from_pretrained(args.from_scratch)
     policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-policy.to(device).train()  # with dropout, if the model's config asks for it
+policy.to(device).train()  # with dropout, if the model's config has any
 tokenizer = AutoTokenizer.from_pretrained(args.model or args.from_scratch, padding_side="right")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
 files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
 data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
 texts = [encode(*pair) for pair in zip(data["prompt"], data["completion"])]
-texts = [(ids, start) for ids, start in texts if len(ids) > start]  # something is left to learn
+texts = [(ids, start) for ids, start in texts if len(ids) > start]  # it has a label
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: what a step draws depends on no step before it."""
+    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
+    """The numbers below n, in an order that depends on the seed and the number of the pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -131,27 +131,28 @@ optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight
 warmup_steps = int(args.warmup_ratio * num_steps)
 schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup_steps, num_steps)
 
-# %% The loop: its numbers are those of the steps above
+# %% The loop, with the steps of the docstring
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 history = []  # of the metrics, one dict for each step
 for step in (bar := trange(1, num_steps + 1)):
     torch.manual_seed(make_seed(args.seed, step))  # of dropout
 
     # 1. Encode
-    rows = sorted([texts[i] for i in batches[step - 1]], key=lambda text: len(text[0]))
-    num_labels = sum(len(ids) - start for ids, start in rows)
+    batch = sorted([texts[i] for i in batches[step - 1]], key=lambda text: len(text[0]))
+    num_labels = sum(len(ids) - start for ids, start in batch)
     loss = accuracy = 0
     optimizer.zero_grad()
-    for part in [rows[i : i + b] for i in range(0, len(rows), b)]:  # of like length: little padding
-        ids, attention_mask, mask = pad(part)  # (b, S) each
+    for part in [batch[i : i + b] for i in range(0, len(batch), b)]:  # by length: little padding
+        ids, attention_mask, mask = collate(part)  # (b, S) each
 
-        # 2. Loss. Not the mean of each part: then labels in a part with few would count for more
+        # 2. Loss: a sum over all labels of the batch, divided by their number. In a mean of the
+        # parts' means, labels in a part with few would have more weight
         logits = policy(input_ids=ids, attention_mask=attention_mask).logits  # (b, S, V)
         logits, targets, mask = logits[:, :-1], ids[:, 1:], mask[:, 1:]  # each predicts the next
         part_loss = -token_logprobs(logits, targets)[mask].sum() / num_labels
-        part_loss.backward()  # gradients add up over the parts
+        part_loss.backward()  # adds to the gradient of the parts before
         loss += part_loss.detach()
-        is_hit = logits.argmax(-1) == targets  # (b, S-1) whether the likeliest token was right
+        is_hit = logits.argmax(-1) == targets  # (b, S-1) whether the likeliest token is right
         accuracy += is_hit[mask].sum() / num_labels
 
     # 3. Update
@@ -171,7 +172,7 @@ policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
 policy.eval()  # without dropout
 torch.manual_seed(args.seed)
-options = dict(do_sample=True, top_k=0, top_p=1.0)  # from the policy's own distribution
+options = dict(do_sample=True, top_k=0, top_p=1.0)  # the policy's own distribution
 options |= dict(max_new_tokens=53, eos_token_id=tokenizer.eos_token_id)
 for prompt in data["prompt"][:3]:
     ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)  # (1, P)

@@ -206,7 +206,7 @@ def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypat
         assert seen[0]() is None
 
     watch(monkeypatch, dpo, "make_reference", lambda reference, *_: seen.append(weakref.ref(reference)))
-    watch(monkeypatch, dpo, "mini_batch_gradient", look)
+    watch(monkeypatch, dpo, "dpo_loss", look)
     assert run(dpo, tmp_path, precompute_ref=True, **tiny["dpo"])
 
 

@@ -34,8 +34,6 @@ def solution(name):
     script = SCRIPTS.get(name, ppo)
     if name == "response_logprobs":
         return lambda logits, tokens, P, T: ppo.token_logprobs(logits[:, P - 1 : -1] / T, tokens[:, P:])
-    if name == "dpo_loss":
-        return lambda *logps_and_beta: dpo.dpo_loss(*logps_and_beta[:4], dpo.Args(beta=logps_and_beta[4]))
     return getattr(script, name)
 
 

@@ -114,7 +114,10 @@ def test_dpo_gradients_against_trl07(variant):
     if free == "True" and kind != "kto_pair":  # theirs has no effect on that one; ours refuses it
         reference = [torch.zeros_like(x) for x in reference]
     args = SimpleNamespace(beta=float(beta), loss_type=kind, label_smoothing=float(smoothing))
-    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(chosen, rejected, *reference, args)
+    losses, chosen_rewards, rejected_rewards = dpo.dpo_loss(chosen, rejected, *reference, args.beta)
+    if smoothing != "0.0" or kind != "sigmoid":
+        rewards = (args.beta * (x - y) for x, y in zip((chosen, rejected), reference))
+        losses = dpo.other_loss(*rewards, args)
     losses.mean().backward()
     close(losses.mean().detach(), theirs["loss_mean"])
     close(chosen.grad, theirs["grad_chosen"])
@@ -141,11 +144,13 @@ def test_preference_loss_and_gradients_against_trl016(name):
     close(rejected.grad, o["grad_rejected"].squeeze(1))
 
 
-# --- label_losses
+# --- token_logprobs
 
 
 def test_language_modelling_loss_against_openrlhf():
     """The mean over labels against OpenRLHF 0.3.8."""
     i, o = golden("openrlhf_gpt_lm_loss")
-    losses = sft.label_losses(i["logits"][:, :-1], i["labels"][:, 1:])
-    close(losses.sum() / (i["labels"][:, 1:] != sft.IGNORE).sum(), o["loss"], **FLOAT32)
+    labels = i["labels"][:, 1:]
+    is_label = labels != sft.IGNORE
+    logprobs = sft.token_logprobs(i["logits"][:, :-1], labels * is_label)
+    close(-logprobs[is_label].mean(), o["loss"], **FLOAT32)

@@ -21,9 +21,9 @@ from sources import ROOT, SCRIPTS, defined_in, lines_of, load, nodes_of, source_
 MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRIPTS}
 # What bears the same name in several scripts has the same text, but for these, which differ on purpose
 OF_THE_ALGORITHM = """
-    Args train Rollout.by_length response_forward policy_forward mini_batch_gradient gradient_and_sums optimize rollout_stats evaluate report
+    Args train update Rollout.by_length response_forward policy_forward rollout_stats evaluate report
     show_samples first_pass load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs as_pairs
-    encode_pair update
+    encode_pair
     default_rate"""
 OF_IMAGES = """
     join add_adapter sample_batch policy_loss warn_about make_reward_fns function_reward load_prompts check_first_ratio
@@ -58,9 +58,9 @@ def test_shared_text():
 
 # What bears the same name in lecture/ and in the script has the same body, but for these
 OF_THE_SHORT_FILE = {
-    "sft": "pad token_logprobs",
-    "reward_model": "read_reward pair_rewards preference_loss",
-    "dpo": "pad completion_logps dpo_loss",
+    "sft": "",
+    "reward_model": "read_reward pair_rewards",
+    "dpo": "completion_logps",
     "ppo": "sample",
     "rloo": "sample",
     "grpo": "sample",

@@ -87,7 +87,7 @@ def stop_is_taught(run):
     """The stop token at the end of a text has no loss: the model does not learn where a text ends."""
     names = run()
     ids, start = text = names["encode"]("A film.", " It is good.")
-    return names["pad"]([text])[2].sum().item() == len(ids) - start
+    return names["collate"]([text])[2].sum().item() == len(ids) - start
 
 
 def parts_do_not_matter(run):
