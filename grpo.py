@@ -618,6 +618,11 @@ def can_share_prompts(model: nn.Module, args: Args) -> bool:
     return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
 
 
+def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
+    """Whether some of these rows have the same prompt, and it can be read once."""
+    return can_share_prompts(model, args) and len(r.prompts.cpu().unique(dim=0)) < len(r.prompts)
+
+
 def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, Tensor | float]:
     """(B, T, V) float32 logits / temperature that predict the response tokens, and the router's loss, if asked for.
 
@@ -628,7 +633,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
     P = r.prompts.shape[1]
     T = r.responses.shape[1]
     inputs = r.inputs()
-    if can_share_prompts(model, args) and len(r.prompts.unique(dim=0)) < len(r.prompts):
+    if shares_prompts(model, r, args):
         cache = DynamicCache(config=model.config)
         output, row_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
         first = output.logits[row_of]  # (B, 1, V) at the last prompt token
@@ -1277,7 +1282,12 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
         if not reads_same_ids:
             rows = encode_again(r, policy.tokenizer, model.tokenizer, args)
             ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
-        return read_reward(model, ids, mask.long())
+        cache = None
+        if reads_same_ids and shares_prompts(model, r, args):
+            ids = r.responses
+            cache = DynamicCache(config=model.config)
+            read_prompts(model.base_model, r.prompts, r.prompt_mask, cache)
+        return read_reward(model, ids, mask.long(), cache)
 
     return lambda rollout: rollout.map(reward, args)
 
@@ -1329,17 +1339,20 @@ def blank_before_answer(tokenizer: AutoTokenizer) -> str:
     return start if start.isspace() else ""
 
 
-def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B,) output of a reward model's head at the last real token, found by the attention mask (B, S).
+def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> Tensor:
+    """(B,) output of a reward model's head at the last real token of texts (B, S), or of their last S tokens if a cache
+    holds the tokens before them. The attention mask covers all of them.
 
     The library's classifiers look for the last token that is not the pad token. Where the pad token is EOS, this is the
     token before EOS.
     """
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    S = input_ids.shape[1]
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -S:]
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
     hidden = model.base_model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+        **inputs, past_key_values=cache, use_cache=cache is not None
     ).last_hidden_state  # (B, S, D)
-    last = (attention_mask * torch.arange(attention_mask.shape[1], device=input_ids.device)).argmax(1)  # (B,)
+    last = (attention_mask[:, -S:] * torch.arange(S, device=input_ids.device)).argmax(1)  # (B,)
     with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for a reward (8 bits)
         rewards = model.score(hidden[torch.arange(len(last), device=last.device), last].float())  # (B, 1)
     return rewards.squeeze(1) + getattr(model.config, "reward_bias", 0.0)  # reward_model.py may store its shift there

@@ -1,9 +1,13 @@
 """Prompts that several rows share are read once, and that changes no number."""
 
+from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import run
+from sources import ROOT
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
 from tiny import ARCHITECTURES, tiny_model, tiny_rollout
 
 import grpo
@@ -67,10 +71,7 @@ def test_rows_behind_a_shared_prompt_are_rows(kind, bf16, never):
     assert sizes == (whole_sizes if kind in WITHOUT else [4 * P, 6 * T])
 
 
-CASES = {
-    "groups cut by mini-batches": dict(num_mini_batches=2, micro_batch_size=3),
-    "adapter": dict(lora_r=2),
-}
+CASES = {"groups cut by mini-batches": dict(num_mini_batches=2, micro_batch_size=3), "adapter": dict(lora_r=2)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,3 +128,23 @@ def test_more_rows_fit_where_a_prompt_counts_once(name, never):
     whole = script.choose_sizes(args, policy, prompts, 8)
     assert 2 * whole.micro_batch_size < shared.micro_batch_size < 8 * whole.micro_batch_size
     assert shared.local_rollout_forward_batch_size == whole.local_rollout_forward_batch_size
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", sorted(COMMON - {"gpt_oss"}))
+def test_rewards_of_rows_behind_a_shared_prompt(kind, bf16, never):
+    """By a reward model that reads the policy's tokens."""
+    rollout = groups(tiny_model(kind), grpo)
+    rollout.examples = [{"prompt": "a text"}] * 6
+    model = tiny_model(kind, AutoModelForSequenceClassification, num_labels=1)
+    model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    policy = SimpleNamespace(tokenizer=model.tokenizer)
+    args = grpo.Args(micro_batch_size=6, bf16=bf16, device="cpu")
+    sizes = []
+    model.base_model.register_forward_pre_hook(lambda *x: sizes.append(len(x[2]["input_ids"])), with_kwargs=True)
+    shared = grpo.model_reward(model, policy, args)(rollout)
+    never()
+    whole = grpo.model_reward(model, policy, args)(rollout)
+    assert sizes == [4, 6, 6]
+    assert whole.std() > 0.1
+    torch.testing.assert_close(shared, whole, rtol=0, atol=5e-2 if bf16 else 1e-5)
