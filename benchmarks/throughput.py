@@ -94,10 +94,14 @@ class Setting:
     bf16: bool = False
     toy: bool = False  # models and prompts of toy/; responses end with EOS
     gpu: bool = False  # needs a GPU
+    own_rows: bool = False  # ours chooses its micro-batches, as it does by default
+    reward_layers: int | None = None  # of the reward model; by default as many as the policy has
     updates: int = 4  # measured updates of a run
 
 
 GPT2 = {"layers": 12, "width": 768, "heads": 12, "vocab": 50257}
+GROUPS = {"layers": 30, "width": 576, "heads": 9, "vocab": 49152, "reward_layers": 1, "own_rows": True}
+GROUPS |= {"response_length": 24, "epochs": 1, "rloo_k": 8, "kl_coef": 0.0, "temperature": 1.0, "updates": 1}
 GPU = {"batch": 512, "prompt_lengths": (64, 512), "bf16": True, "gpu": True}
 SETTINGS = {
     "tiny": Setting(),
@@ -105,6 +109,9 @@ SETTINGS = {
     "gpt2": Setting(**GPT2, batch=16, updates=2),
     "vocab": Setting(vocab=50257, batch=32),
     "toy": Setting(toy=True, vocab=3072, layers=2, width=80, updates=10),
+    "prompt-40": Setting(**GROUPS, prompt_lengths=(40, 40), micro_batches=2),
+    "prompt-200": Setting(**GROUPS, prompt_lengths=(200, 200), micro_batches=4),
+    "prompt-800": Setting(**GROUPS, prompt_lengths=(800, 800), batch=16, micro_batches=4),
     "gpu-gpt2": Setting(**GPT2, **GPU, micro_batches=8),
     "gpu-1b": Setting(**GPU, layers=16, width=2048, heads=16, vocab=50304, micro_batches=16),
 }
@@ -283,7 +290,8 @@ def make_models(folder: Path, setting: Setting) -> None:
     words = {f"t{i}": i for i in range(setting.vocab) if i not in (PAD, EOS)} | {"<pad>": PAD, "<eos>": EOS}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    for name, model in (("policy", policy), ("reward", GPT2ForSequenceClassification(config))):
+    judge = GPT2Config(**config.to_dict() | {"n_layer": setting.reward_layers or setting.layers})
+    for name, model in (("policy", policy), ("reward", GPT2ForSequenceClassification(judge))):
         model.save_pretrained(folder / name)
         tokenizer.save(str(folder / name / "tokenizer.json"))
         write_tokenizer_config(folder / name, "<pad>", "<eos>")
@@ -347,7 +355,7 @@ def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> 
         "rloo": {"kl-coef": setting.kl_coef, "rloo-k": setting.rloo_k},
         "grpo": {"beta": setting.kl_coef, "num-generations": setting.rloo_k, "reward-fn": "reward_model"},
     }[algorithm]
-    if setting.micro_batches > 1:
+    if setting.micro_batches > 1 and not setting.own_rows:
         flags["micro-batch-size"] = setting.batch // setting.micro_batches
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))] + ["--bf16"] * setting.bf16
 
@@ -535,7 +543,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--settings", type=a_list(SETTINGS), help=f"a list from {','.join(SETTINGS)}; by default all that need no GPU")
+    add("--settings", type=a_list(SETTINGS), help=f"a list from {','.join(SETTINGS)}; by default tiny to toy")
     add("--algorithms", type=a_list(("ppo", "rloo", "grpo")), default=["ppo", "rloo"], help="a list from ppo,rloo,grpo")
     add("--against", type=a_list(TRAIN), default=["0.16.1"], help=f"versions of TRL: a list from {','.join(TRAIN)}")
     add("--baseline", metavar="REV", help="compare with our own scripts at a git revision, or in this tree (.)")
@@ -550,7 +558,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--output", type=Path, help="JSON file; --growth writes its chart next to it as .png")
     add("--venvs", type=Path, default=Path("/tmp"), help="folder of TRL's virtual environments")
     args = parser.parse_args(argv)
-    args.settings = args.settings or (["tiny"] if args.quick else [k for k, s in SETTINGS.items() if not s.gpu])
+    args.settings = args.settings or (
+        ["tiny"] if args.quick else [k for k, s in SETTINGS.items() if not (s.gpu or s.own_rows)]
+    )
     args.repeats = args.repeats or (1 if args.quick or args.growth else 3)
     args.updates = args.updates or (1 if args.quick else None)
     args.output = args.output or RESULTS / ("growth.json" if args.growth else "throughput.json")
