@@ -591,7 +591,7 @@ def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
         f"cut {num_cut} of {len(pairs)} to {limit} tokens" if num_cut else "",
         f"dropped {num_dropped} of {len(pairs)}, whose texts are equal" if num_dropped else "",
     ]
-    require(num_dropped < len(pairs), f"no pairs are left: {', '.join(notes)}")
+    require(num_dropped < len(pairs), f"no pairs are left: {', '.join(filter(None, notes))}")
     print_lengths(f"{pairs.split} pairs", np.array(pairs["length"])[is_different], *notes)
     if num_dropped:
         pairs = pairs.select(np.flatnonzero(is_different))
