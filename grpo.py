@@ -841,8 +841,8 @@ def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tupl
     rows = rollout.by_length(rows)
     rows = rows[has_gradient[rows].long().argsort(descending=True, stable=True)]
     parts = deal(rows, args)
-    needs_backward = [bool(has_gradient[part[0]]) for part in parts[::WORLD_SIZE]]  # alike in all processes
-    needs_backward[0] = True
+    first_rows = torch.stack([part[0] for part in parts[::WORLD_SIZE]])  # the same in all processes
+    needs_backward = [True, *has_gradient[first_rows[1:]].tolist()]
     return list(zip(parts[RANK::WORLD_SIZE], needs_backward))
 
 
@@ -919,7 +919,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
             totals, counts = all_reduce(torch.stack(list(sums.values()))).unbind(1)
             stats = dict(zip(sums, (totals / counts.clamp(min=1)).tolist()))
             stats["loss"] = all_reduce(total_loss).item() / WORLD_SIZE
-            low, high = all_gather(torch.cat(shares)).unbind(1)  # (rows,)
+            low, high = all_gather(torch.cat(shares)).cpu().unbind(1)  # (rows,)
             stats["clip_ratio/low_min"] = min(low[low >= 0].tolist(), default=0.0)
             stats["clip_ratio/high_max"] = max(high[high >= 0].tolist(), default=0.0)
             stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()

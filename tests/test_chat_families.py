@@ -66,7 +66,7 @@ def test_the_turns_that_are_trained(family, tokenizer):
     text = "".join("|" if label == sft.IGNORE else tokenizer.decode(label) for label in labels)
     turns = [turn.partition("It")[2] for turn in re.split(r"\|{2,}", text) if turn]
     assert turns == [f" is good.{end}", f" sings.{end}"][family in REWRITE :]
-    assert [str(x.message) for x in said if "rewrites" in str(x.message)] or family not in REWRITE
+    assert said or family not in REWRITE
     assert tokenizer.decode(ids) + behind == tokenizer.apply_chat_template(TALK, tokenize=False)
 
 
