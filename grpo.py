@@ -328,21 +328,21 @@ def train(args: Args) -> None:
 
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
+    """A batch of episodes: B prompts, one response to each, and the results of later steps."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
     responses: Tensor  # (B, T), right-padded
     mask: Tensor  # (B, T), true up to and including the stop token
-    ended: Tensor  # (B,), whether there is a stop token
-    old_logprobs: Tensor  # (B, T), under the policy that drew the responses
-    examples: list[dict]  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; None, as all below, until its step
+    ended: Tensor  # (B,), true if the response has a stop token
+    old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
+    examples: list[dict]  # the B rows of the dataset that the prompts come from
+    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
+    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty; None at first, as are all below
     ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
-    advantages: Tensor | None = None  # (B, 1), those of a response's tokens are all alike
-    written: Tensor | None = None  # (B, T), true on what the policy wrote: the mask, but with --env without the answers
-    loss_mask: Tensor | None = None  # (B, T), true on what the loss is about: what it wrote, or less
+    advantages: Tensor | None = None  # (B, 1), the same for all tokens of a response
+    written: Tensor | None = None  # (B, T), true on the policy's own tokens: with --env, the mask without the answers
+    loss_mask: Tensor | None = None  # (B, T), true on the tokens in the loss: all or some of those in `written`
     rewards: Tensor | None = None  # (B, T), with --env: what a turn earned, on the token that ended it
     num_turns: Tensor | None = None  # (B,), with --env
 
@@ -351,18 +351,18 @@ class Rollout:
             self.written = self.mask
 
     def inputs(self) -> dict[str, Tensor]:
-        """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
+        """Joins prompts and responses into a model input (B, P+T). Positions count real tokens only."""
         attention_mask = torch.cat([self.prompt_mask, self.mask], 1).long()
         return {
             "input_ids": torch.cat([self.prompts, self.responses], 1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would count the padding
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # by default GPT-2 counts padding, too
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """The episodes with these row numbers, cut to the longest prompt and response among them; no result changes.
+        """Returns the episodes with these row numbers, without columns that hold only padding.
 
-        Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
+        Widths are rounded up to multiples of 8, which limits the number of shapes: each shape needs its own kernel.
         """
         P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
         T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
@@ -381,8 +381,8 @@ class Rollout:
         return part
 
     def by_length(self, rows: Tensor) -> Tensor:
-        """The row numbers in an order in which neighbours need little padding, and the rows of a prompt are neighbours:
-        by the length of the longest of them."""
+        """Sorts row numbers so that the rows of a prompt are neighbours, and neighbours need little padding: by the
+        length of the longest row with the same prompt."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         prompt_of = self.prompts.cpu().unique(dim=0, return_inverse=True)[1].to(rows.device)  # (B,)
         longest = torch.zeros_like(lengths).scatter_reduce(0, prompt_of, lengths, "amax")[prompt_of]
@@ -393,10 +393,10 @@ class Rollout:
     def map(
         self, function: Callable[["Rollout"], Tensor], args: Args, micro_batches: list[Tensor] | None = None
     ) -> Tensor:
-        """What a function gives for b episodes at a time, (b, T) or (b,), put together for all B.
+        """Applies a function to micro-batches of b episodes, and joins the results (b, T) or (b,) for all B episodes.
 
-        Without gradient, under autocast. Micro-batches, unless they are given, are of similar length, so that little is
-        computed on padding; each process takes its share.
+        The function runs without gradient, under autocast. By default, the rows of a micro-batch have similar lengths,
+        which saves padding. Each process computes its share.
         """
         B, T = self.mask.shape
         if micro_batches is None:
@@ -412,23 +412,23 @@ class Rollout:
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
         result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # each process has left zeros in the rows of the others
+        return all_reduce(result)  # a process has zeros in the rows of the others
 
 
-RewardFns = dict[str, Callable[[Rollout], Tensor]]  # by name, what gives the rewards (B,) of a rollout, NaN for none
+RewardFns = dict[str, Callable[[Rollout], Tensor]]  # reward functions by name: each returns rewards (B,), NaN for none
 
 
 def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
-    """Row numbers cut into micro-batches of nearly equal size, as many for each process: process r computes number r,
-    r + WORLD_SIZE, ..."""
+    """Splits row numbers into micro-batches of nearly equal size, the same number for each process. Process r takes
+    micro-batches r, r + WORLD_SIZE, ..."""
     num_rounds = math.ceil(len(rows) / (WORLD_SIZE * args.micro_batch_size))
     return rows.tensor_split(num_rounds * WORLD_SIZE)
 
 
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
+    """Returns a mask (B, T), true up to and including the first stop token, and (B,) true if there is a stop token.
 
-    Made from positions, so that it is right even if the padding token is the stop token. With stop token 0:
+    It depends only on the first stop token, so it is right even if the pad token is the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -437,34 +437,34 @@ def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor,
 
 
 def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row of logits (B, V), and its logprob, by inverting the distribution function at uniforms (B,).
+    """Samples one token per row of logits (B, V), from uniform numbers (B,). Returns tokens and logprobs (B,).
 
-    The token is the first whose cumulative probability exceeds the uniform number. Probabilities .2 .5 .3 and .6 give
-    the second token, since .2 <= .6 < .7. Unlike torch.multinomial this takes one random number per token, drawn
-    beforehand, so that what a row gets depends neither on its neighbours nor on how a batch is cut.
+    The token is the first whose cumulative probability exceeds the uniform number. With probabilities .2 .5 .3, the
+    number .6 gives the second token, since .2 <= .6 < .7. torch.multinomial draws its own random numbers. Here the
+    caller draws one per token, so a response does not depend on the other rows or on the size of the batch.
     """
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
-    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because rounding lets the sum end slightly off 1
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because the sum of the probabilities is not exactly 1
     tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
 class OneTypeCache(StaticCache):
-    """A static key-value cache in one type: under autocast, rotary embeddings leave the keys in float32, while the
-    values are bfloat16, the type in which attention reads both."""
+    """A static key-value cache with one dtype. Under autocast, keys with rotary embeddings are float32 and values are
+    bfloat16; attention converts both to bfloat16."""
 
     def update(self, keys: Tensor, values: Tensor, *others, **options) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of new tokens to a layer; returns all of that layer."""
+        """Adds the keys and values of new tokens to a layer. Returns all keys and values of the layer."""
         return super().update(keys.to(values.dtype), values, *others, **options)
 
 
 def read_prompts(
     model: nn.Module, prompts: Tensor, prompt_mask: Tensor, cache: Cache, **options
 ) -> tuple[ModelOutput, Tensor]:
-    """Reads prompts (B, P) into a key-value cache, equal ones once. Returns the output for those that differ (b, ...),
-    and for each row the number of its prompt among them (B,)."""
-    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU, since not every device has unique
+    """Fills a key-value cache with prompts (B, P). Equal prompts are computed once: returns the output for the b
+    distinct prompts, and for each of the B rows the index of its prompt among them."""
+    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU: some devices do not support unique
     different, row_of = columns.unique(dim=1, return_inverse=True)
     ids, mask = different.to(prompts.device)  # (b, P) each
     row_of = row_of.to(prompts.device)
@@ -479,24 +479,24 @@ def read_prompts(
 def sample(
     policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draws one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
+    """Samples one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
-    Nothing else shapes the distribution: no generation config is read. All randomness is in `uniforms` (B, T).
-    Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens drawn, 0 on padding.
+    The model's generation config is ignored. `uniforms` (B, T) are the random numbers.
+    Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the sampled tokens, 0 on padding.
     """
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once, at full size
+    if prompts.shape[1] > 1:  # all but the last token: the loop starts with that
         read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
-    rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
-    tokens = prompts[:, -1:]  # (rows, 1); like the next three, one row for each of `rows`
+    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass
+    tokens = prompts[:, -1:]  # (rows, 1): these four tensors have one row for each of `rows`
     positions = prompt_mask.sum(1, keepdim=True) - 1  # (rows, 1)
-    attention_mask = prompt_mask.long()  # (rows, P + t), as wide as what was read: some layers take the last columns
-    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
+    attention_mask = prompt_mask.long()  # (rows, P + t): one column per token in the cache, for sliding-window layers
+    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,), true where no stop token was sampled yet
     stops = prompts.new_tensor(policy.stop_token_ids)
-    look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
+    look_every = 1 if prompts.device.type == "cpu" else 8  # steps between checks; each check waits for the GPU
     for t in range(T):
         output = policy(
             input_ids=tokens,
@@ -517,23 +517,23 @@ def sample(
         if (t + 1) % look_every:
             continue
         left = going.nonzero().squeeze(1)
-        if not all_reduce(torch.tensor(len(left))):  # all processes stop together: sharded weights need them
+        if not all_reduce(torch.tensor(len(left))):  # all processes stop together, since all hold shards of the weights
             break
-        if 0 < len(left) < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
+        if 0 < len(left) < 0.75 * len(rows):  # copying the cache once costs less than computing ended rows again
             cache.reorder_cache(left)
             state = rows, tokens, positions, attention_mask, going
             rows, tokens, positions, attention_mask, going = (x[left] for x in state)
-    mask, ended = response_mask(responses, policy.stop_token_ids)  # erases what an ended row drew while it waited
+    mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
 def repeat(examples: list[dict], k: int) -> list[dict]:
-    """Each example k times, in neighbouring rows: a group."""
+    """Repeats each example k times. The k neighbouring rows are a group."""
     return [example for example in examples for _ in range(k)]
 
 
 def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
-    """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
+    """Step 1: samples a response to each prompt of a batch, `local_rollout_forward_batch_size` rows at a time."""
     rows = [example["input_ids"] for example in examples]
     prompts, prompt_mask = pad(rows, policy.tokenizer, args, "left")  # (B, P)
     T = args.response_length
@@ -548,7 +548,7 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
             parts.append(part)
     responses, mask, ended, logprobs = (all_gather(torch.cat(x)) for x in zip(*parts))
     rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
-    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without empty columns
+    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without padding columns
 
 
 def equal_groups(scores: Tensor, k: int) -> Tensor:
@@ -611,24 +611,24 @@ def join(parts: list[Rollout]) -> Rollout:
 
 
 def can_share_prompts(model: nn.Module, args: Args) -> bool:
-    """Whether a prompt is read once for all its rows: if all layers are attention, and none of them is recomputed
-    (--gradient-checkpointing) or counts its tokens (--aux-loss-coef)."""
+    """Whether rows with the same prompt can share its computation. Linear-attention layers, --gradient-checkpointing
+    and --aux-loss-coef do not allow this."""
     layers = DynamicCache(config=model.config).layers
     is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
 
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
-    """Whether some of these rows have the same prompt, and it can be read once."""
+    """Whether some of these rows have the same prompt and can share its computation."""
     return can_share_prompts(model, args) and len(r.prompts.cpu().unique(dim=0)) < len(r.prompts)
 
 
 def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, Tensor | float]:
-    """(B, T, V) float32 logits / temperature that predict the response tokens, and the router's loss, if asked for.
+    """Returns logits / temperature (B, T, V) that predict the response tokens, in float32, and the router's loss or 0.
 
-    Position P-1+t predicts response token t. What a layer computes for a prompt does not depend on the response, so the
-    rows of a group can share it: the prompt is read once, its keys and values are repeated for the rows, and the
-    responses are read behind it. In the backward pass the gradients of the rows add up in the prompt.
+    Position P-1+t predicts response token t. The hidden states of a prompt do not depend on the response, so the rows
+    of a group share them: the prompt goes through the model once, its keys and values are repeated for each row, and
+    the responses follow. In the backward pass, the gradients of all rows are added up at the prompt.
     """
     P = r.prompts.shape[1]
     T = r.responses.shape[1]
@@ -636,7 +636,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
     if shares_prompts(model, r, args):
         cache = DynamicCache(config=model.config)
         output, row_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
-        first = output.logits[row_of]  # (B, 1, V) at the last prompt token
+        first = output.logits[row_of]  # (B, 1, V), at the last prompt token
         inputs |= {"input_ids": r.responses, "position_ids": inputs["position_ids"][:, P:]}
         keep = torch.arange(T - 1, device=r.mask.device)
         output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
@@ -647,16 +647,16 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
         logits = output.logits
     return logits.float().div_(args.temperature), output.get(
         "aux_loss", 0.0
-    )  # in place: it is the largest tensor of all
+    )  # division in place, since the logits are the largest tensor
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """(B, T) log-probability of each token under logits (B, T, V)."""
+    """Returns the log-probability (B, T) of each token under logits (B, T, V)."""
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """token_logprobs, and the entropy (B, T) in nats, which carries no gradient."""
+    """Returns token_logprobs, and the entropy (B, T) in nats, without gradient."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
@@ -664,13 +664,13 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
 
 
 def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
-    """(b, T) log-probabilities of some episodes' responses under a model."""
+    """Returns the log-probabilities (b, T) of the response tokens under a model."""
     logits, _ = response_forward(model, r, args)
     return token_logprobs(logits, r.responses)
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
-    """The micro-batches of the first epoch of `update`, in its order. The random state stays as it is."""
+    """Returns the micro-batches of the first epoch of `update`, in the same order. Keeps the random state."""
     with torch.random.fork_rng(devices=[]):
         order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
     mini_batches = order.split(len(order) // args.num_mini_batches)
@@ -680,9 +680,10 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_again(
     policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
 ) -> tuple[Tensor, float]:
-    """(B, T) log-probabilities read as the update will read them: without a cache, beside the same rows, with the same
-    padding. They round alike, so the first ratio is exactly 1, also over a whole response, in which the rounding of
-    tokens adds up. Also returns the mean of |ratio - 1| between them and the sampler's."""
+    """Computes log-probabilities (B, T) as the update computes them: without a cache, in the same micro-batches, with
+    the same padding. The rounding is then the same and the first ratio is exactly 1. For a ratio over all tokens of a
+    response this matters most, since rounding errors add up. Also returns the mean of |ratio - 1| with respect to the
+    sampler's log-probabilities."""
     logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
@@ -691,12 +692,15 @@ def read_again(
 def score_responses(
     rollout: Rollout, reward_fns: RewardFns, args: Args, G: int = 1
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What each reward function gives, (B,) by name, and the scores (B,) of groups of G responses to a prompt."""
+    """Returns the rewards (B,) of each reward function, by name, and the scores (B,). G rows are responses to a prompt.
+
+    A score is the weighted sum of the rewards, less the penalty for a missing stop token.
+    """
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
     is_unscored = unscored(rewards)
     scores = weighted_sum(rewards, args.reward_weights)
     require(scores.isfinite().all(), "one of --reward-fn gave an infinite reward")
-    if args.stop_token != ("none",):  # else no response could have stopped
+    if args.stop_token != ("none",):  # with none, no response has a stop token
         scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
     if is_unscored.any():
         require(not is_unscored.all(), "no response has a reward: each of --reward-fn gave None or NaN for all")
@@ -705,21 +709,21 @@ def score_responses(
 
 
 def unscored(rewards: dict[str, Tensor]) -> Tensor:
-    """(B,) whether a response has no reward at all."""
+    """Returns (B,), true where no reward function returned a reward."""
     return torch.stack([x.isnan() for x in rewards.values()]).all(0)
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
-    """(B,) scores, those of unscored responses the mean of their group's others, or if it has none, of the batch's: so
-    they move no baseline, and have no advantage in their group. [1, ?, 0, 0] with G = 4 -> [1, 1/3, 0, 0]"""
-    known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # the mean of equal scores is that score
+    """Replaces the scores (B,) of unscored responses by the mean score of their group, or of the batch if the group has
+    no score. Their advantage in the group is then 0, and no baseline changes. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
     means = means.where(means.isfinite(), known.nanmean())
     return torch.where(is_unscored, means.to(scores), scores)
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
-    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN counts as 0."""
+    """Returns the weighted sum (B,) of several rewards (B,). By default all weights are 1. NaN counts as 0."""
     table = torch.stack(list(rewards.values()))  # (K, B)
     if weights:
         table = table * table.new_tensor(weights)[:, None]
@@ -727,7 +731,8 @@ def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tens
 
 
 def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tensor:
-    """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
+    """Subtracts `penalty` from the scores (B,) of responses without a stop token, as in TRL. (In the N+ details, such
+    scores become -1.)"""
     return torch.where(ended, scores, scores - penalty)
 
 
