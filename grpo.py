@@ -552,7 +552,7 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
 
 
 def equal_groups(scores: Tensor, k: int) -> Tensor:
-    """(B/k,) whether the k scores of a group are all equal: but for its KL it gives no gradient."""
+    """Returns (B/k,), true where all k scores of a group are equal. Only KL gives such a group a gradient."""
     groups = scores.view(-1, k)
     return (groups == groups[:, :1]).all(1)
 
@@ -852,9 +852,10 @@ def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tupl
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Log-probabilities (b, T) of the responses under the policy, its entropy (b, T), and its router's loss, or 0.
+    """Returns log-probabilities (b, T) of the responses, the policy's entropy (b, T), and the router's loss or 0.
 
-    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph keeps their log-softmax.
+    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph only needs their
+    log-softmax.
     """
     options = {"output_router_logits": True} if args.aux_loss_coef else {}
     with autocast(args):
@@ -881,7 +882,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
     lower, upper = clip_bounds(args)
     logs = []  # a dict for each step
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
             total_loss = torch.zeros((), device=device)
             sums = defaultdict(float)
@@ -969,7 +970,8 @@ def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
+    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
+    without the responses for which it returned None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
@@ -1016,7 +1018,8 @@ def scored_answers(
 
 
 def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
-    """Logs an update, warns of what looks wrong, and now and then shows four responses in a table."""
+    """Logs the metrics of an update, and warns of common problems. Shows a table of four responses after the first
+    update and `num_sample_generations` times in the run."""
     seconds = sum(run.seconds.values())
     stats["episode"] = run.step * args.batch_size
     stats["eps"] = args.batch_size / seconds
@@ -1029,7 +1032,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
-    """A few episodes as a table, and all their tensors in a file, which tools/xray.py draws."""
+    """Prints a few episodes as a table. Saves all their tensors in a file, which tools/xray.py can show."""
     texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
@@ -1041,11 +1044,11 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
-    """Warns, once each, if no response stops, or if all scores are equal."""
+    """Warns if no response has a stop token, or if all scores are equal. Each warning appears once."""
     if policy.stop_token_ids and not rollout.ended.any():
         warnings.warn(
             "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
-            "or check that the policy was taught to end its texts"
+            "or check that the policy was trained to end its texts"
         )
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
@@ -1488,7 +1491,7 @@ def longest_prompt(prompts: datasets.Dataset) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together, or that another one switches off."""
+    """Exits if settings contradict each other, or if one setting makes another one useless."""
     check_common_args(args)
     can_end = args.stop_token != ("none",) or not (args.mask_truncated_completions or args.env)
     require(can_end, "--stop-token none leaves --mask-truncated-completions no response, and --env no turn that ends")
@@ -1505,16 +1508,16 @@ def check_args(args: Args) -> None:
     is_beyond = args.delta is None or args.delta > upper
     require(is_beyond, f"--delta is an upper bound where the ratio is not clipped: more than {upper:g}")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
-    require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
+    require(fits, f"--reward-weights has {len(args.reward_weights)} values, but --reward-fn has {len(args.reward_fn)}")
     fits = (args.response_length_min or 0) <= args.response_length
-    require(fits, f"--response-length-min is more than --response-length, which is {args.response_length}")
+    require(fits, f"--response-length-min is greater than --response-length {args.response_length}")
 
 
 def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: int) -> Args:
-    """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
-    prints them in words."""
+    """Returns the settings with learning rate, batch sizes and number of episodes filled in, and prints them. G is the
+    number of responses to each prompt."""
     size = policy.num_parameters()
-    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     learning_rate = args.learning_rate or float(f"{rate:.2g}")
 
@@ -1528,8 +1531,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     prompt_length = longest_prompt(prompts)
     longest = prompt_length + args.response_length
     is_shared = can_share_prompts(policy, args)
-    per_row = longest  # tokens that are computed for a row
-    if is_shared:  # the prompt's keys and values, which each row keeps, weigh a fifth of it
+    per_row = longest  # number of tokens computed for a row
+    if is_shared:  # each row still needs the prompt's keys and values, about a fifth of the prompt's memory
         per_row -= int(prompt_length * max(0.0, 0.8 - args.num_mini_batches / G))
     fitting = min(batch_size // parts, rows_that_fit(policy, per_row, args))
     micro_batch_size = args.micro_batch_size or per_device or fitting
@@ -1554,24 +1557,25 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         micro_batch_size=micro_batch_size,
         local_rollout_forward_batch_size=rollout_batch_size,
         total_episodes=episodes,
-        num_train_epochs=None,  # else it would overrule --total-episodes of a resumed run
+        num_train_epochs=None,  # otherwise it would override --total-episodes of a resumed run
     )
 
 
 def ratio_rounding(args: Args) -> float:
-    """The largest mean of |ratio - 1| over tokens that rounding explains: with bf16 the logits have 8 binary digits,
-    with TF32 the factors have 11.
+    """Returns the largest mean of |ratio - 1| over tokens that can be rounding. bfloat16 has 8 bits of precision, TF32
+    has 11.
 
-    With bf16 SmolLM2 has .021 to .036, whatever temperature (.5 to 1) and length (16 to 200 tokens), on a CPU with or
-    without bfloat16 products. Its largest logits are 10 to 40; where they are twice that, so is their rounding."""
+    Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
+    with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to
+    the logits."""
     if args.bf16:
         return 1e-1
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
 def check_first_ratio(error: float, update: int, args: Args) -> None:
-    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
-    sampled: ends the program in the first update. A run that has trained goes on, with a warning."""
+    """Checks that the ratio is 1 before the first step, up to rounding. Otherwise the update and the sampler use
+    different distributions. Exits in the first update of a run; in later updates, only warns."""
     if error <= ratio_rounding(args):
         return
     require(

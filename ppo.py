@@ -911,8 +911,10 @@ def update(
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
-    """The metrics that describe a batch before the update, by the formulas of step 3 (change them together), with the
-    scores before scaling and clipping. The names are TRL's: val/ is value."""
+    """Computes the metrics of a batch before the update, under TRL's names (val/ stands for value).
+
+    They repeat the formulas of step 3: change both together. Scores are those before scaling and clipping.
+    """
     per_row = lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()  # noqa: E731
     kl = per_row(rollout.kl)
     score = rollout.scores.mean().item()
@@ -920,7 +922,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
         "objective/kl": kl,
         "objective/kl_k3": per_row(kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3")),
         "objective/kl_coef": rollout.kl_coef,
-        "objective/entropy": per_row(-rollout.old_logprobs),  # an estimate from the drawn tokens
+        "objective/entropy": per_row(-rollout.old_logprobs),  # an estimate from the sampled tokens
         "objective/non_score_reward": -rollout.kl_coef * kl,
         "objective/rlhf_reward": score - rollout.kl_coef * kl,
         "objective/scores": score,
@@ -933,7 +935,8 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
+    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
+    without the responses for which it returned None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
@@ -943,7 +946,7 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def explained_variance(rollout: Rollout) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
+    """Returns 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant critic."""
     returns = rollout.returns[rollout.mask]
     residuals = returns - rollout.values[rollout.mask]
     return 1 - (residuals.var(correction=0) / returns.var(correction=0).clamp(min=1e-8)).item()
@@ -952,13 +955,13 @@ def explained_variance(rollout: Rollout) -> float:
 def evaluate(
     policy: nn.Module, reference: nn.Module, reward_fns: RewardFns, prompts: list[dict], args: Args
 ) -> dict[str, float]:
-    """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
+    """Scores answers to the prompts of the test split, sampled at a low temperature, as a user would sample them.
 
-    Their log-ratio to the reference is taken at the training temperature; on distributions sharpened to one token it
-    would say little. It is no KL: the answers were not drawn at that temperature.
+    The log-ratio to the reference is computed at the training temperature, since at a low temperature nearly all
+    probability is on one token. It is not a KL, because the answers were not sampled at the training temperature.
     """
     eval_args = replace(args, temperature=args.eval_temperature, response_length_min=None)
-    extra = -len(prompts) % WORLD_SIZE  # so that all processes have equally many
+    extra = -len(prompts) % WORLD_SIZE  # so that all processes have the same number of prompts
     rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], eval_args)
     rollout.old_logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args)
     with adapter_off(policy, reference):
@@ -974,7 +977,8 @@ def evaluate(
 
 
 def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
-    """Logs an update, warns of what looks wrong, and now and then shows four responses in a table."""
+    """Logs the metrics of an update, and warns of common problems. Shows a table of four responses after the first
+    update and `num_sample_generations` times in the run."""
     seconds = sum(run.seconds.values())
     stats["episode"] = run.step * args.batch_size
     stats["eps"] = args.batch_size / seconds
@@ -987,7 +991,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
-    """A few episodes as a table, and all their tensors in a file, which tools/xray.py draws."""
+    """Prints a few episodes as a table. Saves all their tensors in a file, which tools/xray.py can show."""
     texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
@@ -999,11 +1003,11 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
-    """Warns, once each, if no response stops, or if all scores are equal."""
+    """Warns if no response has a stop token, or if all scores are equal. Each warning appears once."""
     if policy.stop_token_ids and not rollout.ended.any():
         warnings.warn(
             "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
-            "or check that the policy was taught to end its texts"
+            "or check that the policy was trained to end its texts"
         )
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
@@ -1013,9 +1017,11 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
 
 
 def scale_scores(scores: Tensor, moments: list[float], args: Args) -> Tensor:
-    """(B,) scores as they enter the reward: shifted by the mean of all scores so far, divided by their standard
-    deviation (TRL 0.7) and clipped, each only if asked. With scaling, adds the scores to the moments of all so far:
-    their number, their mean, and the sum of squares about it."""
+    """Scales and clips scores (B,) for the reward (TRL 0.7). Without these options, returns them unchanged.
+
+    --use-score-scaling divides by the standard deviation of all scores so far, --use-score-norm subtracts their mean
+    first. `moments` are updated in place: the number of scores, their mean, and the sum of squared deviations from it.
+    """
     if args.use_score_scaling:
         count, mean, squares = moments
         new = scores.cpu().double()
@@ -1034,14 +1040,17 @@ def scale_scores(scores: Tensor, moments: list[float], args: Args) -> Tensor:
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """The next kl_coef: moved by at most 20 % * episodes / horizon towards the KL target (Ziegler et al. 2019, 2.2)."""
+    """Returns the next kl_coef, which moves the KL towards its target (Ziegler et al. 2019, sec. 2.2). It changes by at
+    most 20 % * batch_size / kl_horizon."""
     error = max(-0.2, min(0.2, kl / args.kl_target - 1))
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
 def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> float:
-    """Adds the gradient of ptx_coef * mean(-log pi) on as many texts, drawn at random, as a mini-batch has responses;
-    returns that mean (InstructGPT, eq. 2)."""
+    """Adds the gradient of the language-modelling loss on pretraining texts, times ptx_coef (InstructGPT, eq. 2).
+
+    Draws as many texts as a mini-batch has responses. Returns the loss, the mean of -log pi over tokens.
+    """
     drawn = torch.randint(len(texts), (args.batch_size // args.num_mini_batches,)).tolist()
     ids, mask = pad([texts[i] for i in drawn], policy.tokenizer, args)  # (B, S)
     num_tokens = mask[:, 1:].sum()
@@ -1051,13 +1060,13 @@ def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> 
             logits = policy(input_ids=ids[rows], attention_mask=mask[rows].long(), use_cache=False).logits
         logprobs = token_logprobs(logits[:, :-1].float(), ids[rows, 1:])  # (b, S-1)
         loss = -logprobs[mask[rows, 1:]].sum() / num_tokens
-        (WORLD_SIZE * args.ptx_coef * loss).backward()  # gradients become means over processes
+        (WORLD_SIZE * args.ptx_coef * loss).backward()  # times WORLD_SIZE, since gradients are averaged over processes
         total += loss.detach()
     return all_reduce(total).item()
 
 
 def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
-    """Token ids of texts with their EOS, for PPO-ptx; none without --pretrain-data."""
+    """Loads the texts of --pretrain-data for PPO-ptx. Returns their token ids, each with EOS, or an empty list."""
     if args.pretrain_data is None:
         return []
     data = load_split(args.pretrain_data, None, "train")
@@ -1070,7 +1079,7 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
 
 @torch.no_grad()
 def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
-    """Makes of `ema`, in place, decay * itself + (1 - decay) * the policy."""
+    """Updates the moving average in place: ema = decay * ema + (1 - decay) * policy."""
     for kept, p in zip(ema.parameters(), policy.parameters()):
         kept.lerp_(p, 1 - decay)
 
@@ -1425,7 +1434,7 @@ def longest_prompt(prompts: datasets.Dataset) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together, or that another one switches off."""
+    """Exits if settings contradict each other, or if one setting makes another one useless."""
     check_common_args(args)
     require(bool(args.pretrain_data) == bool(args.ptx_coef), "--ptx-coef and --pretrain-data: give both, or neither")
     refuse_unused(args, "reward_model", "reward_model" in args.reward_fn, "unless --reward-fn names reward_model")
@@ -1433,21 +1442,21 @@ def check_args(args: Args) -> None:
     is_evaluated = args.dataset_test_split != "none"
     refuse_unused(args, "num_eval_prompts eval_temperature", is_evaluated, "with --dataset-test-split none")
     refuse_unused(args, "kl_target kl_horizon", args.adaptive_kl, "without --adaptive-kl")
-    refuse_unused(args, "adaptive_kl", args.kl_coef, "with --kl-coef 0, which no factor changes")
+    refuse_unused(args, "adaptive_kl", args.kl_coef, "with --kl-coef 0, since it multiplies kl_coef")
     refuse_unused(args, "use_score_norm", args.use_score_scaling, "without --use-score-scaling")
     of_critic = "cliprange_value critic_learning_rate critic_warmup_updates"
-    refuse_unused(args, of_critic, args.vf_coef, "with --vf-coef 0, by which the critic does not learn")
+    refuse_unused(args, of_critic, args.vf_coef, "with --vf-coef 0: the critic is not trained")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
-    require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
+    require(fits, f"--reward-weights has {len(args.reward_weights)} values, but --reward-fn has {len(args.reward_fn)}")
     fits = (args.response_length_min or 0) <= args.response_length
-    require(fits, f"--response-length-min is more than --response-length, which is {args.response_length}")
+    require(fits, f"--response-length-min is greater than --response-length {args.response_length}")
 
 
 def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: int) -> Args:
-    """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
-    prints them in words."""
+    """Returns the settings with learning rate, batch sizes and number of episodes filled in, and prints them. G is the
+    number of responses to each prompt."""
     size = policy.num_parameters()
-    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     learning_rate = args.learning_rate or float(f"{rate:.2g}")
 
@@ -1481,24 +1490,25 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         micro_batch_size=micro_batch_size,
         local_rollout_forward_batch_size=rollout_batch_size,
         total_episodes=episodes,
-        num_train_epochs=None,  # else it would overrule --total-episodes of a resumed run
+        num_train_epochs=None,  # otherwise it would override --total-episodes of a resumed run
     )
 
 
 def ratio_rounding(args: Args) -> float:
-    """The largest mean of |ratio - 1| over tokens that rounding explains: with bf16 the logits have 8 binary digits,
-    with TF32 the factors have 11.
+    """Returns the largest mean of |ratio - 1| over tokens that can be rounding. bfloat16 has 8 bits of precision, TF32
+    has 11.
 
-    With bf16 SmolLM2 has .021 to .036, whatever temperature (.5 to 1) and length (16 to 200 tokens), on a CPU with or
-    without bfloat16 products. Its largest logits are 10 to 40; where they are twice that, so is their rounding."""
+    Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
+    with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to
+    the logits."""
     if args.bf16:
         return 1e-1
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
 def check_first_ratio(error: float, update: int, args: Args) -> None:
-    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
-    sampled: ends the program in the first update. A run that has trained goes on, with a warning."""
+    """Checks that the ratio is 1 before the first step, up to rounding. Otherwise the update and the sampler use
+    different distributions. Exits in the first update of a run; in later updates, only warns."""
     if error <= ratio_rounding(args):
         return
     require(

@@ -23,23 +23,24 @@ For each batch of prompts, K responses to each:
   5. loss       ratio_i = exp(sum_t log pi(y_t) - log pi_old(y_t));
                 mean_i max(-A_i ratio_i, -A_i clip(ratio_i, 1-eps, 1+eps))
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
-  7. adapt      kl_coef, if asked, so that the KL approaches a target
+  7. adapt      kl_coef, with --adaptive-kl, so that the KL approaches a target
 
-Where everything stands, for K = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
+The layout of the tensors, for K = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
 
   model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      row 0; the responses to a prompt are neighbouring rows
                 PAD  p1  p2  p3 | z1  z2  z3  z4   z5  z6     row 1
   mask                          |  1   1   1   1   0   0      true up to and including the stop token
-  logprobs, KL                  |  *   *   *   *   .   .      per token, summed over the row before they are used
+  logprobs, KL                  |  *   *   *   *   .   .      one per token, summed over each response before use
   R, A, ratio                                                 one per row: A_0 = R_0 - R_1, A_1 = R_1 - R_0
 
-The policy pi is the language model in training, a rollout a batch of its responses. KL, in nats, measures how far pi
-has moved from the reference, its frozen first self.
+The policy pi is the language model in training. A rollout is a batch of its responses. KL, in nats, measures how far pi
+has moved from the reference, a frozen copy of the initial policy.
 
-How this departs from PPO: the whole response is one action, so there is nothing to bootstrap and no critic to train;
-the other responses to the prompt say what was to be expected. That is unbiased, since they do not depend on this one;
-it costs K responses per prompt. If all K rewards are equal, the group teaches nothing: such groups are counted. With
---token-level-kl the tokens are the actions (REINFORCE++): A_t = A_i of the scores alone - kl_coef sum_{s>=t} KL_s.
+Differences from PPO: the whole response is one action, and there is no critic. The baseline of a response is the mean
+reward of the other responses to its prompt. It is unbiased, because they do not depend on this response; it needs K
+responses per prompt. If all K scores of a group are equal, only KL gives a gradient: `objective/equal_groups` is the
+share of these groups. With --token-level-kl each token is an action (REINFORCE++): A_t = A_i - kl_coef sum_{s>=t} KL_s,
+where A_i is computed from the scores alone.
 Papers: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740, sec. 3); Kool et al. 2019 ("Buy 4 REINFORCE samples, get a
 baseline for free", the estimator); Hu 2025 (REINFORCE++, 2501.03262, sec. 3); Schulman et al. 2017 (clipping,
 1707.06347, eq. 7). docs/rloo.md has a glossary of the metrics.
@@ -248,13 +249,13 @@ class Args:
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     check_args(args)
     start(args)
     asked = args
 
     policy = load_policy(args)
-    ema = place(deepcopy(policy) if args.ema_decay else None, args)  # before another is made, which saves memory
+    ema = place(deepcopy(policy) if args.ema_decay else None, args)  # before the next model is made, to save memory
     reference = place(make_reference(args, policy), args)
     place(policy, args)
     reward_model = place(load_reward_model(args, policy), args)
@@ -271,7 +272,7 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {}  # what lasts from update to update besides weights
+    memory = {}  # saved in checkpoints, besides the weights; step 7 adds kl_coef
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, ema=ema)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
@@ -315,7 +316,7 @@ def train(args: Args) -> None:
         stats |= rollout_stats(rollout)
         stats["rewards/unscored"] = unscored(rollout.rewards_by_name).sum().item()
         stats["objective/equal_groups"] = equal_groups(rollout.scores, K).float().mean().item()
-        stats["val/clipfrac_avg"] = 0.0  # of a critic; dashboards made for TRL expect the name
+        stats["val/clipfrac_avg"] = 0.0  # a critic's metric: dashboards for TRL expect it
         stats["lr"] = optimizer.param_groups[0]["lr"]
 
         # 7. Adapt
@@ -741,7 +742,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def normalize_scores(scores: Tensor, clip_range: float) -> Tensor:
-    """(B,) scores with mean 0 and variance 1 over the batch, clipped (TRL 0.16 `normalize_reward`; REINFORCE++)."""
+    """Shifts and scales scores (B,) to mean 0 and variance 1, then clips them (TRL 0.16, `normalize_reward`)."""
     normalized = (scores - scores.mean()) / (scores.std() + 1e-8)
     return normalized.clamp(-clip_range, clip_range)
 
@@ -750,9 +751,9 @@ def normalize_scores(scores: Tensor, clip_range: float) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, k: int) -> Tensor:
-    """(B,) each reward less the mean of the other k-1 of its group (Ahmadian et al. 2024, sec. 3).
+    """Subtracts from each reward (B,) the mean of the other k-1 rewards in its group (Ahmadian et al. 2024, sec. 3).
 
-    The rows of a group are neighbours. With k = 3: [1, 2, 6, 0, 0, 0] -> [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]
+    A group is k neighbouring rows. With k = 3: [1, 2, 6, 0, 0, 0] -> [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]
     """
     groups = rewards.view(-1, k)  # (B/k, k)
     others = (groups.sum(1, keepdim=True) - groups) / (k - 1)
@@ -760,10 +761,11 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
 
 
 def rloo_advantages(scores: Tensor, non_score_reward: Tensor, k: int, token_level_kl: bool) -> Tensor:
-    """Advantages of the actions from scores (B,) and -kl_coef * KL (B, T): (B, 1), or (B, T) where tokens are actions.
+    """Computes advantages from scores (B,) and -kl_coef * KL (B, T): (B, 1), or (B, T) if each token is an action.
 
-    A response as one action answers for all of its KL, so KL is part of the reward that the others are compared with
-    (TRL). A token answers for the KL from itself on, and the baseline is of the scores alone (REINFORCE++, OpenRLHF).
+    If the response is one action, its KL is part of its reward, and so of the baselines of the other responses (TRL).
+    If each token is an action, its advantage includes the KL of this token and of later tokens. The baseline is then
+    computed from the scores without KL (REINFORCE++, OpenRLHF).
     """
     if not token_level_kl:
         rewards = scores + non_score_reward.sum(1)  # (B,)
@@ -776,14 +778,14 @@ def rloo_advantages(scores: Tensor, non_score_reward: Tensor, k: int, token_leve
 
 
 def action_mask(mask: Tensor, token_level_kl: bool) -> Tensor:
-    """Where the actions are: on real tokens (B, T), or one in each row (B, 1), the whole response."""
+    """Returns the mask of the actions: real tokens (B, T), or one action per response (B, 1)."""
     if token_level_kl:
         return mask
     return mask.any(1, keepdim=True)
 
 
 def action_logprobs(logprobs: Tensor, mask: Tensor, token_level_kl: bool) -> Tensor:
-    """Log-probabilities of the actions: of tokens (B, T) as they are, or of whole responses (B, 1), their sums."""
+    """Returns the log-probabilities of the actions: of tokens (B, T), or of responses (B, 1), summed over tokens."""
     if token_level_kl:
         return logprobs
     return logprobs.masked_fill(~mask, 0.0).sum(1, keepdim=True)
@@ -807,9 +809,10 @@ def policy_loss(
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Log-probabilities (b, T) of the responses under the policy, its entropy (b, T), and its router's loss, or 0.
+    """Returns log-probabilities (b, T) of the responses, the policy's entropy (b, T), and the router's loss or 0.
 
-    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph keeps their log-softmax.
+    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph only needs their
+    log-softmax.
     """
     options = {"output_router_logits": True} if args.aux_loss_coef else {}
     with autocast(args):
@@ -826,24 +829,26 @@ def update(
     texts: list[list[int]],
     args: Args,
 ) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step for each mini-batch; returns means over all actions.
+    """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
+    over all actions.
 
-    The loss of a mini-batch is a sum over its actions, divided by their number: it does not depend on how the rows are
-    cut into micro-batches and dealt to processes. Gradients become means over processes, so each divides by its share.
+    The gradient of a mini-batch is a sum over its actions, divided by their number, so it does not depend on how the
+    mini-batch is cut into micro-batches. Several processes share a mini-batch. Their gradients are averaged, so the
+    divisor is the number of actions per process.
     """
     B, device = len(rollout.mask), rollout.mask.device
-    totals = Counter()  # sums over actions, or tokens
+    totals = Counter()  # sums over actions or tokens
     per_step = Counter()  # sums over optimiser steps
     steps = 0
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
             num_actions = action_mask(rollout.mask[rows], args.token_level_kl).sum() / WORLD_SIZE
             sums = defaultdict(float)
             for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]:
                 r = rollout.select(index)
                 logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
-                new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T) if tokens are actions
+                new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T) with token_level_kl
                 old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
                 actions = action_mask(r.mask, args.token_level_kl)
                 pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
@@ -881,7 +886,7 @@ def update(
                 per_step["loss/ptx"] += pretrain_gradient(policy, texts, args)
             policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             per_step["policy/grad_norm"] += policy_norm
-            if math.isfinite(policy_norm):  # else the weights would be NaN for good
+            if math.isfinite(policy_norm):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
                 steps += 1
                 if ema is not None:
@@ -891,7 +896,7 @@ def update(
     optimizer.zero_grad()
     means = {name: x / totals["actions"] for name, x in totals.items()}
     means["policy/first_ratio_error"] = first_error
-    for name in ("actions", "tokens", "token_error"):  # these are for this function alone
+    for name in ("actions", "tokens", "token_error"):  # not metrics
         del means[name]
     means["policy/entropy_avg"] = totals["policy/entropy_avg"] / totals["tokens"]
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
@@ -903,8 +908,10 @@ def update(
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
-    """The metrics that describe a batch before the update, by the formulas of step 3 (change them together), with the
-    scores before scaling and clipping. The names are TRL's: val/ is value."""
+    """Computes the metrics of a batch before the update, under TRL's names (val/ stands for value).
+
+    They repeat the formulas of step 3: change both together. Scores are those before scaling and clipping.
+    """
     per_row = lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()  # noqa: E731
     kl = per_row(rollout.kl)
     score = rollout.scores.mean().item()
@@ -912,7 +919,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
         "objective/kl": kl,
         "objective/kl_k3": per_row(kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3")),
         "objective/kl_coef": rollout.kl_coef,
-        "objective/entropy": per_row(-rollout.old_logprobs),  # an estimate from the drawn tokens
+        "objective/entropy": per_row(-rollout.old_logprobs),  # an estimate from the sampled tokens
         "objective/non_score_reward": -rollout.kl_coef * kl,
         "objective/rlhf_reward": score - rollout.kl_coef * kl,
         "objective/scores": score,
@@ -925,7 +932,8 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
+    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
+    without the responses for which it returned None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
@@ -935,7 +943,7 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def equal_groups(scores: Tensor, k: int) -> Tensor:
-    """(B/k,) whether the k scores of a group are all equal: but for its KL it gives no gradient."""
+    """Returns (B/k,), true where all k scores of a group are equal. Only KL gives such a group a gradient."""
     groups = scores.view(-1, k)
     return (groups == groups[:, :1]).all(1)
 
@@ -943,13 +951,13 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 def evaluate(
     policy: nn.Module, reference: nn.Module, reward_fns: RewardFns, prompts: list[dict], args: Args
 ) -> dict[str, float]:
-    """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
+    """Scores answers to the prompts of the test split, sampled at a low temperature, as a user would sample them.
 
-    Their log-ratio to the reference is taken at the training temperature; on distributions sharpened to one token it
-    would say little. It is no KL: the answers were not drawn at that temperature.
+    The log-ratio to the reference is computed at the training temperature, since at a low temperature nearly all
+    probability is on one token. It is not a KL, because the answers were not sampled at the training temperature.
     """
     eval_args = replace(args, temperature=args.eval_temperature, response_length_min=None)
-    extra = -len(prompts) % WORLD_SIZE  # so that all processes have equally many
+    extra = -len(prompts) % WORLD_SIZE  # so that all processes have the same number of prompts
     rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], eval_args)
     rollout.old_logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args)
     with adapter_off(policy, reference):
@@ -965,7 +973,8 @@ def evaluate(
 
 
 def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
-    """Logs an update, warns of what looks wrong, and now and then shows four responses in a table."""
+    """Logs the metrics of an update, and warns of common problems. Shows a table of four responses after the first
+    update and `num_sample_generations` times in the run."""
     seconds = sum(run.seconds.values())
     stats["episode"] = run.step * args.batch_size
     stats["eps"] = args.batch_size / seconds
@@ -978,7 +987,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
-    """A few episodes as a table, and all their tensors in a file, which tools/xray.py draws."""
+    """Prints a few episodes as a table. Saves all their tensors in a file, which tools/xray.py can show."""
     texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
@@ -990,11 +999,11 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
-    """Warns, once each, if no response stops, or if all scores are equal."""
+    """Warns if no response has a stop token, or if all scores are equal. Each warning appears once."""
     if policy.stop_token_ids and not rollout.ended.any():
         warnings.warn(
             "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
-            "or check that the policy was taught to end its texts"
+            "or check that the policy was trained to end its texts"
         )
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
@@ -1004,14 +1013,17 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """The next kl_coef: moved by at most 20 % * episodes / horizon towards the KL target (Ziegler et al. 2019, 2.2)."""
+    """Returns the next kl_coef, which moves the KL towards its target (Ziegler et al. 2019, sec. 2.2). It changes by at
+    most 20 % * batch_size / kl_horizon."""
     error = max(-0.2, min(0.2, kl / args.kl_target - 1))
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
 def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> float:
-    """Adds the gradient of ptx_coef * mean(-log pi) on as many texts, drawn at random, as a mini-batch has responses;
-    returns that mean (InstructGPT, eq. 2)."""
+    """Adds the gradient of the language-modelling loss on pretraining texts, times ptx_coef (InstructGPT, eq. 2).
+
+    Draws as many texts as a mini-batch has responses. Returns the loss, the mean of -log pi over tokens.
+    """
     drawn = torch.randint(len(texts), (args.batch_size // args.num_mini_batches,)).tolist()
     ids, mask = pad([texts[i] for i in drawn], policy.tokenizer, args)  # (B, S)
     num_tokens = mask[:, 1:].sum()
@@ -1021,13 +1033,13 @@ def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> 
             logits = policy(input_ids=ids[rows], attention_mask=mask[rows].long(), use_cache=False).logits
         logprobs = token_logprobs(logits[:, :-1].float(), ids[rows, 1:])  # (b, S-1)
         loss = -logprobs[mask[rows, 1:]].sum() / num_tokens
-        (WORLD_SIZE * args.ptx_coef * loss).backward()  # gradients become means over processes
+        (WORLD_SIZE * args.ptx_coef * loss).backward()  # times WORLD_SIZE, since gradients are averaged over processes
         total += loss.detach()
     return all_reduce(total).item()
 
 
 def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
-    """Token ids of texts with their EOS, for PPO-ptx; none without --pretrain-data."""
+    """Loads the texts of --pretrain-data for PPO-ptx. Returns their token ids, each with EOS, or an empty list."""
     if args.pretrain_data is None:
         return []
     data = load_split(args.pretrain_data, None, "train")
@@ -1040,7 +1052,7 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
 
 @torch.no_grad()
 def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
-    """Makes of `ema`, in place, decay * itself + (1 - decay) * the policy."""
+    """Updates the moving average in place: ema = decay * ema + (1 - decay) * policy."""
     for kept, p in zip(ema.parameters(), policy.parameters()):
         kept.lerp_(p, 1 - decay)
 
@@ -1377,7 +1389,7 @@ def longest_prompt(prompts: datasets.Dataset) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together, or that another one switches off."""
+    """Exits if settings contradict each other, or if one setting makes another one useless."""
     check_common_args(args)
     require(bool(args.pretrain_data) == bool(args.ptx_coef), "--ptx-coef and --pretrain-data: give both, or neither")
     refuse_unused(args, "reward_model", "reward_model" in args.reward_fn, "unless --reward-fn names reward_model")
@@ -1385,19 +1397,19 @@ def check_args(args: Args) -> None:
     is_evaluated = args.dataset_test_split != "none"
     refuse_unused(args, "num_eval_prompts eval_temperature", is_evaluated, "with --dataset-test-split none")
     refuse_unused(args, "kl_target kl_horizon", args.adaptive_kl, "without --adaptive-kl")
-    refuse_unused(args, "adaptive_kl", args.kl_coef, "with --kl-coef 0, which no factor changes")
+    refuse_unused(args, "adaptive_kl", args.kl_coef, "with --kl-coef 0, since it multiplies kl_coef")
     refuse_unused(args, "reward_clip_range", args.normalize_reward, "without --normalize-reward")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
-    require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
+    require(fits, f"--reward-weights has {len(args.reward_weights)} values, but --reward-fn has {len(args.reward_fn)}")
     fits = (args.response_length_min or 0) <= args.response_length
-    require(fits, f"--response-length-min is more than --response-length, which is {args.response_length}")
+    require(fits, f"--response-length-min is greater than --response-length {args.response_length}")
 
 
 def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: int) -> Args:
-    """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
-    prints them in words."""
+    """Returns the settings with learning rate, batch sizes and number of episodes filled in, and prints them. G is the
+    number of responses to each prompt."""
     size = policy.num_parameters()
-    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     learning_rate = args.learning_rate or float(f"{rate:.2g}")
 
@@ -1411,8 +1423,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     prompt_length = longest_prompt(prompts)
     longest = prompt_length + args.response_length
     is_shared = can_share_prompts(policy, args)
-    per_row = longest  # tokens that are computed for a row
-    if is_shared:  # the prompt's keys and values, which each row keeps, weigh a fifth of it
+    per_row = longest  # number of tokens computed for a row
+    if is_shared:  # each row still needs the prompt's keys and values, about a fifth of the prompt's memory
         per_row -= int(prompt_length * max(0.0, 0.8 - args.num_mini_batches / G))
     fitting = min(batch_size // parts, rows_that_fit(policy, per_row, args))
     micro_batch_size = args.micro_batch_size or per_device or fitting
@@ -1437,24 +1449,25 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         micro_batch_size=micro_batch_size,
         local_rollout_forward_batch_size=rollout_batch_size,
         total_episodes=episodes,
-        num_train_epochs=None,  # else it would overrule --total-episodes of a resumed run
+        num_train_epochs=None,  # otherwise it would override --total-episodes of a resumed run
     )
 
 
 def ratio_rounding(args: Args) -> float:
-    """The largest mean of |ratio - 1| over tokens that rounding explains: with bf16 the logits have 8 binary digits,
-    with TF32 the factors have 11.
+    """Returns the largest mean of |ratio - 1| over tokens that can be rounding. bfloat16 has 8 bits of precision, TF32
+    has 11.
 
-    With bf16 SmolLM2 has .021 to .036, whatever temperature (.5 to 1) and length (16 to 200 tokens), on a CPU with or
-    without bfloat16 products. Its largest logits are 10 to 40; where they are twice that, so is their rounding."""
+    Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
+    with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to
+    the logits."""
     if args.bf16:
         return 1e-1
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
 def check_first_ratio(error: float, update: int, args: Args) -> None:
-    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
-    sampled: ends the program in the first update. A run that has trained goes on, with a warning."""
+    """Checks that the ratio is 1 before the first step, up to rounding. Otherwise the update and the sampler use
+    different distributions. Exits in the first update of a run; in later updates, only warns."""
     if error <= ratio_rounding(args):
         return
     require(
