@@ -12,34 +12,36 @@
 #     "tqdm==4.70.1",
 # ]
 # ///
-"""GRPO for language models: policy + reward -> better policy; the other responses to a prompt are the baseline.
+"""GRPO for language models: policy + reward -> better policy, with the mean score of a group as the baseline.
 
 For each batch of prompts, G responses to each (`num_generations`):
   1. sample     response y_1..y_T ~ pi(. | prompt), at the given temperature, up to and including the stop token
-  2. score      one number for the whole response, most often a check of its answer; with --dynamic-sampling, prompts
-                whose responses all score the same make room for others
+  2. score      one number for the whole response, usually a check of its answer; --dynamic-sampling replaces groups
+                with equal scores
   3. advantage  A_i = score_i - mean of the group's scores, divided by their standard deviation (`scale_rewards`)
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), or for the whole response its geometric mean (GSPO);
-                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta * KL_t to the first policy];
-                all loss_t are added up with the weights of the `loss_type`: see `token_weights`
+                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta * KL_t to the reference];
+                the loss is a weighted sum of all loss_t; `loss_type` sets the weights (`token_weights`)
   5. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
 
-Where everything stands, for G = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
+The layout of the tensors, for G = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
 
   model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      row 0; the responses to a prompt are neighbouring rows
                 PAD  p1  p2  p3 | z1  z2  z3  z4   z5  z6     row 1
   mask                          |  1   1   1   1   0   0      true up to and including the stop token
-  logprobs, ratio, loss         |  *   *   *   *   .   .      per token
+  logprobs, ratio, loss         |  *   *   *   *   .   .      one per token
   score, A                                                    one per row, the same for all of its tokens
 
-The policy pi is the language model in training, a rollout a batch of its responses. KL, in nats, measures how far pi
-has moved from the reference, its frozen first self. By default it has no part in the loss, and there is no reference.
+The policy pi is the language model in training. A rollout is a batch of its responses. KL, in nats, measures how far pi
+has moved from the reference, a frozen copy of the initial policy. By default the loss has no KL term, and no reference
+is loaded.
 
-How this departs from RLOO: the group's mean includes the response itself, and its standard deviation makes every prompt
-count alike, easy or hard. Tokens are the actions, each clipped by itself. If all G scores are equal, the group teaches
-nothing: such groups are counted (`frac_reward_zero_std`). Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and
-19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025 (DAPO, 2503.14476); Zheng et al. 2025 (GSPO, 2507.18071);
-MiniMax 2025 (CISPO, 2506.13585); Tajwar et al. 2026 (MaxRL, 2602.02710). docs/grpo.md has a glossary of the metrics.
+Differences from RLOO: the group's mean includes the response itself. Division by the standard deviation gives easy and
+hard prompts similar weights. Each token is an action, with its own clipped ratio. If all G scores of a group are equal,
+its advantages are 0, and it gives no gradient: `frac_reward_zero_std` is the share of these groups.
+Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and 19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025
+(DAPO, 2503.14476); Zheng et al. 2025 (GSPO, 2507.18071); MiniMax 2025 (CISPO, 2506.13585); Tajwar et al. 2026 (MaxRL,
+2602.02710). docs/grpo.md has a glossary of the metrics.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, right answers .4 to 1.0
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
@@ -246,13 +248,13 @@ class Args:
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     check_args(args)
     start(args)
     asked = args
 
     policy = load_policy(args)
-    reference = place(make_reference(args, policy) if args.beta else None, args)  # before another is made
+    reference = place(make_reference(args, policy) if args.beta else None, args)  # before the next, to save memory
     place(policy, args)
     reward_model = place(load_reward_model(args, policy), args)
 
@@ -269,7 +271,7 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {"num_draws": 0, "num_tokens": 0}  # what lasts from update to update besides weights
+    memory = {"num_draws": 0, "num_tokens": 0}  # saved in checkpoints, besides the weights
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
@@ -287,7 +289,7 @@ def train(args: Args) -> None:
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
 
-        # Log-probabilities that the loss compares with
+        # Log-probabilities for the ratio and the KL
         with run.clock("score"):
             stats = {}
             parts = None
@@ -560,10 +562,10 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 def sample_groups(
     policy: nn.Module, prompts: list[dict], reward_fns: RewardFns, first_draw: int, args: Args
 ) -> tuple[Rollout, int]:
-    """Steps 1 and 2: a batch of responses with their scores, G to each prompt, and how many batches were drawn.
+    """Steps 1 and 2: samples G responses to each prompt and scores them. Returns them, and the number of batches drawn.
 
-    With --dynamic-sampling, groups whose scores are all equal, and which therefore give no gradient, are replaced by
-    groups of further batches (DAPO, sec. 3.2). When as many have been drawn as are allowed, they fill up the batch.
+    With --dynamic-sampling, groups with equal scores, which give no gradient, are replaced by groups from more batches
+    (DAPO, sec. 3.2). If there are too few other groups in `dynamic_sampling` more batches, they stay in the batch.
     """
     G = args.num_generations
     num_groups = args.batch_size // G
@@ -580,14 +582,14 @@ def sample_groups(
     rollout = parts[0]
     if args.dynamic_sampling:
         rollout = join(parts)
-        is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # of each row's group
-        rows = is_equal.long().argsort(stable=True)  # those that differ come first
+        is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # (rows,), true in groups with equal scores
+        rows = is_equal.long().argsort(stable=True)  # groups with different scores come first
         rollout = rollout.select(rows[: args.batch_size])
     return rollout, len(parts)
 
 
 def join(parts: list[Rollout]) -> Rollout:
-    """The episodes of several rollouts as one, padded to the widest."""
+    """Joins several rollouts into one. All are padded to the width of the widest."""
     joined = copy(parts[0])
     joined.examples = [row for part in parts for row in part.examples]
     joined.rewards_by_name = {}
@@ -740,15 +742,19 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tenso
 
 
 def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
-    """(B,) each score less its group's mean, over a deviation (TRL `scale_rewards`), or that mean (MaxRL).
+    """Subtracts the group's mean from each score (B,), then divides by a standard deviation (TRL, `scale_rewards`) or
+    by the mean (MaxRL).
 
-    The rows of a group are neighbours. With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By the group's
-    deviation, 0.5, this becomes [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures (Dr. GRPO
-    holds that against it). By the mean, .25, it is [3, -1, -1, -1]: rare successes alone weigh more, which makes it a
-    gradient of log p, where p is the chance of a right answer. 1e-4 keeps groups without any difference at 0.
+    A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
+        none   [.75, -.25, -.25, -.25]
+        group  [1.5, -.5, -.5, -.5]: divided by the group's standard deviation, .5. Rare successes get a higher weight,
+               and so do rare failures (criticised in Dr. GRPO)
+        mean   [3, -1, -1, -1]: divided by the group's mean, .25. Only rare successes get a higher weight. This is the
+               gradient of log p, where p is the probability of a right answer
+    1e-4 avoids a division by 0 in groups with equal scores.
     """
     groups = scores.view(-1, G)
-    groups = groups - groups[:, :1]  # a mean of equal numbers is not always that number, but a mean of zeros is 0
+    groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding in the mean
     advantages = groups - groups.mean(1, keepdim=True)  # (B/G, G)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
@@ -768,7 +774,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
-    """pi / pi_old of each token (B, T), or the geometric mean over the tokens of a response (B, 1) (GSPO, eq. 7)."""
+    """Returns pi / pi_old of each token (B, T), or its geometric mean over a response (B, 1) (GSPO, eq. 7)."""
     log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -776,18 +782,19 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
 
 
 def clip_bounds(args: Args) -> tuple[float, float]:
-    """The least and the greatest ratio that are not clipped. CISPO has a cap alone, by default 5 (TRL's advice)."""
+    """Returns the bounds of the ratio. CISPO has only an upper bound, by default 5 (as TRL advises)."""
     if args.loss_type == "cispo":
         return 0.0, args.epsilon_high or 5.0
     return 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
 
 
 def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Args) -> Tensor:
-    """Clipped surrogate, negated, of each token (B, T), or response (B, 1) at the level of sequences.
+    """Returns the clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios.
 
-    The larger loss is taken, so that moving beyond the clip range never lowers it, but can still raise it: without
-    bound where A < 0, unless `delta` sets one. CISPO instead keeps every token's gradient: its ratio is a capped weight
-    that is not differentiated, for an ordinary policy gradient (MiniMax-M1, eq. 4, without a lower cap, as in TRL).
+    It is the larger of the clipped and the unclipped loss: outside the clip range it never falls further, but it can
+    still rise. Where A < 0 it has no upper limit, unless `delta` is set. CISPO keeps the gradient of every token: the
+    loss is an ordinary policy gradient, weighted by the clipped ratio, which is detached (MiniMax-M1, eq. 4; without a
+    lower bound, as in TRL).
     """
     lower, upper = clip_bounds(args)
     clipped_ratio = ratio.clamp(lower, upper)
@@ -799,17 +806,17 @@ def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Ar
 
 
 def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) -> Tensor:
-    """(b, T) what the losses of some rows' tokens are multiplied by, to be added up to the loss of a mini-batch.
+    """Returns the weights (b, T) of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
-    dapo, cispo  1 / tokens: every token of the batch counts alike, a long response more than a short one
-    grpo         1 / (rows * tokens of the row): every response counts alike. A long wrong one is held against each of
-                 its tokens less than a short one, so that wrong responses grow (Dr. GRPO, sec. 3.1)
-    dr_grpo      1 / (rows * response_length): as dapo, but for a constant that does not depend on the responses
-    bnpo         1 / (micro-batches * tokens of this micro-batch): the only one that depends on how rows are cut
+    dapo, cispo  1 / tokens: all tokens of the batch have the same weight, so a long response counts more
+    grpo         1 / (rows * tokens of the row): all responses have the same weight. The tokens of a long wrong response
+                 are penalised less than those of a short one, so wrong responses become longer (Dr. GRPO, sec. 3.1)
+    dr_grpo      1 / (rows * response_length): all tokens have the same weight, which does not depend on the batch
+    bnpo         1 / (micro-batches * tokens of the micro-batch): the result depends on the micro-batch size
 
-    `num_rows` and `num_tokens` are those of the whole batch, over the number of mini-batches and processes. For tokens
-    that is a mean: divided by its own, those of a mini-batch of short responses would count more, and with one response
-    in each, dapo would be grpo.
+    `num_rows` and `num_tokens` are the numbers in the batch, divided by the number of mini-batches and processes. With
+    the number of tokens in each mini-batch instead, tokens in mini-batches of short responses would have a higher
+    weight, and with one response per mini-batch, dapo would be the same as grpo.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
@@ -822,9 +829,9 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
 
 
 def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(B, T) estimate k3 of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
+    """Estimates KL(policy || reference) from the sampled token alone, by k3 (B, T) (Schulman 2020, "Approximating KL").
 
-    It is unbiased and never negative. On padding anything may stand, infinities too.
+    It is unbiased and never negative. Padding is not masked and may be infinite.
     """
     log_ratio = logprobs - ref_logprobs
     return torch.expm1(-log_ratio) + log_ratio
@@ -834,11 +841,11 @@ def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tuple[Tensor, bool]]:
-    """This process's micro-batches of a mini-batch, and whether each needs a backward pass.
+    """Splits a mini-batch into micro-batches. Returns those of this process, and whether each needs a backward pass.
 
-    Without KL in the loss, rows of advantage 0, those of groups with equal scores, have no gradient. They come last,
-    and a forward pass gives their metrics. The first micro-batch has a backward pass in any case: each weight gets a
-    gradient, if only of zeros.
+    Without KL in the loss, rows with advantage 0 (groups with equal scores) have no gradient. They come last, and only
+    have a forward pass, for their metrics. The first micro-batch always has a backward pass, so that all weights get a
+    gradient, even if it is 0.
     """
     has_gradient = rollout.advantages[:, 0] != 0
     if args.beta or args.aux_loss_coef or args.loss_type == "bnpo":
@@ -846,7 +853,7 @@ def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tupl
     rows = rollout.by_length(rows)
     rows = rows[has_gradient[rows].long().argsort(descending=True, stable=True)]
     parts = deal(rows, args)
-    needs_backward = [bool(has_gradient[part[0]]) for part in parts[::WORLD_SIZE]]  # alike in all processes
+    needs_backward = [bool(has_gradient[part[0]]) for part in parts[::WORLD_SIZE]]  # the same in all processes
     needs_backward[0] = True
     return list(zip(parts[RANK::WORLD_SIZE], needs_backward))
 
@@ -865,20 +872,22 @@ def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, T
 
 
 def row_share(where: Tensor, mask: Tensor) -> Tensor:
-    """(b,) the share of a row's tokens at which `where`, (b, T) or (b, 1), is true; NaN in a row without tokens."""
+    """Returns the share (b,) of a row's tokens where `where`, (b, T) or (b, 1), is true. NaN in rows without tokens."""
     return (where & mask).sum(1) / mask.sum(1)
 
 
 def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step for each mini-batch; returns means over the steps.
+    """Steps 4 and 5: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
+    over the steps.
 
-    The loss of a mini-batch is one sum: it does not depend on how the rows are cut into micro-batches and dealt to
-    processes (but for bnpo). Gradients become means over processes, so each counts rows and tokens per process.
+    The gradient of a mini-batch is a weighted sum over its tokens, so (except with bnpo) it does not depend on how the
+    mini-batch is cut into micro-batches. Several processes share a mini-batch. Their gradients are averaged, so the
+    weights use the numbers of rows and tokens per process.
     """
     B, device = len(rollout.mask), rollout.mask.device
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = B / num_parts
-    num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
+    num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # the average
     lower, upper = clip_bounds(args)
     logs = []  # a dict for each step
     for _ in range(args.num_ppo_epochs):
@@ -886,7 +895,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
             optimizer.zero_grad()
             total_loss = torch.zeros((), device=device)
             sums = defaultdict(float)
-            shares = []  # of each row's tokens that are clipped, below and above: (b, 2)
+            shares = []  # (b, 2) shares of each row's tokens that are clipped, below and above
             for index, needs_backward in with_gradient_first(rollout, rows, args):
                 r = rollout.select(index)
                 mask = r.loss_mask
@@ -898,14 +907,14 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
                 if args.beta:
                     kl = k3_estimate(logprobs, r.ref_logprobs)
                     if args.use_bias_correction_kl:
-                        kl = kl * ratio  # so that its gradient is that of the true KL
+                        kl = kl * ratio  # its gradient is then an unbiased estimate of the gradient of the KL
                 weights = token_weights(mask, num_rows, num_tokens, args)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, mask)
                 if needs_backward:
                     (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
 
                 total_loss += loss.detach()
-                is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient, but in cispo
+                is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient (except with cispo)
                 is_high = (ratio > upper) & (r.advantages > 0)
                 shares.append(torch.stack([row_share(is_low, mask), row_share(is_high, mask)], 1))
                 seen = {
@@ -918,7 +927,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
                     "clip_ratio/region_mean": is_low | is_high,
                     "policy/first_ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
                 }
-                for name, x in seen.items():  # (b, T), or (b, 1) with one ratio for a row
+                for name, x in seen.items():  # (b, T), or (b, 1) with sequence-level ratios
                     where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)
                     sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
 
@@ -930,20 +939,20 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
             stats["clip_ratio/high_max"] = max(high[high >= 0].tolist(), default=0.0)
             stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             stats["val/skipped_steps"] = int(not math.isfinite(stats["grad_norm"]))
-            if not stats["val/skipped_steps"]:  # else the weights would be NaN for good
+            if not stats["val/skipped_steps"]:  # otherwise the step would turn the weights into NaN
                 optimizer.step()
             logs.append(stats)
     optimizer.zero_grad()
     means = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
     means["val/skipped_steps"] *= len(logs)
-    return means | {"policy/first_ratio_error": logs[0]["policy/first_ratio_error"]}  # 0 but for rounding
+    return means | {"policy/first_ratio_error": logs[0]["policy/first_ratio_error"]}  # only rounding, before any step
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
 
 
 def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
-    """The metrics that describe a batch before the update, under TRL's names."""
+    """Computes the metrics of a batch before the update, under TRL's names."""
     scores = rollout.scores
     lengths = rollout.written.sum(1).float()
     terminated = lengths[rollout.ended]
@@ -981,10 +990,10 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args: Args) -> dict[str, float]:
-    """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
-    at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right."""
+    """Scores answers to the prompts of the test split: one answer at a low temperature, and G answers at the training
+    temperature. pass@G is the share of prompts with at least one right answer among the G."""
     G = args.num_generations
-    seed = torch.initial_seed()  # each has its own, since how many rows are drawn depends on the processes
+    seed = torch.initial_seed()  # a seed for each of the two, since the number of rows depends on the processes
     torch.manual_seed(seed + 1)
     likeliest = scored_answers(policy, reward_fns, prompts, 1, args.eval_temperature, args)
     torch.manual_seed(seed + 1 + G)
@@ -999,7 +1008,7 @@ def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args
 
 
 def right_answers(rollout: Rollout) -> Tensor:
-    """(B,) 1 where the first of --reward-fn gave 1 or more, 0 where it gave less, NaN where it gave nothing."""
+    """Returns (B,): 1 if the reward of the first function is 1 or more, 0 if it is less, NaN if it is None."""
     rewards = next(iter(rollout.rewards_by_name.values()))
     return torch.where(rewards.isnan(), rewards, (rewards >= 1).float())
 
@@ -1007,10 +1016,10 @@ def right_answers(rollout: Rollout) -> Tensor:
 def scored_answers(
     policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], k: int, temperature: float, args: Args
 ) -> Rollout:
-    """k answers to each of N prompts, with their scores: N * k rows."""
+    """Samples and scores k answers to each of N prompts: N * k rows."""
     N = len(prompts)
     eval_args = replace(args, temperature=temperature, response_length_min=None)
-    extra = -N % WORLD_SIZE  # so that all processes have equally many
+    extra = -N % WORLD_SIZE  # so that all processes have the same number of prompts
     examples = (prompts * WORLD_SIZE)[: N + extra]
     rollout = (play_batch if args.env else sample_batch)(policy, repeat(examples, k), eval_args)
     rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
@@ -1058,7 +1067,7 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
 
 
 def play_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
-    """`sample_batch` for episodes, each an object of the environment, made of a row of the dataset."""
+    """Replaces `sample_batch` with --env. Each episode is an environment object, made from a row of the dataset."""
     prompts, prompt_mask = pad([x["input_ids"] for x in examples], policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(examples), args.response_length).to(prompts.device)
     parts = []
@@ -1076,27 +1085,28 @@ def play_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
 def play(
     policy: nn.Module, examples: list[dict], prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, args: Args
 ) -> list[Tensor]:
-    """`sample` for episodes: streams (B, T), mask, ended, logprobs, and what Rollout calls written, rewards, num_turns.
+    """Replaces `sample` with --env. Returns responses (B, T), mask, ended, logprobs, written, rewards and num_turns.
 
-    In each step a row writes (its token is drawn), is told the next token of an answer, or waits, when its episode is
-    over: so all share one cache, and what was written is never encoded again. A turn ends with the stop token, or with
-    the stream. An episode that a limit cuts, be it in its last turn, has not `ended`, and keeps what it has earned.
+    In each step, the next token of a row is sampled, or is the next token of an answer, or is padding after the end of
+    the episode. So all rows share one cache, and no text is encoded again. A turn ends with the stop token, or at
+    --response-length. An episode that is cut off by a limit, even in its last turn, is not `ended`, but keeps its
+    rewards.
     """
     B, T = uniforms.shape
     games = [policy.environment(deepcopy(example)) for example in examples]
-    queues = [[] for _ in games]  # what each row is about to be told
-    starts = [0] * B  # where its turn begins
-    going = torch.ones(B, dtype=torch.bool)  # on the host, as the environments are: it waits for each token of a GPU
+    queues = [[] for _ in games]  # for each row, the tokens of an answer that are still to be added
+    starts = [0] * B  # for each row, the position where its turn starts
+    going = torch.ones(B, dtype=torch.bool)  # on the CPU, like the environments, which need each token
     ended = ~going
     num_turns, rewards, logprobs = torch.zeros(B), torch.zeros(B, T), torch.zeros_like(uniforms)
     responses = torch.zeros(B, T, dtype=torch.long)
     mask, written = responses > 0, responses > 0
     stops = responses.new_tensor(policy.stop_token_ids)
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once, at full size
+    if prompts.shape[1] > 1:  # all but the last token: the loop starts with that
         read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    tokens = prompts[:, -1:]  # (B, 1), as are their positions
+    tokens = prompts[:, -1:]  # (B, 1), like `positions`
     positions = prompt_mask.sum(1, keepdim=True) - 1
     attention_mask = prompt_mask.long()  # (B, P + t), as in `sample`
     for t in range(T):
@@ -1110,14 +1120,14 @@ def play(
         for i in ends.nonzero().flatten().tolist():
             said = policy.tokenizer.decode(responses[i, starts[i] : t + 1], skip_special_tokens=True)
             answer, reward, is_over = games[i].step(said)
-            rewards[i, t] = reward or 0.0  # None: neither good nor bad
+            rewards[i, t] = reward or 0.0  # None counts as 0
             num_turns[i] += 1
             ended[i] = is_over and int(responses[i, t]) in policy.stop_token_ids
             going[i] = not is_over and num_turns[i] != args.max_turns
             if going[i]:
                 queues[i] = encode_answer(answer, games[i], examples[i], policy, args)
             starts[i] = t + 1 + len(queues[i])
-        if not all_reduce(going.sum()):  # all processes stop together, since sharded weights need all of them
+        if not all_reduce(going.sum()):  # all processes stop together, since all hold shards of the weights
             break
         tokens = responses[:, [t]].to(prompts.device)
         positions = positions + 1
@@ -1128,20 +1138,21 @@ def play(
 
 
 def encode_answer(answer: str, game: object, example: dict, policy: nn.Module, args: Args) -> list[int]:
-    """Token ids of an answer; in a conversation, with what the chat template puts between two turns of the policy.
+    """Encodes an answer of the environment. In a conversation, adds the chat template's text around it.
 
-    By so much is one rendered conversation longer than another, where a text with thoughts, which some templates delete
-    later, stands for what the policy said. An answer's role is "user", or the environment's own `role`.
+    To find this text, the template renders a conversation with and without the answer. A placeholder stands for the
+    policy's turn. It contains a thought, because some templates delete thoughts from earlier turns. The role of the
+    answer is "user", or the environment's `role`.
     """
     prompt = example[args.prompt_column]
     if isinstance(prompt, list):
         write = partial(render, tokenizer=policy.tokenizer, options=template_options(example), is_prompt=True)
         turns = as_turns(prompt, "user")
         turn = {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}
-        begun = write(turns).removesuffix("<think>\n")  # with which some let every turn begin
+        begun = write(turns).removesuffix("<think>\n")  # some templates start every turn with it
         stops = policy.tokenizer.batch_decode([[stop] for stop in policy.stop_token_ids])
         after = write([*turns, turn, {"role": getattr(game, "role", "user"), "content": answer}])
-        before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # the one that fits
+        before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # its stop token
         is_fit = after.startswith(before) and after != write([*turns, turn])
         require(is_fit, "--env: the chat template changes earlier turns, has another stop token, or drops an answer")
         answer = after.removeprefix(before)
@@ -1149,14 +1160,14 @@ def encode_answer(answer: str, game: object, example: dict, policy: nn.Module, a
 
 
 def turn_stats(rollout: Rollout) -> dict[str, float]:
-    """With --env, the mean number of turns, and the share of the episodes that the environment ended."""
+    """Computes, with --env, the mean number of turns, and the share of episodes that the environment ended."""
     if rollout.num_turns is None:
         return {}
     return {"turns": rollout.num_turns.mean().item(), "ended": rollout.ended.float().mean().item()}
 
 
 def transcript(ids: Tensor, mask: Tensor, written: Tensor, tokenizer: AutoTokenizer) -> str:
-    """The text of a response, with «answers» in guillemets."""
+    """Decodes a response. Answers of the environment are in «guillemets»."""
     is_own, sizes = written[mask].unique_consecutive(return_counts=True)
     texts = tokenizer.batch_decode(ids[mask].split(sizes.tolist()))
     return "".join(text if own else f" «{text.strip()}» " for text, own in zip(texts, is_own))
@@ -1494,7 +1505,7 @@ def check_args(args: Args) -> None:
     """Exits if settings contradict each other, or if one setting makes another one useless."""
     check_common_args(args)
     can_end = args.stop_token != ("none",) or not (args.mask_truncated_completions or args.env)
-    require(can_end, "--stop-token none leaves --mask-truncated-completions no response, and --env no turn that ends")
+    require(can_end, "--stop-token none: no response ends, but --mask-truncated-completions and --env need an end")
     require(not (args.env and args.response_length_min), "--response-length-min: not with --env")
     refuse_unused(args, "reward_model", "reward_model" in args.reward_fn, "unless --reward-fn names reward_model")
     refuse_unused(args, "missing_eos_penalty", args.stop_token != ("none",), "with --stop-token none")
@@ -1503,10 +1514,10 @@ def check_args(args: Args) -> None:
     refuse_unused(args, "max_turns", args.env, "without --env")
     refuse_unused(args, "reward_fn", not args.env, "with --env, which gives the reward")
     refuse_unused(args, "scale_rewards", args.baseline != "none", "with --baseline none")
-    refuse_unused(args, "epsilon delta", args.loss_type != "cispo", "with --loss-type cispo, which --epsilon-high caps")
+    refuse_unused(args, "epsilon delta", args.loss_type != "cispo", "with --loss-type cispo: set --epsilon-high")
     _, upper = clip_bounds(args)
     is_beyond = args.delta is None or args.delta > upper
-    require(is_beyond, f"--delta is an upper bound where the ratio is not clipped: more than {upper:g}")
+    require(is_beyond, f"--delta must be greater than the upper bound of the clip range, {upper:g}")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
     require(fits, f"--reward-weights has {len(args.reward_weights)} values, but --reward-fn has {len(args.reward_fn)}")
     fits = (args.response_length_min or 0) <= args.response_length
