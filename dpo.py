@@ -112,7 +112,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -124,7 +124,7 @@ Name = Annotated[str, Field(min_length=1)]
 Pattern = Name  # a regular expression
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- DPO ---
     # weight of the KL in DPO's objective (DPO: 0.1 to 0.5). Lower: the policy moves further from the reference
@@ -136,11 +136,11 @@ class Args:
     precompute_ref: bool = False  # run the reference before training; without LoRA, then free its memory (TRL)
 
     # --- Optimisation ---
-    # AdamW's; by default from the policy's size, ten times as high with LoRA
+    # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
     lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends only on the step (TRL: linear)
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate rises from 0 to its value
-    weight_decay: NonNegative = 0.0  # AdamW's
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
@@ -152,11 +152,11 @@ class Args:
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Model: a folder, or a name on the hub ---
-    # the policy to start from, which is also the reference
+    # the initial policy, which is also the reference
     model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
+    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -169,7 +169,7 @@ class Args:
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     chosen_column: Name = "chosen"  # preferred completions: texts, or lists of {role, content} messages
-    rejected_column: Name = "rejected"  # the others
+    rejected_column: Name = "rejected"  # rejected completions
     prompt_column: Name = "prompt"  # prompts; without this column, the tokens that both texts share at the start
     max_length: Count = 512  # tokens of prompt and completion; longer pairs lose part of the prompt, then the end
     max_prompt_length: Count = 128  # tokens of a prompt that is cut (TRL 0.7)
@@ -177,14 +177,14 @@ class Args:
     seed: Natural = 1  # seed of the order of pairs, of adapters, and of the answers shown
 
     # --- Run ---
-    # the folder of a run: continue it, with its settings; those on the command line win
+    # folder of a run to continue, with its settings; settings on the command line replace them
     resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the pairs
     exp_name: Name = "dpo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 100  # steps between checkpoints, which hold the whole state of a run
+    save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 100  # steps between evaluations; the last one follows the last step
     num_sample_generations: Natural = 3  # number of times a table of the policy's answers is printed
@@ -193,9 +193,9 @@ class Args:
     wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N ---
-    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
 
 

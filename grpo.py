@@ -120,7 +120,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -133,68 +133,68 @@ Name = Annotated[str, Field(min_length=1)]
 Pattern = Name  # a regular expression
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- GRPO ---
     # responses per prompt. More: a better baseline
     num_generations: Annotated[int, Field(ge=2)] = 8
-    # how tokens add up: dapo, cispo: all alike; grpo: all rows alike; dr_grpo: as dapo, with a constant; bnpo: by parts
+    # weights of tokens. dapo, cispo: equal; grpo: equal per response; dr_grpo: constant; bnpo: equal per micro-batch
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
-    # of the ratio: token, or sequence (GSPO; set loss_type grpo)
+    # level of the ratio: token, or sequence (GSPO; use it with loss_type grpo)
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    # what divides advantages: the deviation of the group or batch; the group's mean (MaxRL); nothing (Dr. GRPO)
+    # divide advantages by the deviation of the group or batch, by the group's mean (MaxRL), or by nothing (Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    # what is subtracted from a score: its group's mean, or nothing, and no division (RFT: only right answers count)
+    # mean: subtract the group's mean from each score; none: the scores are the advantages, without scaling (RFT)
     baseline: Literal["mean", "none"] = "mean"
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
-    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); for cispo the cap itself, 5
-    delta: Positive | None = None  # upper bound of the ratio where it would not be clipped, A < 0 (INTELLECT-2: 4)
+    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: the upper bound, 5
+    delta: Positive | None = None  # upper bound of the ratio where A < 0; by default there is none (INTELLECT-2: 4)
     num_ppo_epochs: Count = 1  # passes over each batch (TRL: num_iterations). More: faster, and further off policy
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
-    use_bias_correction_kl: bool = True  # multiply KL by the ratio, which makes its gradient right (TRL 1.13 on)
-    mask_truncated_completions: bool = False  # leave responses without a stop token out of the loss (DAPO)
-    dynamic_sampling: Natural = 0  # draw up to so many more batches to replace groups with equal scores (DAPO)
+    use_bias_correction_kl: bool = True  # multiply KL by the ratio, for an unbiased gradient (TRL, from 1.13 on)
+    mask_truncated_completions: bool = False  # exclude responses without a stop token from the loss (DAPO)
+    dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
 
     # --- Rollout ---
-    # maximum tokens in a response (TRL: max_completion_length). dr_grpo divides by it
+    # maximum tokens in a response (TRL: max_completion_length); dr_grpo divides the loss by it
     response_length: Count = 16
-    response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None  # each rollout's limit is random, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
-    # tokens that end a response: eos (all that the model knows as such), none, their numbers, or texts of one token
+    # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
-    missing_eos_penalty: NonNegative = 0.0  # subtracted from scores of responses that never stop (TRL)
-    # responses sampled at once (TRL), by default as many as memory holds; no effect on the result
+    missing_eos_penalty: NonNegative = 0.0  # subtracted from the score of a response without a stop token (TRL)
+    # responses sampled at once (TRL); by default as many as fit into memory; does not change the result
     local_rollout_forward_batch_size: Count | None = None
 
     # --- Optimisation ---
-    # AdamW's; by default from the policy's size, ten times as high with LoRA
+    # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
+    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends only on the step (TRL: linear)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
-    weight_decay: NonNegative = 0.0  # AdamW's
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
-    adam_epsilon: Positive = 1e-8  # AdamW's (torch and TRL; the N+ details take 1e-5)
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
+    adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
     # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
-    micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
+    micro_batch_size: Count | None = None  # responses per forward/backward pass; does not change the result
+    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Models: a folder, or a name on the hub ---
-    # the policy to start from, which is also the reference that KL is measured against
+    # the initial policy, which is also the reference of the KL
     model: Name = "toy/shells/sft"
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
-    # reward_model, or file.py:name of a function; of several, the sum
+    # reward_model, or file.py:name of a function; several are added up
     reward_fn: tuple[Name, ...] = ("rewards/verifiers.py:right_number",)
-    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL). 0: logged alone
+    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
+    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -207,44 +207,44 @@ class Args:
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
-    max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to GRPO ---
-    # file.py:name of a class whose step(said) -> answer, reward, is_over answers the policy, in place of --reward-fn
+    # file.py:name of an environment, a class with step(text) -> answer, reward, is_over; replaces --reward-fn
     env: Name | None = None
-    max_turns: Count | None = None  # with --env, cut an episode after so many; --response-length counts answers, too
-    # weight of a mixture of experts' load-balancing loss; depends on micro-batches
+    max_turns: Count | None = None  # with --env: maximum turns in an episode; --response-length includes the answers
+    # weight of a mixture of experts' load-balancing loss, computed per micro-batch
     aux_loss_coef: NonNegative = 0.0
-    num_eval_prompts: Count = 256  # prompts of the test split that are answered in an evaluation
-    eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
+    num_eval_prompts: Count = 256  # number of prompts of the test split in an evaluation
+    eval_temperature: Positive = 0.01  # sampling temperature in evaluations (TRL: 0.01, for its tables)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run ---
-    # the folder of a run: continue it, with its settings; those on the command line win
+    # folder of a run to continue, with its settings; settings on the command line replace them
     resume: Name | None = None
-    total_episodes: Count = 12_800  # responses sampled in the whole run; these are one pass over the toy prompts
-    num_train_epochs: Positive | None = None  # passes over the prompts; if given, total_episodes does not count
+    total_episodes: Count = 12_800  # number of responses sampled in the run; 12,800 are one pass over the toy prompts
+    num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
     exp_name: Name = "grpo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 50  # updates between checkpoints, each of which holds everything that a run consists of
+    save_steps: Count = 50  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
-    eval_steps: Count = 50  # updates between evaluations; there is one at the end, too
-    num_sample_generations: Natural = 10  # tables of responses to print, besides one after the first update (TRL)
+    eval_steps: Count = 50  # updates between evaluations; the last one follows the last update
+    num_sample_generations: Natural = 10  # number of tables of responses to print, besides one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N ---
-    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
 
-# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
+# --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 
 
 def train(args: Args) -> None:
@@ -565,7 +565,7 @@ def sample_groups(
     """Steps 1 and 2: samples G responses to each prompt and scores them. Returns them, and the number of batches drawn.
 
     With --dynamic-sampling, groups with equal scores, which give no gradient, are replaced by groups from more batches
-    (DAPO, sec. 3.2). If there are too few other groups in `dynamic_sampling` more batches, they stay in the batch.
+    (DAPO, sec. 3.2). If these do not have enough other groups, groups with equal scores fill up the batch.
     """
     G = args.num_generations
     num_groups = args.batch_size // G

@@ -135,7 +135,7 @@ Name = Annotated[str, Field(min_length=1)]
 Pattern = Name  # a regular expression
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- PPO ---
     # passes over each batch. More: faster, until the ratio is clipped everywhere (TRL: 4)
@@ -150,7 +150,7 @@ class Args:
     whiten_rewards: bool = False  # scale per-token rewards to variance 1, keeping their mean (TRL)
     whiten_advantages: bool = True  # shift and scale advantages to mean 0, variance 1 over the batch (TRL: always)
     use_score_scaling: bool = False  # divide scores by their running standard deviation (TRL 0.7)
-    use_score_norm: bool = False  # with use_score_scaling: subtract their running mean first (TRL 0.7)
+    use_score_norm: bool = False  # with use_score_scaling: first subtract their running mean (TRL 0.7)
     score_clip: Positive | None = None  # clip scores, scaled or not, to +- this (TRL 0.7)
     ratio_threshold: Positive = 10.0  # skip and count the step of a mini-batch whose mean ratio exceeds this (TRL 0.7)
     target_kl: Positive | None = None  # stop updating on a batch once approxkl exceeds 1.5 times this (TRL 0.7)
@@ -160,53 +160,53 @@ class Args:
     kl_coef: NonNegative = 0.05
     # per token, with d = log(pi/ref): k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
     kl_estimator: Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"] = "k1"
-    adaptive_kl: bool = False  # let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)
-    kl_target: Positive = 6.0  # KL in nats per response that the controller aims at (TRL 0.7)
-    kl_horizon: Count = 10_000  # episodes over which the controller reacts (TRL 0.7)
+    adaptive_kl: bool = False  # adapt kl_coef so that the KL approaches kl_target (Ziegler et al. 2019, sec. 2.2)
+    kl_target: Positive = 6.0  # with adaptive_kl: the target, in nats per response (TRL 0.7)
+    kl_horizon: Count = 10_000  # with adaptive_kl: kl_coef changes by up to about 20 % in this many episodes (TRL 0.7)
 
     # --- Rollout ---
     # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
     response_length: Count = 53
-    response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None  # each rollout's limit is random, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
-    # tokens that end a response: eos (all that the model knows as such), none, their numbers, or texts of one token
+    # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
-    # subtracted from scores of responses that never stop (TRL's examples: 1). 0: responses grow to the limit
+    # subtracted from the score of a response without a stop token (TRL's examples: 1). 0: responses reach the limit
     missing_eos_penalty: NonNegative = 1.0
-    # responses sampled at once (TRL), by default as many as memory holds; no effect on the result
+    # responses sampled at once (TRL); by default as many as fit into memory; does not change the result
     local_rollout_forward_batch_size: Count | None = None
 
     # --- Optimisation ---
-    # AdamW's; by default from the policy's size, ten times as high with LoRA
+    # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
-    # the critic's; by default the policy's, or a tenth of it for a separate critic with LoRA, as all its weights learn
+    # learning rate of the critic; by default the policy's; with LoRA and a separate critic, a tenth of the policy's
     critic_learning_rate: Positive | None = None
-    critic_warmup_updates: Natural = 0  # updates at the start in which only the critic learns
-    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
+    critic_warmup_updates: Natural = 0  # number of updates at the start that train only the critic
+    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends only on the step (TRL: linear)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
-    weight_decay: NonNegative = 0.0  # AdamW's
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
-    adam_epsilon: Positive = 1e-8  # AdamW's (torch and TRL; the N+ details take 1e-5)
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
+    adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
     max_grad_norm: Positive = 1.0  # the gradients of policy and critic are each clipped to this norm
 
     # --- Batch sizes ---
     # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
-    micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
+    micro_batch_size: Count | None = None  # responses per forward/backward pass; does not change the result
+    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Models: a folder, or a name on the hub ---
-    # the policy to start from, which is also the reference that KL is measured against
+    # the initial policy, which is also the reference of the KL
     model: Name = "toy/sft"
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
-    reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; of several, the sum
-    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL). 0: logged alone
-    critic: Literal["separate", "shared"] = "separate"  # its own network, or a head on the policy's trunk (TRL 0.7)
+    reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; several are added up
+    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
+    critic: Literal["separate", "shared"] = "separate"  # a separate network, or a value head on the policy (TRL 0.7)
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
+    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -219,39 +219,39 @@ class Args:
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
-    max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to PPO ---
-    # folder, file or hub name of texts (column text, split train): PPO-ptx
+    # texts for PPO-ptx: folder, file or hub name, with a column text and a split train
     pretrain_data: Name | None = None
-    ptx_coef: NonNegative = 0.0  # weight of their language-modelling loss (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
+    ptx_coef: NonNegative = 0.0  # weight of the loss on these texts (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
-    aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss; depends on micro-batches
-    num_eval_prompts: Count = 64  # prompts of the test split that are answered in an evaluation
-    eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
+    aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss, computed per micro-batch
+    num_eval_prompts: Count = 64  # number of prompts of the test split in an evaluation
+    eval_temperature: Positive = 0.01  # sampling temperature in evaluations (TRL: 0.01, for its tables)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run ---
-    # the folder of a run: continue it, with its settings; those on the command line win
+    # folder of a run to continue, with its settings; settings on the command line replace them
     resume: Name | None = None
-    total_episodes: Count = 2048  # responses sampled in the whole run
-    num_train_epochs: Positive | None = None  # passes over the prompts; if given, total_episodes does not count
+    total_episodes: Count = 2048  # number of responses sampled in the run
+    num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
     exp_name: Name = "ppo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 10  # updates between checkpoints, each of which holds everything that a run consists of
+    save_steps: Count = 10  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
-    eval_steps: Count = 10  # updates between evaluations; there is one at the end, too
-    num_sample_generations: Natural = 10  # tables of responses to print, besides one after the first update (TRL)
+    eval_steps: Count = 10  # updates between evaluations; the last one follows the last update
+    num_sample_generations: Natural = 10  # number of tables of responses to print, besides one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N ---
-    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 

@@ -97,7 +97,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -108,7 +108,7 @@ Name = Annotated[str, Field(min_length=1)]
 Pattern = Name  # a regular expression
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- Supervised fine-tuning ---
     # compute no loss on prompts and on messages that are not the assistant's (TRL)
@@ -117,11 +117,11 @@ class Args:
     packing: bool = False  # join all texts, each with its EOS, and cut them into blocks of max_length: no padding (TRL)
 
     # --- Optimisation ---
-    # AdamW's; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
+    # learning rate of AdamW; by default 2e-5 (TRL), with LoRA 2e-4, from scratch 3e-3
     learning_rate: Positive | None = None
     lr_scheduler_type: Name = "cosine"  # any of transformers.get_scheduler that depends only on the step (N+ details)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises from 0 to its value
-    weight_decay: NonNegative = 0.0  # AdamW's
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
@@ -135,10 +135,10 @@ class Args:
     # --- Model: a folder, or a name on the hub ---
     # the pretrained model to fine-tune; by default one with random weights
     model: Name | None = None
-    from_scratch: Name = "toy/base"  # without --model: the model that lends its config and tokenizer
+    from_scratch: Name = "toy/base"  # without --model: use the config and the tokenizer of this model
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
+    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -150,21 +150,21 @@ class Args:
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
-    text_column: Name = "text"  # whole texts
+    text_column: Name = "text"  # texts to train on
     prompt_column: Name = "prompt"  # prompts, beside completions: texts, or lists of {role, content} messages
     completion_column: Name = "completion"  # completions: texts, or lists of messages
     messages_column: Name = "messages"  # conversations: lists of messages, rendered by the tokenizer's chat template
     seed: Natural = 1  # seed of the order of texts, of dropout, and of random weights
 
     # --- Run ---
-    # the folder of a run: continue it, with its settings; those on the command line win
+    # folder of a run to continue, with its settings; settings on the command line replace them
     resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the data (N+ details: 1)
     exp_name: Name = "sft"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 100  # steps between checkpoints, which hold the whole state of a run
+    save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 100  # steps between evaluations; the last one follows the last step
     num_sample_generations: Natural = 3  # number of times a table of sampled completions is printed (TRL)
@@ -173,9 +173,9 @@ class Args:
     wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N ---
-    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
 
 
