@@ -167,7 +167,7 @@ class Args:
     # --- Rollout ---
     # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
     response_length: Count = 53
-    response_length_min: Count | None = None  # each rollout's limit is random, from this to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None  # random limit for each rollout, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
     # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
@@ -736,7 +736,7 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tenso
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over real tokens. Whatever stands on padding, even NaN, does not enter."""
+    """Sums over real tokens. Values on padding are ignored, even NaN."""
     return x.masked_fill(~mask, 0.0).sum()
 
 
@@ -1619,10 +1619,13 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
-    """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits; sampling, 2, the keys and values. They may fill an
-    eighth of what is free on the GPU. Without CUDA, where larger parts are slower, it is 64 MB, or four times the
-    weights, up to 2 GB: each part goes once more through the gradient of all."""
+    """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
+
+    A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
+    needs 2 numbers, for keys and values. The rows may fill an eighth of the free GPU memory. On a CPU, large batches
+    are slow, so the limit is 64 MB. For large models it is four times the weights, up to 2 GB, because each micro-batch
+    updates the gradient of all weights.
+    """
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
@@ -1632,7 +1635,7 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     if torch.device(args.device).type == "cuda":
         free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
         if WORLD_SIZE > 1:
-            dist.all_reduce(free, dist.ReduceOp.MIN)  # all go through as many parts
+            dist.all_reduce(free, dist.ReduceOp.MIN)  # so that all processes have the same number of micro-batches
         limit = int(free) // 32  # an eighth, in numbers of 4 bytes
     return max(1, limit // numbers)
 

@@ -160,7 +160,7 @@ class Args:
     # --- Rollout ---
     # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
     response_length: Count = 53
-    response_length_min: Count | None = None  # each rollout's limit is random, from this to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None  # random limit for each rollout, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
     # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
@@ -725,7 +725,7 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tenso
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over real tokens. Whatever stands on padding, even NaN, does not enter."""
+    """Sums over real tokens. Values on padding are ignored, even NaN."""
     return x.masked_fill(~mask, 0.0).sum()
 
 
@@ -1439,7 +1439,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
     print(
         f"batch: {batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
-        f"mini-batches, {micro_batch_size} rows at a time, {'prompts read once' if is_shared else 'rows read whole'}; "
+        f"mini-batches, {micro_batch_size} rows at a time, {'prompts shared' if is_shared else 'prompts not shared'}; "
         f"{num_updates} updates = {num_updates * batch_size} episodes"
     )
     return replace(
@@ -1578,10 +1578,13 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
-    """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits; sampling, 2, the keys and values. They may fill an
-    eighth of what is free on the GPU. Without CUDA, where larger parts are slower, it is 64 MB, or four times the
-    weights, up to 2 GB: each part goes once more through the gradient of all."""
+    """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
+
+    A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
+    needs 2 numbers, for keys and values. The rows may fill an eighth of the free GPU memory. On a CPU, large batches
+    are slow, so the limit is 64 MB. For large models it is four times the weights, up to 2 GB, because each micro-batch
+    updates the gradient of all weights.
+    """
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
@@ -1591,7 +1594,7 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     if torch.device(args.device).type == "cuda":
         free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
         if WORLD_SIZE > 1:
-            dist.all_reduce(free, dist.ReduceOp.MIN)  # all go through as many parts
+            dist.all_reduce(free, dist.ReduceOp.MIN)  # so that all processes have the same number of micro-batches
         limit = int(free) // 32  # an eighth, in numbers of 4 bytes
     return max(1, limit // numbers)
 
