@@ -159,7 +159,7 @@ class Args:
     # --- Rollout ---
     # maximum tokens in a response (TRL: max_completion_length); dr_grpo divides the loss by it
     response_length: Count = 16
-    response_length_min: Count | None = None  # random limit for each rollout, from this to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None  # random limit per rollout, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
     # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)

@@ -160,7 +160,7 @@ class Args:
     # --- Rollout ---
     # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
     response_length: Count = 53
-    response_length_min: Count | None = None  # random limit for each rollout, from this to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None  # random limit per rollout, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
     # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
