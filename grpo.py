@@ -853,7 +853,7 @@ def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tupl
     rows = rollout.by_length(rows)
     rows = rows[has_gradient[rows].long().argsort(descending=True, stable=True)]
     parts = deal(rows, args)
-    needs_backward = [bool(has_gradient[part[0]]) for part in parts[::WORLD_SIZE]]  # the same in all processes
+    needs_backward = [bool(has_gradient[part[0]]) for part in parts[::WORLD_SIZE]]  # alike in all processes
     needs_backward[0] = True
     return list(zip(parts[RANK::WORLD_SIZE], needs_backward))
 
