@@ -701,11 +701,11 @@ def score_responses(
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
     is_unscored = unscored(rewards)
     scores = weighted_sum(rewards, args.reward_weights)
-    require(scores.isfinite().all(), "one of --reward-fn gave an infinite reward")
+    require(scores.isfinite().all(), "one of --reward-fn returned an infinite reward")
     if args.stop_token != ("none",):  # with none, no response has a stop token
         scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
     if is_unscored.any():
-        require(not is_unscored.all(), "no response has a reward: each of --reward-fn gave None or NaN for all")
+        require(not is_unscored.all(), "no response has a reward: each of --reward-fn returned None or NaN for all")
         scores = fill_in(scores, is_unscored, G)
     return rewards, scores
 
