@@ -414,7 +414,7 @@ def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
-    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN counts as 0."""
+    """Returns the weighted sum (B,) of several rewards (B,). By default all weights are 1. NaN counts as 0."""
     table = torch.stack(list(rewards.values()))  # (K, B)
     if weights:
         table = table * table.new_tensor(weights)[:, None]
@@ -531,7 +531,8 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
+    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
+    without the responses for which it returned None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]

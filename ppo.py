@@ -583,7 +583,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Returns the log-probability (B, T) of each token under logits (B, T, V)."""
+    """(B, T) log-probability of each token under logits (B, T, V)."""
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
