@@ -101,7 +101,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -113,7 +113,7 @@ Natural = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images ---
     # denoising steps N (TRL: 50)
@@ -122,7 +122,7 @@ class Args:
     sample_eta: Annotated[float, Field(gt=0, le=1)] = 1.0
     sample_guidance_scale: NonNegative = 1.0  # classifier-free guidance in sampling and training; 1: none (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
-    sample_num_batches_per_epoch: Count = 4  # such batches in an epoch (TRL: 2)
+    sample_num_batches_per_epoch: Count = 4  # number of these batches in an epoch (TRL: 2)
     negative_prompts: Name | None = None  # the negative prompt of the guidance; by default empty (TRL)
 
     # --- DDPO. An optimiser step: train_batch_size * train_gradient_accumulation_steps * processes images ---
@@ -135,8 +135,8 @@ class Args:
     train_timestep_fraction: Share = 1.0  # fraction of each image's steps to train on, chosen at random (TRL)
     per_prompt_stat_tracking: bool = False  # normalise scores by the recent scores of the same prompt (TRL)
     per_prompt_stat_tracking_buffer_size: Count = 16  # number of recent scores to keep per prompt (TRL)
-    per_prompt_stat_tracking_min_count: Count = 16  # a prompt with fewer is normalised by the whole batch (TRL)
-    kl_coef: NonNegative = 0.0  # coefficient of the KL to the first model in the loss (DPOK; 0 in DDPO)
+    per_prompt_stat_tracking_min_count: Count = 16  # with fewer scores, a prompt uses those of the full batch (TRL)
+    kl_coef: NonNegative = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO)
 
     # --- Optimisation ---
     # learning rate of AdamW, constant (TRL)
@@ -163,19 +163,19 @@ class Args:
     dataset: Name = "toy/shapes/data"
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
-    prompt_column: Name = "prompt"  # column of the prompts; the whole row is the metadata of its image
+    prompt_column: Name = "prompt"  # column of the prompts; the full row is the metadata of its image
     seed: Natural = 1  # seed of the noise, the order of prompts, and the adapters
 
     # --- Run ---
-    # the folder of a run: continue it, with its settings; those on the command line win
+    # folder of a run to continue, with its settings; settings on the command line replace them
     resume: Name | None = None
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
     exp_name: Name = "ddpo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    image_steps: Count = 5  # epochs between pictures in images/: the first model's images above the policy's
-    save_steps: Count = 10  # epochs between checkpoints, each of which has everything that a resumed run needs
+    image_steps: Count = 5  # epochs between pictures in images/: images of the initial model above those of the policy
+    save_steps: Count = 10  # epochs between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
@@ -414,7 +414,7 @@ def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
-    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN counts as 0."""
+    """Returns the weighted sum (B,) of several rewards (B,). By default all weights are 1. NaN counts as 0."""
     table = torch.stack(list(rewards.values()))  # (K, B)
     if weights:
         table = table * table.new_tensor(weights)[:, None]
@@ -531,7 +531,8 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
+    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
+    without the responses for which it returned None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]

@@ -12,34 +12,36 @@
 #     "tqdm==4.70.1",
 # ]
 # ///
-"""GRPO for language models: policy + reward -> better policy; the other responses to a prompt are the baseline.
+"""GRPO for language models: policy + reward -> better policy, with the mean score of a group as the baseline.
 
 For each batch of prompts, G responses to each (`num_generations`):
   1. sample     response y_1..y_T ~ pi(. | prompt), at the given temperature, up to and including the stop token
-  2. score      one number for the whole response, most often a check of its answer; with --dynamic-sampling, prompts
-                whose responses all score the same make room for others
+  2. score      one number for the whole response, usually a check of its answer; --dynamic-sampling replaces groups
+                with equal scores
   3. advantage  A_i = score_i - mean of the group's scores, divided by their standard deviation (`scale_rewards`)
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), or for the whole response its geometric mean (GSPO);
-                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta * KL_t to the first policy];
-                all loss_t are added up with the weights of the `loss_type`: see `token_weights`
+                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta * KL_t to the reference];
+                the loss is a weighted sum of all loss_t; `loss_type` sets the weights (`token_weights`)
   5. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
 
-Where everything stands, for G = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
+The layout of the tensors, for G = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
 
   model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      row 0; the responses to a prompt are neighbouring rows
                 PAD  p1  p2  p3 | z1  z2  z3  z4   z5  z6     row 1
   mask                          |  1   1   1   1   0   0      true up to and including the stop token
-  logprobs, ratio, loss         |  *   *   *   *   .   .      per token
+  logprobs, ratio, loss         |  *   *   *   *   .   .      one per token
   score, A                                                    one per row, the same for all of its tokens
 
-The policy pi is the language model in training, a rollout a batch of its responses. KL, in nats, measures how far pi
-has moved from the reference, its frozen first self. By default it has no part in the loss, and there is no reference.
+The policy pi is the language model in training. A rollout is a batch of its responses. KL, in nats, measures how far pi
+has moved from the reference, a frozen copy of the initial policy. By default the loss has no KL term, and no reference
+is loaded.
 
-How this departs from RLOO: the group's mean includes the response itself, and its standard deviation makes every prompt
-count alike, easy or hard. Tokens are the actions, each clipped by itself. If all G scores are equal, the group teaches
-nothing: such groups are counted (`frac_reward_zero_std`). Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and
-19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025 (DAPO, 2503.14476); Zheng et al. 2025 (GSPO, 2507.18071);
-MiniMax 2025 (CISPO, 2506.13585); Tajwar et al. 2026 (MaxRL, 2602.02710). docs/grpo.md has a glossary of the metrics.
+Differences from RLOO: the group's mean includes the response itself. Division by the standard deviation gives easy and
+hard prompts similar weights. Each token is an action, with its own clipped ratio. If all G scores of a group are equal,
+its advantages are 0, and it gives no gradient: `frac_reward_zero_std` is the share of these groups.
+Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and 19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025
+(DAPO, 2503.14476); Zheng et al. 2025 (GSPO, 2507.18071); MiniMax 2025 (CISPO, 2506.13585); Tajwar et al. 2026 (MaxRL,
+2602.02710). docs/grpo.md has a glossary of the metrics.
 
   python grpo.py                       # the toy task: offline, half a minute on two CPU cores, right answers .4 to 1.0
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
@@ -118,7 +120,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -131,68 +133,68 @@ Name = Annotated[str, Field(min_length=1)]
 Pattern = Name  # a regular expression
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- GRPO ---
     # responses per prompt. More: a better baseline
     num_generations: Annotated[int, Field(ge=2)] = 8
-    # how tokens add up: dapo, cispo: all alike; grpo: all rows alike; dr_grpo: as dapo, with a constant; bnpo: by parts
+    # weights of tokens. dapo, cispo: equal; grpo: equal per response; dr_grpo: constant; bnpo: equal per micro-batch
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
-    # of the ratio: token, or sequence (GSPO; set loss_type grpo)
+    # level of the ratio: token, or sequence (GSPO; use it with loss_type grpo)
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    # what divides advantages: the deviation of the group or batch; the group's mean (MaxRL); nothing (Dr. GRPO)
+    # divide advantages by the deviation of the group or batch, by the group's mean (MaxRL), or by nothing (Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
-    # what is subtracted from a score: its group's mean, or nothing, and no division (RFT: only right answers count)
+    # mean: subtract the group's mean from each score; none: the scores are the advantages, without scaling (RFT)
     baseline: Literal["mean", "none"] = "mean"
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
-    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); for cispo the cap itself, 5
-    delta: Positive | None = None  # upper bound of the ratio where it would not be clipped, A < 0 (INTELLECT-2: 4)
+    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: the upper bound, 5
+    delta: Positive | None = None  # upper bound of the ratio where A < 0; by default there is none (INTELLECT-2: 4)
     num_ppo_epochs: Count = 1  # passes over each batch (TRL: num_iterations). More: faster, and further off policy
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
-    use_bias_correction_kl: bool = True  # multiply KL by the ratio, which makes its gradient right (TRL 1.13 on)
-    mask_truncated_completions: bool = False  # leave responses without a stop token out of the loss (DAPO)
-    dynamic_sampling: Natural = 0  # draw up to so many more batches to replace groups with equal scores (DAPO)
+    use_bias_correction_kl: bool = True  # multiply KL by the ratio, for an unbiased gradient (TRL, from 1.13 on)
+    mask_truncated_completions: bool = False  # exclude responses without a stop token from the loss (DAPO)
+    dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
 
     # --- Rollout ---
-    # maximum tokens in a response (TRL: max_completion_length). dr_grpo divides by it
+    # maximum tokens in a response (TRL: max_completion_length); dr_grpo divides the loss by it
     response_length: Count = 16
-    response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None  # random limit per rollout, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
-    # tokens that end a response: eos (all that the model knows as such), none, their numbers, or texts of one token
+    # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
-    missing_eos_penalty: NonNegative = 0.0  # subtracted from scores of responses that never stop (TRL)
-    # responses sampled at once (TRL), by default as many as memory holds; no effect on the result
+    missing_eos_penalty: NonNegative = 0.0  # subtracted from the score of a response without a stop token (TRL)
+    # responses sampled at once (TRL); by default as many as fit into memory; does not change the result
     local_rollout_forward_batch_size: Count | None = None
 
     # --- Optimisation ---
-    # AdamW's; by default from the policy's size, ten times as high with LoRA
+    # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
+    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends only on the step (TRL: linear)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
-    weight_decay: NonNegative = 0.0  # AdamW's
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
-    adam_epsilon: Positive = 1e-8  # AdamW's (torch and TRL; the N+ details take 1e-5)
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
+    adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
     # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
-    micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
+    micro_batch_size: Count | None = None  # responses per forward/backward pass; does not change the result
+    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Models: a folder, or a name on the hub ---
-    # the policy to start from, which is also the reference that KL is measured against
+    # the initial policy, which is also the reference of the KL
     model: Name = "toy/shells/sft"
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
-    # reward_model, or file.py:name of a function; of several, the sum
+    # reward_model, or file.py:name of a function; several are added up
     reward_fn: tuple[Name, ...] = ("rewards/verifiers.py:right_number",)
-    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL). 0: logged alone
+    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
+    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -205,54 +207,54 @@ class Args:
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
-    max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to GRPO ---
-    # file.py:name of a class whose step(said) -> answer, reward, is_over answers the policy, in place of --reward-fn
+    # file.py:name of an environment, a class with step(text) -> answer, reward, is_over; replaces --reward-fn
     env: Name | None = None
-    max_turns: Count | None = None  # with --env, cut an episode after so many; --response-length counts answers, too
-    # weight of a mixture of experts' load-balancing loss; depends on micro-batches
+    max_turns: Count | None = None  # with --env: maximum turns in an episode; --response-length includes the answers
+    # weight of a mixture of experts' load-balancing loss, computed per micro-batch
     aux_loss_coef: NonNegative = 0.0
-    num_eval_prompts: Count = 256  # prompts of the test split that are answered in an evaluation
-    eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
+    num_eval_prompts: Count = 256  # number of prompts of the test split in an evaluation
+    eval_temperature: Positive = 0.01  # sampling temperature in evaluations (TRL: 0.01, for its tables)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run ---
-    # the folder of a run: continue it, with its settings; those on the command line win
+    # folder of a run to continue, with its settings; settings on the command line replace them
     resume: Name | None = None
-    total_episodes: Count = 12_800  # responses sampled in the whole run; these are one pass over the toy prompts
-    num_train_epochs: Positive | None = None  # passes over the prompts; if given, total_episodes does not count
+    total_episodes: Count = 12_800  # number of responses sampled in the run; 12,800 are one pass over the toy prompts
+    num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
     exp_name: Name = "grpo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 50  # updates between checkpoints, each of which holds everything that a run consists of
+    save_steps: Count = 50  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
-    eval_steps: Count = 50  # updates between evaluations; there is one at the end, too
-    num_sample_generations: Natural = 10  # tables of responses to print, besides one after the first update (TRL)
+    eval_steps: Count = 50  # updates between evaluations; the last one follows the last update
+    num_sample_generations: Natural = 10  # number of tables of responses to print, besides one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N ---
-    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
 
-# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
+# --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     check_args(args)
     start(args)
     asked = args
 
     policy = load_policy(args)
-    reference = place(make_reference(args, policy) if args.beta else None, args)  # before another is made
+    reference = place(make_reference(args, policy) if args.beta else None, args)  # before the next, to save memory
     place(policy, args)
     reward_model = place(load_reward_model(args, policy), args)
 
@@ -269,7 +271,7 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {"num_draws": 0, "num_tokens": 0}  # what lasts from update to update besides weights
+    memory = {"num_draws": 0, "num_tokens": 0}  # saved in checkpoints, besides the weights
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
@@ -287,7 +289,7 @@ def train(args: Args) -> None:
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
 
-        # Log-probabilities that the loss compares with
+        # Log-probabilities for the ratio and the KL
         with run.clock("score"):
             stats = {}
             parts = None
@@ -328,22 +330,22 @@ def train(args: Args) -> None:
 
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
+    """A batch of episodes: B prompts, one response to each, and the results of later steps."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
     responses: Tensor  # (B, T), right-padded
     mask: Tensor  # (B, T), true up to and including the stop token
-    ended: Tensor  # (B,), whether there is a stop token
-    old_logprobs: Tensor  # (B, T), under the policy that drew the responses
-    examples: list[dict]  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; None, as all below, until its step
+    ended: Tensor  # (B,), true if the response has a stop token
+    old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
+    examples: list[dict]  # the B rows of the dataset that the prompts come from
+    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
+    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty; None at first, as are all below
     ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
-    advantages: Tensor | None = None  # (B, 1), those of a response's tokens are all alike
-    written: Tensor | None = None  # (B, T), true on what the policy wrote: the mask, but with --env without the answers
-    loss_mask: Tensor | None = None  # (B, T), true on what the loss is about: what it wrote, or less
-    rewards: Tensor | None = None  # (B, T), with --env: what a turn earned, on the token that ended it
+    advantages: Tensor | None = None  # (B, 1), the same for all tokens of a response
+    written: Tensor | None = None  # (B, T), true on the policy's own tokens: with --env, the mask without the answers
+    loss_mask: Tensor | None = None  # (B, T), true on the tokens in the loss: all or some of those in `written`
+    rewards: Tensor | None = None  # (B, T), with --env: the reward of a turn, on its last token
     num_turns: Tensor | None = None  # (B,), with --env
 
     def __post_init__(self):
@@ -351,18 +353,18 @@ class Rollout:
             self.written = self.mask
 
     def inputs(self) -> dict[str, Tensor]:
-        """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
+        """Joins prompts and responses into a model input (B, P+T). Positions count real tokens only."""
         attention_mask = torch.cat([self.prompt_mask, self.mask], 1).long()
         return {
             "input_ids": torch.cat([self.prompts, self.responses], 1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would count the padding
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # by default GPT-2 counts padding, too
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """The episodes with these row numbers, cut to the longest prompt and response among them; no result changes.
+        """Returns the episodes with these row numbers, without columns that hold only padding.
 
-        Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
+        Widths are rounded up to multiples of 8, which limits the number of shapes: each shape needs its own kernel.
         """
         P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
         T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
@@ -381,8 +383,8 @@ class Rollout:
         return part
 
     def by_length(self, rows: Tensor) -> Tensor:
-        """The row numbers in an order in which neighbours need little padding, and the rows of a prompt are neighbours:
-        by the length of the longest of them."""
+        """Sorts row numbers so that the rows of a prompt are neighbours, and neighbours need little padding: by the
+        length of the longest row with the same prompt."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         prompt_of = self.prompts.cpu().unique(dim=0, return_inverse=True)[1].to(rows.device)  # (B,)
         longest = torch.zeros_like(lengths).scatter_reduce(0, prompt_of, lengths, "amax")[prompt_of]
@@ -393,10 +395,10 @@ class Rollout:
     def map(
         self, function: Callable[["Rollout"], Tensor], args: Args, micro_batches: list[Tensor] | None = None
     ) -> Tensor:
-        """What a function gives for b episodes at a time, (b, T) or (b,), put together for all B.
+        """Applies a function to micro-batches of b episodes, and joins the results (b, T) or (b,) for all B episodes.
 
-        Without gradient, under autocast. Micro-batches, unless they are given, are of similar length, so that little is
-        computed on padding; each process takes its share.
+        The function runs without gradient, under autocast. By default, the rows of a micro-batch have similar lengths,
+        which saves padding. Each process computes its share.
         """
         B, T = self.mask.shape
         if micro_batches is None:
@@ -412,23 +414,23 @@ class Rollout:
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
         result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # each process has left zeros in the rows of the others
+        return all_reduce(result)  # a process has zeros in the rows of the others
 
 
-RewardFns = dict[str, Callable[[Rollout], Tensor]]  # by name, what gives the rewards (B,) of a rollout, NaN for none
+RewardFns = dict[str, Callable[[Rollout], Tensor]]  # reward functions by name: each returns rewards (B,), NaN for none
 
 
 def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
-    """Row numbers cut into micro-batches of nearly equal size, as many for each process: process r computes number r,
-    r + WORLD_SIZE, ..."""
+    """Splits row numbers into micro-batches of nearly equal size, the same number for each process. Process r takes
+    micro-batches r, r + WORLD_SIZE, ..."""
     num_rounds = math.ceil(len(rows) / (WORLD_SIZE * args.micro_batch_size))
     return rows.tensor_split(num_rounds * WORLD_SIZE)
 
 
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
+    """Returns a mask (B, T), true up to and including the first stop token, and (B,) true if there is a stop token.
 
-    Made from positions, so that it is right even if the padding token is the stop token. With stop token 0:
+    It depends only on the first stop token, so it is right even if the pad token is the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -437,34 +439,34 @@ def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor,
 
 
 def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row of logits (B, V), and its logprob, by inverting the distribution function at uniforms (B,).
+    """Samples one token per row of logits (B, V), from uniform numbers (B,). Returns tokens and logprobs (B,).
 
-    The token is the first whose cumulative probability exceeds the uniform number. Probabilities .2 .5 .3 and .6 give
-    the second token, since .2 <= .6 < .7. Unlike torch.multinomial this takes one random number per token, drawn
-    beforehand, so that what a row gets depends neither on its neighbours nor on how a batch is cut.
+    The token is the first whose cumulative probability exceeds the uniform number. With probabilities .2 .5 .3, the
+    number .6 gives the second token, since .2 <= .6 < .7. torch.multinomial draws its own random numbers. Here the
+    caller draws one per token, so a response does not depend on the other rows or on the size of the batch.
     """
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
-    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because rounding lets the sum end slightly off 1
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because the sum of the probabilities is not exactly 1
     tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
 class OneTypeCache(StaticCache):
-    """A static key-value cache in one type: under autocast, rotary embeddings leave the keys in float32, while the
-    values are bfloat16, the type in which attention reads both."""
+    """A static key-value cache with one dtype. Under autocast, keys with rotary embeddings are float32 and values are
+    bfloat16; attention converts both to bfloat16."""
 
     def update(self, keys: Tensor, values: Tensor, *others, **options) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of new tokens to a layer; returns all of that layer."""
+        """Adds the keys and values of new tokens to a layer. Returns all keys and values of the layer."""
         return super().update(keys.to(values.dtype), values, *others, **options)
 
 
 def read_prompts(
     model: nn.Module, prompts: Tensor, prompt_mask: Tensor, cache: Cache, **options
 ) -> tuple[ModelOutput, Tensor]:
-    """Reads prompts (B, P) into a key-value cache, equal ones once. Returns the output for those that differ (b, ...),
-    and for each row the number of its prompt among them (B,)."""
-    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU, since not every device has unique
+    """Fills a key-value cache with prompts (B, P). Equal prompts are computed once: returns the output for the b
+    distinct prompts, and for each of the B rows the index of its prompt among them."""
+    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU: some devices do not support unique
     different, row_of = columns.unique(dim=1, return_inverse=True)
     ids, mask = different.to(prompts.device)  # (b, P) each
     row_of = row_of.to(prompts.device)
@@ -479,24 +481,24 @@ def read_prompts(
 def sample(
     policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draws one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
+    """Samples one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
-    Nothing else shapes the distribution: no generation config is read. All randomness is in `uniforms` (B, T).
-    Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens drawn, 0 on padding.
+    The model's generation config is ignored. `uniforms` (B, T) are the random numbers.
+    Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the sampled tokens, 0 on padding.
     """
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once, at full size
+    if prompts.shape[1] > 1:  # all but the last token: the loop starts with that
         read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
-    rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
-    tokens = prompts[:, -1:]  # (rows, 1); like the next three, one row for each of `rows`
+    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass
+    tokens = prompts[:, -1:]  # (rows, 1): these four tensors have one row for each of `rows`
     positions = prompt_mask.sum(1, keepdim=True) - 1  # (rows, 1)
-    attention_mask = prompt_mask.long()  # (rows, P + t), as wide as what was read: some layers take the last columns
-    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
+    attention_mask = prompt_mask.long()  # (rows, P + t): one column per token in the cache, for sliding-window layers
+    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,), true where no stop token was sampled yet
     stops = prompts.new_tensor(policy.stop_token_ids)
-    look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
+    look_every = 1 if prompts.device.type == "cpu" else 8  # steps between checks; each check waits for the GPU
     for t in range(T):
         output = policy(
             input_ids=tokens,
@@ -517,23 +519,23 @@ def sample(
         if (t + 1) % look_every:
             continue
         left = going.nonzero().squeeze(1)
-        if not all_reduce(torch.tensor(len(left))):  # all processes stop together: sharded weights need them
+        if not all_reduce(torch.tensor(len(left))):  # all processes stop together, since all hold shards of the weights
             break
-        if 0 < len(left) < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
+        if 0 < len(left) < 0.75 * len(rows):  # copying the cache once costs less than computing ended rows again
             cache.reorder_cache(left)
             state = rows, tokens, positions, attention_mask, going
             rows, tokens, positions, attention_mask, going = (x[left] for x in state)
-    mask, ended = response_mask(responses, policy.stop_token_ids)  # erases what an ended row drew while it waited
+    mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
 def repeat(examples: list[dict], k: int) -> list[dict]:
-    """Each example k times, in neighbouring rows: a group."""
+    """Repeats each example k times. The k neighbouring rows are a group."""
     return [example for example in examples for _ in range(k)]
 
 
 def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
-    """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
+    """Step 1: samples a response to each prompt of a batch, `local_rollout_forward_batch_size` rows at a time."""
     rows = [example["input_ids"] for example in examples]
     prompts, prompt_mask = pad(rows, policy.tokenizer, args, "left")  # (B, P)
     T = args.response_length
@@ -548,11 +550,11 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
             parts.append(part)
     responses, mask, ended, logprobs = (all_gather(torch.cat(x)) for x in zip(*parts))
     rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
-    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without empty columns
+    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without padding columns
 
 
 def equal_groups(scores: Tensor, k: int) -> Tensor:
-    """(B/k,) whether the k scores of a group are all equal: but for its KL it gives no gradient."""
+    """Returns (B/k,), true where all k scores of a group are equal. Only KL gives such a group a gradient."""
     groups = scores.view(-1, k)
     return (groups == groups[:, :1]).all(1)
 
@@ -560,10 +562,10 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 def sample_groups(
     policy: nn.Module, prompts: list[dict], reward_fns: RewardFns, first_draw: int, args: Args
 ) -> tuple[Rollout, int]:
-    """Steps 1 and 2: a batch of responses with their scores, G to each prompt, and how many batches were drawn.
+    """Steps 1 and 2: samples G responses to each prompt and scores them. Returns them, and the number of batches drawn.
 
-    With --dynamic-sampling, groups whose scores are all equal, and which therefore give no gradient, are replaced by
-    groups of further batches (DAPO, sec. 3.2). When as many have been drawn as are allowed, they fill up the batch.
+    With --dynamic-sampling, groups with equal scores, which give no gradient, are replaced by groups from more batches
+    (DAPO, sec. 3.2). If these do not have enough other groups, groups with equal scores fill up the batch.
     """
     G = args.num_generations
     num_groups = args.batch_size // G
@@ -580,14 +582,14 @@ def sample_groups(
     rollout = parts[0]
     if args.dynamic_sampling:
         rollout = join(parts)
-        is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # of each row's group
-        rows = is_equal.long().argsort(stable=True)  # those that differ come first
+        is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # (rows,), true in groups with equal scores
+        rows = is_equal.long().argsort(stable=True)  # groups with different scores come first
         rollout = rollout.select(rows[: args.batch_size])
     return rollout, len(parts)
 
 
 def join(parts: list[Rollout]) -> Rollout:
-    """The episodes of several rollouts as one, padded to the widest."""
+    """Joins several rollouts into one. All are padded to the width of the widest."""
     joined = copy(parts[0])
     joined.examples = [row for part in parts for row in part.examples]
     joined.rewards_by_name = {}
@@ -611,24 +613,24 @@ def join(parts: list[Rollout]) -> Rollout:
 
 
 def can_share_prompts(model: nn.Module, args: Args) -> bool:
-    """Whether a prompt is read once for all its rows: if all layers are attention, and none of them is recomputed
-    (--gradient-checkpointing) or counts its tokens (--aux-loss-coef)."""
+    """Whether rows with the same prompt can share its computation. Linear-attention layers, --gradient-checkpointing
+    and --aux-loss-coef do not allow this."""
     layers = DynamicCache(config=model.config).layers
     is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
 
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
-    """Whether some of these rows have the same prompt, and it can be read once."""
+    """Whether some of these rows have the same prompt and can share its computation."""
     return can_share_prompts(model, args) and len(r.prompts.cpu().unique(dim=0)) < len(r.prompts)
 
 
 def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, Tensor | float]:
-    """(B, T, V) float32 logits / temperature that predict the response tokens, and the router's loss, if asked for.
+    """Returns logits / temperature (B, T, V) that predict the response tokens, in float32, and the router's loss or 0.
 
-    Position P-1+t predicts response token t. What a layer computes for a prompt does not depend on the response, so the
-    rows of a group can share it: the prompt is read once, its keys and values are repeated for the rows, and the
-    responses are read behind it. In the backward pass the gradients of the rows add up in the prompt.
+    Position P-1+t predicts response token t. The hidden states of a prompt do not depend on the response, so the rows
+    of a group share them: the prompt goes through the model once, its keys and values are repeated for each row, and
+    the responses follow. In the backward pass, the gradients of all rows are added up at the prompt.
     """
     P = r.prompts.shape[1]
     T = r.responses.shape[1]
@@ -636,7 +638,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
     if shares_prompts(model, r, args):
         cache = DynamicCache(config=model.config)
         output, row_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
-        first = output.logits[row_of]  # (B, 1, V) at the last prompt token
+        first = output.logits[row_of]  # (B, 1, V), at the last prompt token
         inputs |= {"input_ids": r.responses, "position_ids": inputs["position_ids"][:, P:]}
         keep = torch.arange(T - 1, device=r.mask.device)
         output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
@@ -647,7 +649,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
         logits = output.logits
     return logits.float().div_(args.temperature), output.get(
         "aux_loss", 0.0
-    )  # in place: it is the largest tensor of all
+    )  # division in place, since the logits are the largest tensor
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -656,7 +658,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """token_logprobs, and the entropy (B, T) in nats, which carries no gradient."""
+    """Returns token_logprobs, and the entropy (B, T) in nats, without gradient."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
@@ -664,13 +666,13 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
 
 
 def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
-    """(b, T) log-probabilities of some episodes' responses under a model."""
+    """Returns the log-probabilities (b, T) of the response tokens under a model."""
     logits, _ = response_forward(model, r, args)
     return token_logprobs(logits, r.responses)
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
-    """The micro-batches of the first epoch of `update`, in its order. The random state stays as it is."""
+    """Returns the micro-batches of the first epoch of `update`, in the same order. Keeps the random state."""
     with torch.random.fork_rng(devices=[]):
         order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
     mini_batches = order.split(len(order) // args.num_mini_batches)
@@ -680,9 +682,10 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_again(
     policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
 ) -> tuple[Tensor, float]:
-    """(B, T) log-probabilities read as the update will read them: without a cache, beside the same rows, with the same
-    padding. They round alike, so the first ratio is exactly 1, also over a whole response, in which the rounding of
-    tokens adds up. Also returns the mean of |ratio - 1| between them and the sampler's."""
+    """Computes log-probabilities (B, T) as the update computes them: without a cache, in the same micro-batches, with
+    the same padding. The rounding is then the same and the first ratio is exactly 1. For a ratio over all tokens of a
+    response this matters most, since rounding errors add up. Also returns the mean of |ratio - 1| with respect to the
+    sampler's log-probabilities."""
     logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
@@ -691,35 +694,38 @@ def read_again(
 def score_responses(
     rollout: Rollout, reward_fns: RewardFns, args: Args, G: int = 1
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What each reward function gives, (B,) by name, and the scores (B,) of groups of G responses to a prompt."""
+    """Returns the rewards (B,) of each reward function, by name, and the scores (B,). G rows are responses to a prompt.
+
+    A score is the weighted sum of the rewards, less the penalty for a missing stop token.
+    """
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
     is_unscored = unscored(rewards)
     scores = weighted_sum(rewards, args.reward_weights)
-    require(scores.isfinite().all(), "one of --reward-fn gave an infinite reward")
-    if args.stop_token != ("none",):  # else no response could have stopped
+    require(scores.isfinite().all(), "one of --reward-fn returned an infinite reward")
+    if args.stop_token != ("none",):  # with none, no response has a stop token
         scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
     if is_unscored.any():
-        require(not is_unscored.all(), "no response has a reward: each of --reward-fn gave None or NaN for all")
+        require(not is_unscored.all(), "no response has a reward: each of --reward-fn returned None or NaN for all")
         scores = fill_in(scores, is_unscored, G)
     return rewards, scores
 
 
 def unscored(rewards: dict[str, Tensor]) -> Tensor:
-    """(B,) whether a response has no reward at all."""
+    """Returns (B,), true where no reward function returned a reward."""
     return torch.stack([x.isnan() for x in rewards.values()]).all(0)
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
-    """(B,) scores, those of unscored responses the mean of their group's others, or if it has none, of the batch's: so
-    they move no baseline, and have no advantage in their group. [1, ?, 0, 0] with G = 4 -> [1, 1/3, 0, 0]"""
-    known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # the mean of equal scores is that score
+    """Replaces the scores (B,) of unscored responses by the mean score of their group, or of the batch if the group has
+    no score. Their advantage in the group is then 0, and no baseline changes. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
     means = means.where(means.isfinite(), known.nanmean())
     return torch.where(is_unscored, means.to(scores), scores)
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
-    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN counts as 0."""
+    """Returns the weighted sum (B,) of several rewards (B,). By default all weights are 1. NaN counts as 0."""
     table = torch.stack(list(rewards.values()))  # (K, B)
     if weights:
         table = table * table.new_tensor(weights)[:, None]
@@ -727,7 +733,8 @@ def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tens
 
 
 def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tensor:
-    """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
+    """Subtracts `penalty` from the scores (B,) of responses without a stop token, as in TRL. (In the N+ details, such
+    scores become -1.)"""
     return torch.where(ended, scores, scores - penalty)
 
 
@@ -735,15 +742,19 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tenso
 
 
 def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
-    """(B,) each score less its group's mean, over a deviation (TRL `scale_rewards`), or that mean (MaxRL).
+    """Subtracts the group's mean from each score (B,), then divides by a standard deviation (TRL, `scale_rewards`) or
+    by the mean (MaxRL).
 
-    The rows of a group are neighbours. With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By the group's
-    deviation, 0.5, this becomes [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures (Dr. GRPO
-    holds that against it). By the mean, .25, it is [3, -1, -1, -1]: rare successes alone weigh more, which makes it a
-    gradient of log p, where p is the chance of a right answer. 1e-4 keeps groups without any difference at 0.
+    A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
+        none   [.75, -.25, -.25, -.25]
+        group  [1.5, -.5, -.5, -.5]: divided by the group's standard deviation, .5. Rare successes get a higher weight,
+               and so do rare failures (criticised in Dr. GRPO)
+        mean   [3, -1, -1, -1]: divided by the group's mean, .25. Only rare successes get a higher weight. This is the
+               gradient of log p, where p is the probability of a right answer
+    1e-4 avoids a division by 0 in groups with equal scores.
     """
     groups = scores.view(-1, G)
-    groups = groups - groups[:, :1]  # a mean of equal numbers is not always that number, but a mean of zeros is 0
+    groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding in the mean
     advantages = groups - groups.mean(1, keepdim=True)  # (B/G, G)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
@@ -758,12 +769,12 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over real tokens. Whatever stands on padding, even NaN, does not enter."""
+    """Sums over real tokens. Values on padding are ignored, even NaN."""
     return x.masked_fill(~mask, 0.0).sum()
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
-    """pi / pi_old of each token (B, T), or the geometric mean over the tokens of a response (B, 1) (GSPO, eq. 7)."""
+    """Returns pi / pi_old of each token (B, T), or its geometric mean over a response (B, 1) (GSPO, eq. 7)."""
     log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -771,18 +782,19 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level
 
 
 def clip_bounds(args: Args) -> tuple[float, float]:
-    """The least and the greatest ratio that are not clipped. CISPO has a cap alone, by default 5 (TRL's advice)."""
+    """Returns the bounds of the ratio. CISPO has only an upper bound, by default 5 (as TRL advises)."""
     if args.loss_type == "cispo":
         return 0.0, args.epsilon_high or 5.0
     return 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
 
 
 def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Args) -> Tensor:
-    """Clipped surrogate, negated, of each token (B, T), or response (B, 1) at the level of sequences.
+    """Returns the clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios.
 
-    The larger loss is taken, so that moving beyond the clip range never lowers it, but can still raise it: without
-    bound where A < 0, unless `delta` sets one. CISPO instead keeps every token's gradient: its ratio is a capped weight
-    that is not differentiated, for an ordinary policy gradient (MiniMax-M1, eq. 4, without a lower cap, as in TRL).
+    It is the larger of the clipped and the unclipped loss: outside the clip range it never falls further, but it can
+    still rise. Where A < 0 it has no upper limit, unless `delta` is set. CISPO keeps the gradient of every token: the
+    loss is an ordinary policy gradient, weighted by the clipped ratio, which is detached (MiniMax-M1, eq. 4; without a
+    lower bound, as in TRL).
     """
     lower, upper = clip_bounds(args)
     clipped_ratio = ratio.clamp(lower, upper)
@@ -794,17 +806,17 @@ def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Ar
 
 
 def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) -> Tensor:
-    """(b, T) what the losses of some rows' tokens are multiplied by, to be added up to the loss of a mini-batch.
+    """Returns the weights (b, T) of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
-    dapo, cispo  1 / tokens: every token of the batch counts alike, a long response more than a short one
-    grpo         1 / (rows * tokens of the row): every response counts alike. A long wrong one is held against each of
-                 its tokens less than a short one, so that wrong responses grow (Dr. GRPO, sec. 3.1)
-    dr_grpo      1 / (rows * response_length): as dapo, but for a constant that does not depend on the responses
-    bnpo         1 / (micro-batches * tokens of this micro-batch): the only one that depends on how rows are cut
+    dapo, cispo  1 / tokens: all tokens of the batch have the same weight, so a long response counts more
+    grpo         1 / (rows * tokens of the row): all responses have the same weight. The tokens of a long wrong response
+                 are penalised less than those of a short one, so wrong responses become longer (Dr. GRPO, sec. 3.1)
+    dr_grpo      1 / (rows * response_length): all tokens have the same weight, which does not depend on the batch
+    bnpo         1 / (micro-batches * tokens of the micro-batch): the result depends on the micro-batch size
 
-    `num_rows` and `num_tokens` are those of the whole batch, over the number of mini-batches and processes. For tokens
-    that is a mean: divided by its own, those of a mini-batch of short responses would count more, and with one response
-    in each, dapo would be grpo.
+    `num_rows` and `num_tokens` are the numbers in the batch, divided by the number of mini-batches and processes. With
+    the number of tokens in each mini-batch instead, tokens in mini-batches of short responses would have a higher
+    weight, and with one response per mini-batch, dapo would be the same as grpo.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
@@ -817,9 +829,9 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
 
 
 def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(B, T) estimate k3 of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
+    """Estimates KL(policy || reference) from the sampled token alone, by k3 (B, T) (Schulman 2020, "Approximating KL").
 
-    It is unbiased and never negative. On padding anything may stand, infinities too.
+    It is unbiased and never negative. Padding is not masked and may be infinite.
     """
     log_ratio = logprobs - ref_logprobs
     return torch.expm1(-log_ratio) + log_ratio
@@ -829,11 +841,11 @@ def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tuple[Tensor, bool]]:
-    """This process's micro-batches of a mini-batch, and whether each needs a backward pass.
+    """Splits a mini-batch into micro-batches. Returns those of this process, and whether each needs a backward pass.
 
-    Without KL in the loss, rows of advantage 0, those of groups with equal scores, have no gradient. They come last,
-    and a forward pass gives their metrics. The first micro-batch has a backward pass in any case: each weight gets a
-    gradient, if only of zeros.
+    Without KL in the loss, rows with advantage 0 (groups with equal scores) have no gradient. They come last, and only
+    have a forward pass, for their metrics. The first micro-batch always has a backward pass, so that all weights get a
+    gradient, even if it is 0.
     """
     has_gradient = rollout.advantages[:, 0] != 0
     if args.beta or args.aux_loss_coef or args.loss_type == "bnpo":
@@ -847,9 +859,10 @@ def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tupl
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Log-probabilities (b, T) of the responses under the policy, its entropy (b, T), and its router's loss, or 0.
+    """Returns log-probabilities (b, T) of the responses, the policy's entropy (b, T), and the router's loss or 0.
 
-    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph keeps their log-softmax.
+    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph only needs their
+    log-softmax.
     """
     options = {"output_router_logits": True} if args.aux_loss_coef else {}
     with autocast(args):
@@ -859,28 +872,30 @@ def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, T
 
 
 def row_share(where: Tensor, mask: Tensor) -> Tensor:
-    """(b,) the share of a row's tokens at which `where`, (b, T) or (b, 1), is true; NaN in a row without tokens."""
+    """Returns the share (b,) of a row's tokens where `where`, (b, T) or (b, 1), is true. NaN in rows without tokens."""
     return (where & mask).sum(1) / mask.sum(1)
 
 
 def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step for each mini-batch; returns means over the steps.
+    """Steps 4 and 5: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
+    over the steps.
 
-    The loss of a mini-batch is one sum: it does not depend on how the rows are cut into micro-batches and dealt to
-    processes (but for bnpo). Gradients become means over processes, so each counts rows and tokens per process.
+    The gradient of a mini-batch is a weighted sum over its tokens, so (except with bnpo) it does not depend on how the
+    mini-batch is cut into micro-batches. Several processes share a mini-batch. Their gradients are averaged, so the
+    weights use the numbers of rows and tokens per process.
     """
     B, device = len(rollout.mask), rollout.mask.device
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = B / num_parts
-    num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
+    num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # the average
     lower, upper = clip_bounds(args)
     logs = []  # a dict for each step
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
             total_loss = torch.zeros((), device=device)
             sums = defaultdict(float)
-            shares = []  # of each row's tokens that are clipped, below and above: (b, 2)
+            shares = []  # (b, 2) shares of each row's tokens that are clipped, below and above
             for index, needs_backward in with_gradient_first(rollout, rows, args):
                 r = rollout.select(index)
                 mask = r.loss_mask
@@ -892,14 +907,14 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
                 if args.beta:
                     kl = k3_estimate(logprobs, r.ref_logprobs)
                     if args.use_bias_correction_kl:
-                        kl = kl * ratio  # so that its gradient is that of the true KL
+                        kl = kl * ratio  # its gradient is then an unbiased estimate of the gradient of the KL
                 weights = token_weights(mask, num_rows, num_tokens, args)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, mask)
                 if needs_backward:
                     (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
 
                 total_loss += loss.detach()
-                is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient, but in cispo
+                is_low = (ratio < lower) & (r.advantages < 0)  # clipped: no gradient (except with cispo)
                 is_high = (ratio > upper) & (r.advantages > 0)
                 shares.append(torch.stack([row_share(is_low, mask), row_share(is_high, mask)], 1))
                 seen = {
@@ -912,7 +927,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
                     "clip_ratio/region_mean": is_low | is_high,
                     "policy/first_ratio_error": ((logprobs - r.old_logprobs).exp() - 1).abs(),
                 }
-                for name, x in seen.items():  # (b, T), or (b, 1) with one ratio for a row
+                for name, x in seen.items():  # (b, T), or (b, 1) with sequence-level ratios
                     where = mask if x.shape == mask.shape else mask.any(1, keepdim=True)
                     sums[name] += torch.stack([masked_sum(x.detach(), where), where.sum()])
 
@@ -924,20 +939,20 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
             stats["clip_ratio/high_max"] = max(high[high >= 0].tolist(), default=0.0)
             stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             stats["val/skipped_steps"] = int(not math.isfinite(stats["grad_norm"]))
-            if not stats["val/skipped_steps"]:  # else the weights would be NaN for good
+            if not stats["val/skipped_steps"]:  # otherwise the step would turn the weights into NaN
                 optimizer.step()
             logs.append(stats)
     optimizer.zero_grad()
     means = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
     means["val/skipped_steps"] *= len(logs)
-    return means | {"policy/first_ratio_error": logs[0]["policy/first_ratio_error"]}  # 0 but for rounding
+    return means | {"policy/first_ratio_error": logs[0]["policy/first_ratio_error"]}  # only rounding, before any step
 
 
 # === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
 
 
 def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
-    """The metrics that describe a batch before the update, under TRL's names."""
+    """Computes the metrics of a batch before the update, under TRL's names."""
     scores = rollout.scores
     lengths = rollout.written.sum(1).float()
     terminated = lengths[rollout.ended]
@@ -964,7 +979,8 @@ def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
+    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
+    without the responses for which it returned None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
@@ -974,10 +990,10 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args: Args) -> dict[str, float]:
-    """What a user of the policy would see, on prompts that it is not trained on: one answer at low temperature, and G
-    at the temperature of the training. pass@G is the share of prompts of whose G answers at least one is right."""
+    """Scores answers to the prompts of the test split: one answer at a low temperature, and G answers at the training
+    temperature. pass@G is the share of prompts with at least one right answer among the G."""
     G = args.num_generations
-    seed = torch.initial_seed()  # each has its own, since how many rows are drawn depends on the processes
+    seed = torch.initial_seed()  # a seed for each of the two, since the number of rows depends on the processes
     torch.manual_seed(seed + 1)
     likeliest = scored_answers(policy, reward_fns, prompts, 1, args.eval_temperature, args)
     torch.manual_seed(seed + 1 + G)
@@ -992,7 +1008,7 @@ def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args
 
 
 def right_answers(rollout: Rollout) -> Tensor:
-    """(B,) 1 where the first of --reward-fn gave 1 or more, 0 where it gave less, NaN where it gave nothing."""
+    """Returns (B,): 1 if the reward of the first function is 1 or more, 0 if it is less, NaN if it is None."""
     rewards = next(iter(rollout.rewards_by_name.values()))
     return torch.where(rewards.isnan(), rewards, (rewards >= 1).float())
 
@@ -1000,10 +1016,10 @@ def right_answers(rollout: Rollout) -> Tensor:
 def scored_answers(
     policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], k: int, temperature: float, args: Args
 ) -> Rollout:
-    """k answers to each of N prompts, with their scores: N * k rows."""
+    """Samples and scores k answers to each of N prompts: N * k rows."""
     N = len(prompts)
     eval_args = replace(args, temperature=temperature, response_length_min=None)
-    extra = -N % WORLD_SIZE  # so that all processes have equally many
+    extra = -N % WORLD_SIZE  # so that all processes have the same number of prompts
     examples = (prompts * WORLD_SIZE)[: N + extra]
     rollout = (play_batch if args.env else sample_batch)(policy, repeat(examples, k), eval_args)
     rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
@@ -1011,7 +1027,8 @@ def scored_answers(
 
 
 def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
-    """Logs an update, warns of what looks wrong, and now and then shows four responses in a table."""
+    """Logs the metrics of an update, and warns of common problems. Shows a table of four responses after the first
+    update and `num_sample_generations` times in the run."""
     seconds = sum(run.seconds.values())
     stats["episode"] = run.step * args.batch_size
     stats["eps"] = args.batch_size / seconds
@@ -1024,7 +1041,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
-    """A few episodes as a table, and all their tensors in a file, which tools/xray.py draws."""
+    """Prints a few episodes as a table. Saves all their tensors in a file, which tools/xray.py can show."""
     texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
@@ -1036,11 +1053,11 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
-    """Warns, once each, if no response stops, or if all scores are equal."""
+    """Warns if no response has a stop token, or if all scores are equal. Each warning appears once."""
     if policy.stop_token_ids and not rollout.ended.any():
         warnings.warn(
             "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
-            "or check that the policy was taught to end its texts"
+            "or check that the policy was trained to end its texts"
         )
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
@@ -1050,7 +1067,7 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
 
 
 def play_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
-    """`sample_batch` for episodes, each an object of the environment, made of a row of the dataset."""
+    """Replaces `sample_batch` with --env. Each episode is an environment object, made from a row of the dataset."""
     prompts, prompt_mask = pad([x["input_ids"] for x in examples], policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(examples), args.response_length).to(prompts.device)
     parts = []
@@ -1068,27 +1085,28 @@ def play_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
 def play(
     policy: nn.Module, examples: list[dict], prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, args: Args
 ) -> list[Tensor]:
-    """`sample` for episodes: streams (B, T), mask, ended, logprobs, and what Rollout calls written, rewards, num_turns.
+    """Replaces `sample` with --env. Returns responses (B, T), mask, ended, logprobs, written, rewards and num_turns.
 
-    In each step a row writes (its token is drawn), is told the next token of an answer, or waits, when its episode is
-    over: so all share one cache, and what was written is never encoded again. A turn ends with the stop token, or with
-    the stream. An episode that a limit cuts, be it in its last turn, has not `ended`, and keeps what it has earned.
+    In each step, the next token of a row is sampled, or is the next token of an answer, or is padding after the end of
+    the episode. So all rows share one cache, and no text is encoded again. A turn ends with the stop token, or at
+    --response-length. An episode that is cut off by a limit, even in its last turn, is not `ended`, but keeps its
+    rewards.
     """
     B, T = uniforms.shape
     games = [policy.environment(deepcopy(example)) for example in examples]
-    queues = [[] for _ in games]  # what each row is about to be told
-    starts = [0] * B  # where its turn begins
-    going = torch.ones(B, dtype=torch.bool)  # on the host, as the environments are: it waits for each token of a GPU
+    queues = [[] for _ in games]  # for each row, the tokens of an answer that are still to be added
+    starts = [0] * B  # for each row, the position where its turn starts
+    going = torch.ones(B, dtype=torch.bool)  # on the CPU, like the environments, which need each token
     ended = ~going
     num_turns, rewards, logprobs = torch.zeros(B), torch.zeros(B, T), torch.zeros_like(uniforms)
     responses = torch.zeros(B, T, dtype=torch.long)
     mask, written = responses > 0, responses > 0
     stops = responses.new_tensor(policy.stop_token_ids)
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once, at full size
+    if prompts.shape[1] > 1:  # all but the last token: the loop starts with that
         read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    tokens = prompts[:, -1:]  # (B, 1), as are their positions
+    tokens = prompts[:, -1:]  # (B, 1), like `positions`
     positions = prompt_mask.sum(1, keepdim=True) - 1
     attention_mask = prompt_mask.long()  # (B, P + t), as in `sample`
     for t in range(T):
@@ -1102,14 +1120,14 @@ def play(
         for i in ends.nonzero().flatten().tolist():
             said = policy.tokenizer.decode(responses[i, starts[i] : t + 1], skip_special_tokens=True)
             answer, reward, is_over = games[i].step(said)
-            rewards[i, t] = reward or 0.0  # None: neither good nor bad
+            rewards[i, t] = reward or 0.0  # None counts as 0
             num_turns[i] += 1
             ended[i] = is_over and int(responses[i, t]) in policy.stop_token_ids
             going[i] = not is_over and num_turns[i] != args.max_turns
             if going[i]:
                 queues[i] = encode_answer(answer, games[i], examples[i], policy, args)
             starts[i] = t + 1 + len(queues[i])
-        if not all_reduce(going.sum()):  # all processes stop together, since sharded weights need all of them
+        if not all_reduce(going.sum()):  # all processes stop together, since all hold shards of the weights
             break
         tokens = responses[:, [t]].to(prompts.device)
         positions = positions + 1
@@ -1120,20 +1138,21 @@ def play(
 
 
 def encode_answer(answer: str, game: object, example: dict, policy: nn.Module, args: Args) -> list[int]:
-    """Token ids of an answer; in a conversation, with what the chat template puts between two turns of the policy.
+    """Encodes an answer of the environment. In a conversation, adds the chat template's text around it.
 
-    By so much is one rendered conversation longer than another, where a text with thoughts, which some templates delete
-    later, stands for what the policy said. An answer's role is "user", or the environment's own `role`.
+    To find this text, the template renders a conversation with and without the answer. A placeholder stands for the
+    policy's turn. It contains a thought, because some templates delete thoughts from earlier turns. The role of the
+    answer is "user", or the environment's `role`.
     """
     prompt = example[args.prompt_column]
     if isinstance(prompt, list):
         write = partial(render, tokenizer=policy.tokenizer, options=template_options(example), is_prompt=True)
         turns = as_turns(prompt, "user")
         turn = {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}
-        begun = write(turns).removesuffix("<think>\n")  # with which some let every turn begin
+        begun = write(turns).removesuffix("<think>\n")  # some templates start every turn with it
         stops = policy.tokenizer.batch_decode([[stop] for stop in policy.stop_token_ids])
         after = write([*turns, turn, {"role": getattr(game, "role", "user"), "content": answer}])
-        before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # the one that fits
+        before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # its stop token
         is_fit = after.startswith(before) and after != write([*turns, turn])
         require(is_fit, "--env: the chat template changes earlier turns, has another stop token, or drops an answer")
         answer = after.removeprefix(before)
@@ -1141,14 +1160,14 @@ def encode_answer(answer: str, game: object, example: dict, policy: nn.Module, a
 
 
 def turn_stats(rollout: Rollout) -> dict[str, float]:
-    """With --env, the mean number of turns, and the share of the episodes that the environment ended."""
+    """Computes, with --env, the mean number of turns, and the share of episodes that the environment ended."""
     if rollout.num_turns is None:
         return {}
     return {"turns": rollout.num_turns.mean().item(), "ended": rollout.ended.float().mean().item()}
 
 
 def transcript(ids: Tensor, mask: Tensor, written: Tensor, tokenizer: AutoTokenizer) -> str:
-    """The text of a response, with «answers» in guillemets."""
+    """Decodes a response. Answers of the environment are in «guillemets»."""
     is_own, sizes = written[mask].unique_consecutive(return_counts=True)
     texts = tokenizer.batch_decode(ids[mask].split(sizes.tolist()))
     return "".join(text if own else f" «{text.strip()}» " for text, own in zip(texts, is_own))
@@ -1483,10 +1502,10 @@ def longest_prompt(prompts: datasets.Dataset) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together, or that another one switches off."""
+    """Exits if settings contradict each other, or if one setting makes another one useless."""
     check_common_args(args)
     can_end = args.stop_token != ("none",) or not (args.mask_truncated_completions or args.env)
-    require(can_end, "--stop-token none leaves --mask-truncated-completions no response, and --env no turn that ends")
+    require(can_end, "--stop-token none: no response ends, but --mask-truncated-completions and --env need an end")
     require(not (args.env and args.response_length_min), "--response-length-min: not with --env")
     refuse_unused(args, "reward_model", "reward_model" in args.reward_fn, "unless --reward-fn names reward_model")
     refuse_unused(args, "missing_eos_penalty", args.stop_token != ("none",), "with --stop-token none")
@@ -1495,21 +1514,21 @@ def check_args(args: Args) -> None:
     refuse_unused(args, "max_turns", args.env, "without --env")
     refuse_unused(args, "reward_fn", not args.env, "with --env, which gives the reward")
     refuse_unused(args, "scale_rewards", args.baseline != "none", "with --baseline none")
-    refuse_unused(args, "epsilon delta", args.loss_type != "cispo", "with --loss-type cispo, which --epsilon-high caps")
+    refuse_unused(args, "epsilon delta", args.loss_type != "cispo", "with --loss-type cispo: set --epsilon-high")
     _, upper = clip_bounds(args)
     is_beyond = args.delta is None or args.delta > upper
-    require(is_beyond, f"--delta is an upper bound where the ratio is not clipped: more than {upper:g}")
+    require(is_beyond, f"--delta must be greater than the upper bound of the clip range, {upper:g}")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
-    require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
+    require(fits, f"--reward-weights has {len(args.reward_weights)} values, but --reward-fn has {len(args.reward_fn)}")
     fits = (args.response_length_min or 0) <= args.response_length
-    require(fits, f"--response-length-min is more than --response-length, which is {args.response_length}")
+    require(fits, f"--response-length-min is greater than --response-length {args.response_length}")
 
 
 def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: int) -> Args:
-    """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
-    prints them in words."""
+    """Returns the settings with learning rate, batch sizes and number of episodes filled in, and prints them. G is the
+    number of responses to each prompt."""
     size = policy.num_parameters()
-    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     learning_rate = args.learning_rate or float(f"{rate:.2g}")
 
@@ -1523,8 +1542,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     prompt_length = longest_prompt(prompts)
     longest = prompt_length + args.response_length
     is_shared = can_share_prompts(policy, args)
-    per_row = longest  # tokens that are computed for a row
-    if is_shared:  # the prompt's keys and values, which each row keeps, weigh a fifth of it
+    per_row = longest  # number of tokens computed for a row
+    if is_shared:  # each row still needs the prompt's keys and values, about a fifth of the prompt's memory
         per_row -= int(prompt_length * max(0.0, 0.8 - args.num_mini_batches / G))
     fitting = min(batch_size // parts, rows_that_fit(policy, per_row, args))
     micro_batch_size = args.micro_batch_size or per_device or fitting
@@ -1539,7 +1558,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
     print(
         f"batch: {batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
-        f"mini-batches, {micro_batch_size} rows at a time, {'prompts read once' if is_shared else 'rows read whole'}; "
+        f"mini-batches, {micro_batch_size} rows at a time, {'prompts shared' if is_shared else 'prompts not shared'}; "
         f"{num_updates} updates = {num_updates * batch_size} episodes"
     )
     return replace(
@@ -1549,24 +1568,25 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         micro_batch_size=micro_batch_size,
         local_rollout_forward_batch_size=rollout_batch_size,
         total_episodes=episodes,
-        num_train_epochs=None,  # else it would overrule --total-episodes of a resumed run
+        num_train_epochs=None,  # otherwise it would override --total-episodes of a resumed run
     )
 
 
 def ratio_rounding(args: Args) -> float:
-    """The largest mean of |ratio - 1| over tokens that rounding explains: with bf16 the logits have 8 binary digits,
-    with TF32 the factors have 11.
+    """Returns the largest mean of |ratio - 1| over tokens that can be rounding. bfloat16 has 8 bits of precision, TF32
+    has 11.
 
-    With bf16 SmolLM2 has .021 to .036, whatever temperature (.5 to 1) and length (16 to 200 tokens), on a CPU with or
-    without bfloat16 products. Its largest logits are 10 to 40; where they are twice that, so is their rounding."""
+    Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
+    with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to
+    the logits."""
     if args.bf16:
         return 1e-1
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
 def check_first_ratio(error: float, update: int, args: Args) -> None:
-    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
-    sampled: ends the program in the first update. A run that has trained goes on, with a warning."""
+    """Checks that the ratio is 1 before the first step, up to rounding. Otherwise the update and the sampler use
+    different distributions. Exits in the first update of a run; in later updates, only warns."""
     if error <= ratio_rounding(args):
         return
     require(
@@ -1677,10 +1697,13 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
-    """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits; sampling, 2, the keys and values. They may fill an
-    eighth of what is free on the GPU. Without CUDA, where larger parts are slower, it is 64 MB, or four times the
-    weights, up to 2 GB: each part goes once more through the gradient of all."""
+    """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
+
+    A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
+    needs 2 numbers, for keys and values. The rows may fill an eighth of the free GPU memory. On a CPU, large batches
+    are slow, so the limit is 64 MB. For large models it is four times the weights, up to 2 GB, because each micro-batch
+    updates the gradient of all weights.
+    """
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
@@ -1690,7 +1713,7 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     if torch.device(args.device).type == "cuda":
         free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
         if WORLD_SIZE > 1:
-            dist.all_reduce(free, dist.ReduceOp.MIN)  # all go through as many parts
+            dist.all_reduce(free, dist.ReduceOp.MIN)  # so that all processes have the same number of micro-batches
         limit = int(free) // 32  # an eighth, in numbers of 4 bytes
     return max(1, limit // numbers)
 

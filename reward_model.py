@@ -103,7 +103,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -114,7 +114,7 @@ Name = Annotated[str, Field(min_length=1)]
 Pattern = Name  # a regular expression
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- Reward model ---
     # c of the loss: pulls each pair's rewards towards a sum of 0 (TRL)
@@ -123,11 +123,11 @@ class Args:
     max_length: Count = 512  # longer texts lose their end (how many is printed; TRL drops them)
 
     # --- Optimisation ---
-    # AdamW's; by default from the size of the model, ten times as high with LoRA
+    # learning rate of AdamW; by default computed from the model's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
     lr_scheduler_type: Name = "cosine"  # any of transformers.get_scheduler that depends only on the step (N+ details)
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises from 0 to its value
-    weight_decay: NonNegative = 0.0  # AdamW's
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
@@ -143,7 +143,7 @@ class Args:
     model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; all weights of the head are trained
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
+    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -156,20 +156,20 @@ class Args:
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     chosen_column: Name = "chosen"  # preferred texts, or lists of {role, content} messages
-    rejected_column: Name = "rejected"  # the other texts
+    rejected_column: Name = "rejected"  # rejected texts
     prompt_column: Name = "prompt"  # prompts of both texts, if there is such a column
     margin_column: Name = "margin"  # how much better the chosen text is (Llama 2, eq. 2), if there is such a column
     seed: Natural = 1  # seed of the order of pairs, of dropout, and of the new head
 
     # --- Run ---
-    # the folder of a run: continue it, with its settings; those on the command line win
+    # folder of a run to continue, with its settings; settings on the command line replace them
     resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the pairs (N+ details: 1; large models overfit with more)
     exp_name: Name = "reward_model"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 100  # steps between checkpoints, which hold the whole state of a run
+    save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
     eval_steps: Count = 100  # steps between evaluations; the last one follows the last step
     num_sample_generations: Natural = 2  # number of times a table of pairs with their rewards is printed
@@ -178,9 +178,9 @@ class Args:
     wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N ---
-    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
 
 
@@ -765,10 +765,13 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
-    """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits; sampling, 2, the keys and values. They may fill an
-    eighth of what is free on the GPU. Without CUDA, where larger parts are slower, it is 64 MB, or four times the
-    weights, up to 2 GB: each part goes once more through the gradient of all."""
+    """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
+
+    A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
+    needs 2 numbers, for keys and values. The rows may fill an eighth of the free GPU memory. On a CPU, large batches
+    are slow, so the limit is 64 MB. For large models it is four times the weights, up to 2 GB, because each micro-batch
+    updates the gradient of all weights.
+    """
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
@@ -778,7 +781,7 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     if torch.device(args.device).type == "cuda":
         free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
         if WORLD_SIZE > 1:
-            dist.all_reduce(free, dist.ReduceOp.MIN)  # all go through as many parts
+            dist.all_reduce(free, dist.ReduceOp.MIN)  # so that all processes have the same number of micro-batches
         limit = int(free) // 32  # an eighth, in numbers of 4 bytes
     return max(1, limit // numbers)
 

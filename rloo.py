@@ -23,23 +23,24 @@ For each batch of prompts, K responses to each:
   5. loss       ratio_i = exp(sum_t log pi(y_t) - log pi_old(y_t));
                 mean_i max(-A_i ratio_i, -A_i clip(ratio_i, 1-eps, 1+eps))
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
-  7. adapt      kl_coef, if asked, so that the KL approaches a target
+  7. adapt      kl_coef, with --adaptive-kl, so that the KL approaches a target
 
-Where everything stands, for K = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
+The layout of the tensors, for K = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
 
   model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      row 0; the responses to a prompt are neighbouring rows
                 PAD  p1  p2  p3 | z1  z2  z3  z4   z5  z6     row 1
   mask                          |  1   1   1   1   0   0      true up to and including the stop token
-  logprobs, KL                  |  *   *   *   *   .   .      per token, summed over the row before they are used
+  logprobs, KL                  |  *   *   *   *   .   .      one per token, summed over each response before use
   R, A, ratio                                                 one per row: A_0 = R_0 - R_1, A_1 = R_1 - R_0
 
-The policy pi is the language model in training, a rollout a batch of its responses. KL, in nats, measures how far pi
-has moved from the reference, its frozen first self.
+The policy pi is the language model in training. A rollout is a batch of its responses. KL, in nats, measures how far pi
+has moved from the reference, a frozen copy of the initial policy.
 
-How this departs from PPO: the whole response is one action, so there is nothing to bootstrap and no critic to train;
-the other responses to the prompt say what was to be expected. That is unbiased, since they do not depend on this one;
-it costs K responses per prompt. If all K rewards are equal, the group teaches nothing: such groups are counted. With
---token-level-kl the tokens are the actions (REINFORCE++): A_t = A_i of the scores alone - kl_coef sum_{s>=t} KL_s.
+Differences from PPO: the whole response is one action, and there is no critic. The baseline of a response is the mean
+reward of the other responses to its prompt. It is unbiased, because they do not depend on this response; it needs K
+responses per prompt. If all K scores of a group are equal, only KL gives a gradient: `objective/equal_groups` is the
+share of these groups. With --token-level-kl each token is an action (REINFORCE++): A_t = A_i - kl_coef sum_{s>=t} KL_s,
+where A_i is computed from the scores alone.
 Papers: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740, sec. 3); Kool et al. 2019 ("Buy 4 REINFORCE samples, get a
 baseline for free", the estimator); Hu 2025 (REINFORCE++, 2501.03262, sec. 3); Schulman et al. 2017 (clipping,
 1707.06347, eq. 7). docs/rloo.md has a glossary of the metrics.
@@ -119,7 +120,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting says which values are allowed; the comment beside or above it is its help text
+# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -132,19 +133,19 @@ Name = Annotated[str, Field(min_length=1)]
 Pattern = Name  # a regular expression
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- RLOO ---
     # responses per prompt. More: a better baseline (TRL: 2)
     rloo_k: Annotated[int, Field(ge=2)] = 2
     num_ppo_epochs: Count = 4  # passes over each batch. More: faster, until the ratio is clipped everywhere (TRL: 4)
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
-    cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7): of whole responses, far wider than a token's
-    token_level_kl: bool = False  # tokens are the actions; an advantage carries the KL from its token on (REINFORCE++)
+    cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7); a response's ratio varies more than a token's
+    token_level_kl: bool = False  # each token is an action; its advantage includes the KL from it on (REINFORCE++)
     normalize_reward: bool = False  # shift and scale scores to mean 0, variance 1, before the KL (TRL, REINFORCE++)
     reward_clip_range: Positive = 10.0  # normalised scores are clipped to +- this (TRL, REINFORCE++)
     normalize_advantage: bool = False  # shift and scale advantages to mean 0, variance 1 (TRL, REINFORCE++)
-    ratio_threshold: Positive | None = None  # skip, and count, the step of a mini-batch whose mean ratio exceeds this
+    ratio_threshold: Positive | None = None  # skip and count the step of a mini-batch whose mean ratio exceeds this
     target_kl: Positive | None = None  # stop updating on a batch once approxkl exceeds 1.5 times this (TRL 0.7)
 
     # --- KL to the reference ---
@@ -152,49 +153,49 @@ class Args:
     kl_coef: NonNegative = 0.05
     # per token, with d = log(pi/ref): k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
     kl_estimator: Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"] = "k1"
-    adaptive_kl: bool = False  # let kl_coef follow kl_target (Ziegler et al. 2019, sec. 2.2)
-    kl_target: Positive = 6.0  # KL in nats per response that the controller aims at (TRL 0.7)
-    kl_horizon: Count = 10_000  # episodes over which the controller reacts (TRL 0.7)
+    adaptive_kl: bool = False  # adapt kl_coef so that the KL approaches kl_target (Ziegler et al. 2019, sec. 2.2)
+    kl_target: Positive = 6.0  # with adaptive_kl: the target, in nats per response (TRL 0.7)
+    kl_horizon: Count = 10_000  # with adaptive_kl: kl_coef changes by up to about 20 % in this many episodes (TRL 0.7)
 
     # --- Rollout ---
     # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
     response_length: Count = 53
-    response_length_min: Count | None = None  # draw each rollout's limit from here to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None  # random limit per rollout, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
-    # tokens that end a response: eos (all that the model knows as such), none, their numbers, or texts of one token
+    # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
-    # subtracted from scores of responses that never stop (TRL's examples: 1). 0: responses grow to the limit
+    # subtracted from the score of a response without a stop token (TRL's examples: 1). 0: responses reach the limit
     missing_eos_penalty: NonNegative = 1.0
-    # responses sampled at once (TRL), by default as many as memory holds; no effect on the result
+    # responses sampled at once (TRL); by default as many as fit into memory; does not change the result
     local_rollout_forward_batch_size: Count | None = None
 
     # --- Optimisation ---
-    # AdamW's; by default from the policy's size, ten times as high with LoRA
+    # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends on the step alone (TRL: linear)
+    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends only on the step (TRL: linear)
     warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
-    weight_decay: NonNegative = 0.0  # AdamW's
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # AdamW's (OpenRLHF: 0.9 0.95)
-    adam_epsilon: Positive = 1e-8  # AdamW's (torch and TRL; the N+ details take 1e-5)
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
+    adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
     # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
-    micro_batch_size: Count | None = None  # responses per forward/backward pass; no effect on the result
-    # TRL's name of micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
+    micro_batch_size: Count | None = None  # responses per forward/backward pass; does not change the result
+    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
 
     # --- Models: a folder, or a name on the hub ---
-    # the policy to start from, which is also the reference that KL is measured against
+    # the initial policy, which is also the reference of the KL
     model: Name = "toy/sft"
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
-    reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; of several, the sum
-    reward_weights: tuple[Weight, ...] = ()  # the weights of their sum; by default all 1 (TRL). 0: logged alone
+    reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; several are added up
+    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the layers that get one
+    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -207,54 +208,54 @@ class Args:
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
     prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
-    max_prompt_length: Count = 512  # longer prompts, in tokens, are dropped and counted (N+ details: 512)
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to RLOO ---
-    # folder, file or hub name of texts (column text, split train): PPO-ptx
+    # texts for PPO-ptx: folder, file or hub name, with a column text and a split train
     pretrain_data: Name | None = None
-    ptx_coef: NonNegative = 0.0  # weight of their language-modelling loss (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
+    ptx_coef: NonNegative = 0.0  # weight of the loss on these texts (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
-    aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss; depends on micro-batches
-    num_eval_prompts: Count = 64  # prompts of the test split that are answered in an evaluation
-    eval_temperature: Positive = 0.01  # temperature of these answers (TRL samples its tables at 0.01)
+    aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss, computed per micro-batch
+    num_eval_prompts: Count = 64  # number of prompts of the test split in an evaluation
+    eval_temperature: Positive = 0.01  # sampling temperature in evaluations (TRL: 0.01, for its tables)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run ---
-    # the folder of a run: continue it, with its settings; those on the command line win
+    # folder of a run to continue, with its settings; settings on the command line replace them
     resume: Name | None = None
-    total_episodes: Count = 2048  # responses sampled in the whole run
-    num_train_epochs: Positive | None = None  # passes over the prompts; if given, total_episodes does not count
+    total_episodes: Count = 2048  # number of responses sampled in the run
+    num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
     exp_name: Name = "rloo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # where everything goes; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    save_steps: Count = 10  # updates between checkpoints, each of which holds everything that a run consists of
+    save_steps: Count = 10  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of checkpoints to keep, the newest
-    eval_steps: Count = 10  # updates between evaluations; there is one at the end, too
-    num_sample_generations: Natural = 10  # tables of responses to print, besides one after the first update (TRL)
+    eval_steps: Count = 10  # updates between evaluations; the last one follows the last update
+    num_sample_generations: Natural = 10  # number of tables of responses to print, besides one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
 
     # --- Many GPUs: torchrun --nproc-per-node N ---
-    # shards: 0 none, 2 of gradients and optimiser state, 3 of weights too (FSDP2)
+    # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # GPUs that hold one set of shards, such as those of a node (ZeRO++); default: all
+    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
 
-# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
+# --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 
 
 def train(args: Args) -> None:
-    """Trains the policy; leaves it, its metrics, curves and model card in the run's folder."""
+    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     check_args(args)
     start(args)
     asked = args
 
     policy = load_policy(args)
-    ema = place(deepcopy(policy) if args.ema_decay else None, args)  # before another is made, which saves memory
+    ema = place(deepcopy(policy) if args.ema_decay else None, args)  # before the next model is made, to save memory
     reference = place(make_reference(args, policy), args)
     place(policy, args)
     reward_model = place(load_reward_model(args, policy), args)
@@ -271,7 +272,7 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {}  # what lasts from update to update besides weights
+    memory = {}  # saved in checkpoints, besides the weights; step 7 adds kl_coef
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, ema=ema)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
@@ -315,7 +316,7 @@ def train(args: Args) -> None:
         stats |= rollout_stats(rollout)
         stats["rewards/unscored"] = unscored(rollout.rewards_by_name).sum().item()
         stats["objective/equal_groups"] = equal_groups(rollout.scores, K).float().mean().item()
-        stats["val/clipfrac_avg"] = 0.0  # of a critic; dashboards made for TRL expect the name
+        stats["val/clipfrac_avg"] = 0.0  # a critic's metric: dashboards for TRL expect it
         stats["lr"] = optimizer.param_groups[0]["lr"]
 
         # 7. Adapt
@@ -339,35 +340,35 @@ def train(args: Args) -> None:
 
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and what the later steps find out about them."""
+    """A batch of episodes: B prompts, one response to each, and the results of later steps."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
     responses: Tensor  # (B, T), right-padded
     mask: Tensor  # (B, T), true up to and including the stop token
-    ended: Tensor  # (B,), whether there is a stop token
-    old_logprobs: Tensor  # (B, T), under the policy that drew the responses
-    examples: list[dict]  # B rows of the dataset, those of the prompts
-    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), their weighted sum, less a penalty; None, as all below, until its step
+    ended: Tensor  # (B,), true if the response has a stop token
+    old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
+    examples: list[dict]  # the B rows of the dataset that the prompts come from
+    rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
+    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty; None at first, as are all below
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T), by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
     advantages: Tensor | None = None  # (B, T), or (B, 1) if the whole response is the action
 
     def inputs(self) -> dict[str, Tensor]:
-        """Prompt and response as one model input (B, P+T). Positions count real tokens only."""
+        """Joins prompts and responses into a model input (B, P+T). Positions count real tokens only."""
         attention_mask = torch.cat([self.prompt_mask, self.mask], 1).long()
         return {
             "input_ids": torch.cat([self.prompts, self.responses], 1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would count the padding
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # by default GPT-2 counts padding, too
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """The episodes with these row numbers, cut to the longest prompt and response among them; no result changes.
+        """Returns the episodes with these row numbers, without columns that hold only padding.
 
-        Widths are rounded up to multiples of 8 to limit the number of shapes: each shape needs its own kernel.
+        Widths are rounded up to multiples of 8, which limits the number of shapes: each shape needs its own kernel.
         """
         P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
         T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
@@ -386,8 +387,8 @@ class Rollout:
         return part
 
     def by_length(self, rows: Tensor) -> Tensor:
-        """The row numbers in an order in which neighbours need little padding, and the rows of a prompt are neighbours:
-        by the length of the longest of them."""
+        """Sorts row numbers so that the rows of a prompt are neighbours, and neighbours need little padding: by the
+        length of the longest row with the same prompt."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         prompt_of = self.prompts.cpu().unique(dim=0, return_inverse=True)[1].to(rows.device)  # (B,)
         longest = torch.zeros_like(lengths).scatter_reduce(0, prompt_of, lengths, "amax")[prompt_of]
@@ -398,10 +399,10 @@ class Rollout:
     def map(
         self, function: Callable[["Rollout"], Tensor], args: Args, micro_batches: list[Tensor] | None = None
     ) -> Tensor:
-        """What a function gives for b episodes at a time, (b, T) or (b,), put together for all B.
+        """Applies a function to micro-batches of b episodes, and joins the results (b, T) or (b,) for all B episodes.
 
-        Without gradient, under autocast. Micro-batches, unless they are given, are of similar length, so that little is
-        computed on padding; each process takes its share.
+        The function runs without gradient, under autocast. By default, the rows of a micro-batch have similar lengths,
+        which saves padding. Each process computes its share.
         """
         B, T = self.mask.shape
         if micro_batches is None:
@@ -417,23 +418,23 @@ class Rollout:
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
         result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # each process has left zeros in the rows of the others
+        return all_reduce(result)  # a process has zeros in the rows of the others
 
 
-RewardFns = dict[str, Callable[[Rollout], Tensor]]  # by name, what gives the rewards (B,) of a rollout, NaN for none
+RewardFns = dict[str, Callable[[Rollout], Tensor]]  # reward functions by name: each returns rewards (B,), NaN for none
 
 
 def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
-    """Row numbers cut into micro-batches of nearly equal size, as many for each process: process r computes number r,
-    r + WORLD_SIZE, ..."""
+    """Splits row numbers into micro-batches of nearly equal size, the same number for each process. Process r takes
+    micro-batches r, r + WORLD_SIZE, ..."""
     num_rounds = math.ceil(len(rows) / (WORLD_SIZE * args.micro_batch_size))
     return rows.tensor_split(num_rounds * WORLD_SIZE)
 
 
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """(B, T) true up to and including the first stop token, and (B,) whether there is one.
+    """Returns a mask (B, T), true up to and including the first stop token, and (B,) true if there is a stop token.
 
-    Made from positions, so that it is right even if the padding token is the stop token. With stop token 0:
+    It depends only on the first stop token, so it is right even if the pad token is the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -442,34 +443,34 @@ def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor,
 
 
 def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row of logits (B, V), and its logprob, by inverting the distribution function at uniforms (B,).
+    """Samples one token per row of logits (B, V), from uniform numbers (B,). Returns tokens and logprobs (B,).
 
-    The token is the first whose cumulative probability exceeds the uniform number. Probabilities .2 .5 .3 and .6 give
-    the second token, since .2 <= .6 < .7. Unlike torch.multinomial this takes one random number per token, drawn
-    beforehand, so that what a row gets depends neither on its neighbours nor on how a batch is cut.
+    The token is the first whose cumulative probability exceeds the uniform number. With probabilities .2 .5 .3, the
+    number .6 gives the second token, since .2 <= .6 < .7. torch.multinomial draws its own random numbers. Here the
+    caller draws one per token, so a response does not depend on the other rows or on the size of the batch.
     """
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
-    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because rounding lets the sum end slightly off 1
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because the sum of the probabilities is not exactly 1
     tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
 class OneTypeCache(StaticCache):
-    """A static key-value cache in one type: under autocast, rotary embeddings leave the keys in float32, while the
-    values are bfloat16, the type in which attention reads both."""
+    """A static key-value cache with one dtype. Under autocast, keys with rotary embeddings are float32 and values are
+    bfloat16; attention converts both to bfloat16."""
 
     def update(self, keys: Tensor, values: Tensor, *others, **options) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of new tokens to a layer; returns all of that layer."""
+        """Adds the keys and values of new tokens to a layer. Returns all keys and values of the layer."""
         return super().update(keys.to(values.dtype), values, *others, **options)
 
 
 def read_prompts(
     model: nn.Module, prompts: Tensor, prompt_mask: Tensor, cache: Cache, **options
 ) -> tuple[ModelOutput, Tensor]:
-    """Reads prompts (B, P) into a key-value cache, equal ones once. Returns the output for those that differ (b, ...),
-    and for each row the number of its prompt among them (B,)."""
-    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU, since not every device has unique
+    """Fills a key-value cache with prompts (B, P). Equal prompts are computed once: returns the output for the b
+    distinct prompts, and for each of the B rows the index of its prompt among them."""
+    columns = torch.stack([prompts, prompt_mask]).cpu()  # (2, B, P), on the CPU: some devices do not support unique
     different, row_of = columns.unique(dim=1, return_inverse=True)
     ids, mask = different.to(prompts.device)  # (b, P) each
     row_of = row_of.to(prompts.device)
@@ -484,24 +485,24 @@ def read_prompts(
 def sample(
     policy: nn.Module, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draws one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
+    """Samples one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
-    Nothing else shapes the distribution: no generation config is read. All randomness is in `uniforms` (B, T).
-    Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens drawn, 0 on padding.
+    The model's generation config is ignored. `uniforms` (B, T) are the random numbers.
+    Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the sampled tokens, 0 on padding.
     """
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once: it never grows
-    if prompts.shape[1] > 1:  # all but the last token, which the loop begins with
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once, at full size
+    if prompts.shape[1] > 1:  # all but the last token: the loop starts with that
         read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
-    rows = torch.arange(B, device=prompts.device)  # those still in the forward pass
-    tokens = prompts[:, -1:]  # (rows, 1); like the next three, one row for each of `rows`
+    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass
+    tokens = prompts[:, -1:]  # (rows, 1): these four tensors have one row for each of `rows`
     positions = prompt_mask.sum(1, keepdim=True) - 1  # (rows, 1)
-    attention_mask = prompt_mask.long()  # (rows, P + t), as wide as what was read: some layers take the last columns
-    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,) those without a stop token so far
+    attention_mask = prompt_mask.long()  # (rows, P + t): one column per token in the cache, for sliding-window layers
+    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,), true where no stop token was sampled yet
     stops = prompts.new_tensor(policy.stop_token_ids)
-    look_every = 1 if prompts.device.type == "cpu" else 8  # steps; to look, the host waits for all that a GPU has to do
+    look_every = 1 if prompts.device.type == "cpu" else 8  # steps between checks; each check waits for the GPU
     for t in range(T):
         output = policy(
             input_ids=tokens,
@@ -522,23 +523,23 @@ def sample(
         if (t + 1) % look_every:
             continue
         left = going.nonzero().squeeze(1)
-        if not all_reduce(torch.tensor(len(left))):  # all processes stop together: sharded weights need them
+        if not all_reduce(torch.tensor(len(left))):  # all processes stop together, since all hold shards of the weights
             break
-        if 0 < len(left) < 0.75 * len(rows):  # a forward pass over ended rows costs more than copying the cache once
+        if 0 < len(left) < 0.75 * len(rows):  # copying the cache once costs less than computing ended rows again
             cache.reorder_cache(left)
             state = rows, tokens, positions, attention_mask, going
             rows, tokens, positions, attention_mask, going = (x[left] for x in state)
-    mask, ended = response_mask(responses, policy.stop_token_ids)  # erases what an ended row drew while it waited
+    mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
 
 def repeat(examples: list[dict], k: int) -> list[dict]:
-    """Each example k times, in neighbouring rows: a group."""
+    """Repeats each example k times. The k neighbouring rows are a group."""
     return [example for example in examples for _ in range(k)]
 
 
 def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
-    """Step 1 for a whole batch of prompts, `local_rollout_forward_batch_size` of them at a time."""
+    """Step 1: samples a response to each prompt of a batch, `local_rollout_forward_batch_size` rows at a time."""
     rows = [example["input_ids"] for example in examples]
     prompts, prompt_mask = pad(rows, policy.tokenizer, args, "left")  # (B, P)
     T = args.response_length
@@ -553,31 +554,31 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
             parts.append(part)
     responses, mask, ended, logprobs = (all_gather(torch.cat(x)) for x in zip(*parts))
     rollout = Rollout(prompts, prompt_mask, responses, mask, ended, logprobs, examples)
-    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without empty columns
+    return rollout.select(torch.arange(len(examples), device=prompts.device))  # all rows, without padding columns
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
 
 
 def can_share_prompts(model: nn.Module, args: Args) -> bool:
-    """Whether a prompt is read once for all its rows: if all layers are attention, and none of them is recomputed
-    (--gradient-checkpointing) or counts its tokens (--aux-loss-coef)."""
+    """Whether rows with the same prompt can share its computation. Linear-attention layers, --gradient-checkpointing
+    and --aux-loss-coef do not allow this."""
     layers = DynamicCache(config=model.config).layers
     is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
 
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
-    """Whether some of these rows have the same prompt, and it can be read once."""
+    """Whether some of these rows have the same prompt and can share its computation."""
     return can_share_prompts(model, args) and len(r.prompts.cpu().unique(dim=0)) < len(r.prompts)
 
 
 def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, Tensor | float]:
-    """(B, T, V) float32 logits / temperature that predict the response tokens, and the router's loss, if asked for.
+    """Returns logits / temperature (B, T, V) that predict the response tokens, in float32, and the router's loss or 0.
 
-    Position P-1+t predicts response token t. What a layer computes for a prompt does not depend on the response, so the
-    rows of a group can share it: the prompt is read once, its keys and values are repeated for the rows, and the
-    responses are read behind it. In the backward pass the gradients of the rows add up in the prompt.
+    Position P-1+t predicts response token t. The hidden states of a prompt do not depend on the response, so the rows
+    of a group share them: the prompt goes through the model once, its keys and values are repeated for each row, and
+    the responses follow. In the backward pass, the gradients of all rows are added up at the prompt.
     """
     P = r.prompts.shape[1]
     T = r.responses.shape[1]
@@ -585,7 +586,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
     if shares_prompts(model, r, args):
         cache = DynamicCache(config=model.config)
         output, row_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
-        first = output.logits[row_of]  # (B, 1, V) at the last prompt token
+        first = output.logits[row_of]  # (B, 1, V), at the last prompt token
         inputs |= {"input_ids": r.responses, "position_ids": inputs["position_ids"][:, P:]}
         keep = torch.arange(T - 1, device=r.mask.device)
         output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
@@ -596,7 +597,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
         logits = output.logits
     return logits.float().div_(args.temperature), output.get(
         "aux_loss", 0.0
-    )  # in place: it is the largest tensor of all
+    )  # division in place, since the logits are the largest tensor
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -605,7 +606,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """token_logprobs, and the entropy (B, T) in nats, which carries no gradient."""
+    """Returns token_logprobs, and the entropy (B, T) in nats, without gradient."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
@@ -613,13 +614,13 @@ def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, 
 
 
 def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
-    """(b, T) log-probabilities of some episodes' responses under a model."""
+    """Returns the log-probabilities (b, T) of the response tokens under a model."""
     logits, _ = response_forward(model, r, args)
     return token_logprobs(logits, r.responses)
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
-    """The micro-batches of the first epoch of `update`, in its order. The random state stays as it is."""
+    """Returns the micro-batches of the first epoch of `update`, in the same order. Keeps the random state."""
     with torch.random.fork_rng(devices=[]):
         order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
     mini_batches = order.split(len(order) // args.num_mini_batches)
@@ -629,9 +630,10 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_again(
     policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
 ) -> tuple[Tensor, float]:
-    """(B, T) log-probabilities read as the update will read them: without a cache, beside the same rows, with the same
-    padding. They round alike, so the first ratio is exactly 1, also over a whole response, in which the rounding of
-    tokens adds up. Also returns the mean of |ratio - 1| between them and the sampler's."""
+    """Computes log-probabilities (B, T) as the update computes them: without a cache, in the same micro-batches, with
+    the same padding. The rounding is then the same and the first ratio is exactly 1. For a ratio over all tokens of a
+    response this matters most, since rounding errors add up. Also returns the mean of |ratio - 1| with respect to the
+    sampler's log-probabilities."""
     logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
@@ -675,35 +677,38 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 def score_responses(
     rollout: Rollout, reward_fns: RewardFns, args: Args, G: int = 1
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What each reward function gives, (B,) by name, and the scores (B,) of groups of G responses to a prompt."""
+    """Returns the rewards (B,) of each reward function, by name, and the scores (B,). G rows are responses to a prompt.
+
+    A score is the weighted sum of the rewards, less the penalty for a missing stop token.
+    """
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
     is_unscored = unscored(rewards)
     scores = weighted_sum(rewards, args.reward_weights)
-    require(scores.isfinite().all(), "one of --reward-fn gave an infinite reward")
-    if args.stop_token != ("none",):  # else no response could have stopped
+    require(scores.isfinite().all(), "one of --reward-fn returned an infinite reward")
+    if args.stop_token != ("none",):  # with none, no response has a stop token
         scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
     if is_unscored.any():
-        require(not is_unscored.all(), "no response has a reward: each of --reward-fn gave None or NaN for all")
+        require(not is_unscored.all(), "no response has a reward: each of --reward-fn returned None or NaN for all")
         scores = fill_in(scores, is_unscored, G)
     return rewards, scores
 
 
 def unscored(rewards: dict[str, Tensor]) -> Tensor:
-    """(B,) whether a response has no reward at all."""
+    """Returns (B,), true where no reward function returned a reward."""
     return torch.stack([x.isnan() for x in rewards.values()]).all(0)
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
-    """(B,) scores, those of unscored responses the mean of their group's others, or if it has none, of the batch's: so
-    they move no baseline, and have no advantage in their group. [1, ?, 0, 0] with G = 4 -> [1, 1/3, 0, 0]"""
-    known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # the mean of equal scores is that score
+    """Replaces the scores (B,) of unscored responses by the mean score of their group, or of the batch if the group has
+    no score. Their advantage in the group is then 0, and no baseline changes. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
     means = means.where(means.isfinite(), known.nanmean())
     return torch.where(is_unscored, means.to(scores), scores)
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
-    """(B,) the sum of several rewards (B,), by default with weights 1; a NaN counts as 0."""
+    """Returns the weighted sum (B,) of several rewards (B,). By default all weights are 1. NaN counts as 0."""
     table = torch.stack(list(rewards.values()))  # (K, B)
     if weights:
         table = table * table.new_tensor(weights)[:, None]
@@ -711,7 +716,8 @@ def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tens
 
 
 def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tensor:
-    """(B,) scores, less `penalty` where a response has no stop token (TRL subtracts; the N+ details replace by -1)."""
+    """Subtracts `penalty` from the scores (B,) of responses without a stop token, as in TRL. (In the N+ details, such
+    scores become -1.)"""
     return torch.where(ended, scores, scores - penalty)
 
 
@@ -719,7 +725,7 @@ def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tenso
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over real tokens. Whatever stands on padding, even NaN, does not enter."""
+    """Sums over real tokens. Values on padding are ignored, even NaN."""
     return x.masked_fill(~mask, 0.0).sum()
 
 
@@ -736,7 +742,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def normalize_scores(scores: Tensor, clip_range: float) -> Tensor:
-    """(B,) scores with mean 0 and variance 1 over the batch, clipped (TRL 0.16 `normalize_reward`; REINFORCE++)."""
+    """Shifts and scales scores (B,) to mean 0 and variance 1, then clips them (TRL 0.16, `normalize_reward`)."""
     normalized = (scores - scores.mean()) / (scores.std() + 1e-8)
     return normalized.clamp(-clip_range, clip_range)
 
@@ -745,9 +751,9 @@ def normalize_scores(scores: Tensor, clip_range: float) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, k: int) -> Tensor:
-    """(B,) each reward less the mean of the other k-1 of its group (Ahmadian et al. 2024, sec. 3).
+    """Subtracts from each reward (B,) the mean of the other k-1 rewards in its group (Ahmadian et al. 2024, sec. 3).
 
-    The rows of a group are neighbours. With k = 3: [1, 2, 6, 0, 0, 0] -> [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]
+    A group is k neighbouring rows. With k = 3: [1, 2, 6, 0, 0, 0] -> [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]
     """
     groups = rewards.view(-1, k)  # (B/k, k)
     others = (groups.sum(1, keepdim=True) - groups) / (k - 1)
@@ -755,10 +761,11 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
 
 
 def rloo_advantages(scores: Tensor, non_score_reward: Tensor, k: int, token_level_kl: bool) -> Tensor:
-    """Advantages of the actions from scores (B,) and -kl_coef * KL (B, T): (B, 1), or (B, T) where tokens are actions.
+    """Computes advantages from scores (B,) and -kl_coef * KL (B, T): (B, 1), or (B, T) if each token is an action.
 
-    A response as one action answers for all of its KL, so KL is part of the reward that the others are compared with
-    (TRL). A token answers for the KL from itself on, and the baseline is of the scores alone (REINFORCE++, OpenRLHF).
+    If the response is one action, its KL is part of its reward, and so of the baselines of the other responses (TRL).
+    If each token is an action, its advantage includes the KL of this token and of later tokens. The baseline is then
+    computed from the scores without KL (REINFORCE++, OpenRLHF).
     """
     if not token_level_kl:
         rewards = scores + non_score_reward.sum(1)  # (B,)
@@ -771,14 +778,14 @@ def rloo_advantages(scores: Tensor, non_score_reward: Tensor, k: int, token_leve
 
 
 def action_mask(mask: Tensor, token_level_kl: bool) -> Tensor:
-    """Where the actions are: on real tokens (B, T), or one in each row (B, 1), the whole response."""
+    """Returns the mask of the actions: real tokens (B, T), or one action per response (B, 1)."""
     if token_level_kl:
         return mask
     return mask.any(1, keepdim=True)
 
 
 def action_logprobs(logprobs: Tensor, mask: Tensor, token_level_kl: bool) -> Tensor:
-    """Log-probabilities of the actions: of tokens (B, T) as they are, or of whole responses (B, 1), their sums."""
+    """Returns the log-probabilities of the actions: of tokens (B, T), or of responses (B, 1), summed over tokens."""
     if token_level_kl:
         return logprobs
     return logprobs.masked_fill(~mask, 0.0).sum(1, keepdim=True)
@@ -802,9 +809,10 @@ def policy_loss(
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Log-probabilities (b, T) of the responses under the policy, its entropy (b, T), and its router's loss, or 0.
+    """Returns log-probabilities (b, T) of the responses, the policy's entropy (b, T), and the router's loss or 0.
 
-    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph keeps their log-softmax.
+    The logits (b, T, V) are the largest tensor of an update. They are freed here: the graph only needs their
+    log-softmax.
     """
     options = {"output_router_logits": True} if args.aux_loss_coef else {}
     with autocast(args):
@@ -821,24 +829,26 @@ def update(
     texts: list[list[int]],
     args: Args,
 ) -> dict[str, float]:
-    """`num_ppo_epochs` passes over the rollout, one optimiser step for each mini-batch; returns means over all actions.
+    """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
+    over all actions.
 
-    The loss of a mini-batch is a sum over its actions, divided by their number: it does not depend on how the rows are
-    cut into micro-batches and dealt to processes. Gradients become means over processes, so each divides by its share.
+    The gradient of a mini-batch is a sum over its actions, divided by their number, so it does not depend on how the
+    mini-batch is cut into micro-batches. Several processes share a mini-batch. Their gradients are averaged, so the
+    divisor is the number of actions per process.
     """
     B, device = len(rollout.mask), rollout.mask.device
-    totals = Counter()  # sums over actions, or tokens
+    totals = Counter()  # sums over actions or tokens
     per_step = Counter()  # sums over optimiser steps
     steps = 0
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
             num_actions = action_mask(rollout.mask[rows], args.token_level_kl).sum() / WORLD_SIZE
             sums = defaultdict(float)
             for index in deal(rollout.by_length(rows), args)[RANK::WORLD_SIZE]:
                 r = rollout.select(index)
                 logprobs, entropy, aux_loss = policy_forward(policy, r, args)  # (b, T)
-                new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T) if tokens are actions
+                new = action_logprobs(logprobs, r.mask, args.token_level_kl)  # (b, 1), or (b, T) with token_level_kl
                 old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
                 actions = action_mask(r.mask, args.token_level_kl)
                 pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
@@ -876,7 +886,7 @@ def update(
                 per_step["loss/ptx"] += pretrain_gradient(policy, texts, args)
             policy_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             per_step["policy/grad_norm"] += policy_norm
-            if math.isfinite(policy_norm):  # else the weights would be NaN for good
+            if math.isfinite(policy_norm):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
                 steps += 1
                 if ema is not None:
@@ -886,7 +896,7 @@ def update(
     optimizer.zero_grad()
     means = {name: x / totals["actions"] for name, x in totals.items()}
     means["policy/first_ratio_error"] = first_error
-    for name in ("actions", "tokens", "token_error"):  # these are for this function alone
+    for name in ("actions", "tokens", "token_error"):  # not metrics
         del means[name]
     means["policy/entropy_avg"] = totals["policy/entropy_avg"] / totals["tokens"]
     means["val/ratio_var"] = max(0.0, means.pop("ratio_squared") - means["val/ratio"] ** 2)
@@ -898,8 +908,10 @@ def update(
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
-    """The metrics that describe a batch before the update, by the formulas of step 3 (change them together), with the
-    scores before scaling and clipping. The names are TRL's: val/ is value."""
+    """Computes the metrics of a batch before the update, under TRL's names (val/ stands for value).
+
+    They repeat the formulas of step 3: change both together. Scores are those before scaling and clipping.
+    """
     per_row = lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()  # noqa: E731
     kl = per_row(rollout.kl)
     score = rollout.scores.mean().item()
@@ -907,7 +919,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
         "objective/kl": kl,
         "objective/kl_k3": per_row(kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3")),
         "objective/kl_coef": rollout.kl_coef,
-        "objective/entropy": per_row(-rollout.old_logprobs),  # an estimate from the drawn tokens
+        "objective/entropy": per_row(-rollout.old_logprobs),  # an estimate from the sampled tokens
         "objective/non_score_reward": -rollout.kl_coef * kl,
         "objective/rlhf_reward": score - rollout.kl_coef * kl,
         "objective/scores": score,
@@ -920,7 +932,8 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Mean and deviation (Bessel's, as in TRL) of what each of --reward-fn gave, where it gave something."""
+    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
+    without the responses for which it returned None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
         said = rewards[~rewards.isnan()]
@@ -930,7 +943,7 @@ def reward_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def equal_groups(scores: Tensor, k: int) -> Tensor:
-    """(B/k,) whether the k scores of a group are all equal: but for its KL it gives no gradient."""
+    """Returns (B/k,), true where all k scores of a group are equal. Only KL gives such a group a gradient."""
     groups = scores.view(-1, k)
     return (groups == groups[:, :1]).all(1)
 
@@ -938,13 +951,13 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 def evaluate(
     policy: nn.Module, reference: nn.Module, reward_fns: RewardFns, prompts: list[dict], args: Args
 ) -> dict[str, float]:
-    """What a user of the policy would see: answers at low temperature to prompts that it is not trained on.
+    """Scores answers to the prompts of the test split, sampled at a low temperature, as a user would sample them.
 
-    Their log-ratio to the reference is taken at the training temperature; on distributions sharpened to one token it
-    would say little. It is no KL: the answers were not drawn at that temperature.
+    The log-ratio to the reference is computed at the training temperature, since at a low temperature nearly all
+    probability is on one token. It is not a KL, because the answers were not sampled at the training temperature.
     """
     eval_args = replace(args, temperature=args.eval_temperature, response_length_min=None)
-    extra = -len(prompts) % WORLD_SIZE  # so that all processes have equally many
+    extra = -len(prompts) % WORLD_SIZE  # so that all processes have the same number of prompts
     rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], eval_args)
     rollout.old_logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args)
     with adapter_off(policy, reference):
@@ -960,7 +973,8 @@ def evaluate(
 
 
 def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Module, args: Args) -> None:
-    """Logs an update, warns of what looks wrong, and now and then shows four responses in a table."""
+    """Logs the metrics of an update, and warns of common problems. Shows a table of four responses after the first
+    update and `num_sample_generations` times in the run."""
     seconds = sum(run.seconds.values())
     stats["episode"] = run.step * args.batch_size
     stats["eps"] = args.batch_size / seconds
@@ -973,7 +987,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
-    """A few episodes as a table, and all their tensors in a file, which tools/xray.py draws."""
+    """Prints a few episodes as a table. Saves all their tensors in a file, which tools/xray.py can show."""
     texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
@@ -985,11 +999,11 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
-    """Warns, once each, if no response stops, or if all scores are equal."""
+    """Warns if no response has a stop token, or if all scores are equal. Each warning appears once."""
     if policy.stop_token_ids and not rollout.ended.any():
         warnings.warn(
             "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
-            "or check that the policy was taught to end its texts"
+            "or check that the policy was trained to end its texts"
         )
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
@@ -999,14 +1013,17 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
-    """The next kl_coef: moved by at most 20 % * episodes / horizon towards the KL target (Ziegler et al. 2019, 2.2)."""
+    """Returns the next kl_coef, which moves the KL towards its target (Ziegler et al. 2019, sec. 2.2). It changes by at
+    most 20 % * batch_size / kl_horizon."""
     error = max(-0.2, min(0.2, kl / args.kl_target - 1))
     return kl_coef * (1 + error * args.batch_size / args.kl_horizon)
 
 
 def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> float:
-    """Adds the gradient of ptx_coef * mean(-log pi) on as many texts, drawn at random, as a mini-batch has responses;
-    returns that mean (InstructGPT, eq. 2)."""
+    """Adds the gradient of the language-modelling loss on pretraining texts, times ptx_coef (InstructGPT, eq. 2).
+
+    Draws as many texts as a mini-batch has responses. Returns the loss, the mean of -log pi over tokens.
+    """
     drawn = torch.randint(len(texts), (args.batch_size // args.num_mini_batches,)).tolist()
     ids, mask = pad([texts[i] for i in drawn], policy.tokenizer, args)  # (B, S)
     num_tokens = mask[:, 1:].sum()
@@ -1016,13 +1033,13 @@ def pretrain_gradient(policy: nn.Module, texts: list[list[int]], args: Args) -> 
             logits = policy(input_ids=ids[rows], attention_mask=mask[rows].long(), use_cache=False).logits
         logprobs = token_logprobs(logits[:, :-1].float(), ids[rows, 1:])  # (b, S-1)
         loss = -logprobs[mask[rows, 1:]].sum() / num_tokens
-        (WORLD_SIZE * args.ptx_coef * loss).backward()  # gradients become means over processes
+        (WORLD_SIZE * args.ptx_coef * loss).backward()  # times WORLD_SIZE, since gradients are averaged over processes
         total += loss.detach()
     return all_reduce(total).item()
 
 
 def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
-    """Token ids of texts with their EOS, for PPO-ptx; none without --pretrain-data."""
+    """Loads the texts of --pretrain-data for PPO-ptx. Returns their token ids, each with EOS, or an empty list."""
     if args.pretrain_data is None:
         return []
     data = load_split(args.pretrain_data, None, "train")
@@ -1035,7 +1052,7 @@ def load_pretrain_texts(args: Args, policy: nn.Module) -> list[list[int]]:
 
 @torch.no_grad()
 def move_average(ema: nn.Module, policy: nn.Module, decay: float) -> None:
-    """Makes of `ema`, in place, decay * itself + (1 - decay) * the policy."""
+    """Updates the moving average in place: ema = decay * ema + (1 - decay) * policy."""
     for kept, p in zip(ema.parameters(), policy.parameters()):
         kept.lerp_(p, 1 - decay)
 
@@ -1372,7 +1389,7 @@ def longest_prompt(prompts: datasets.Dataset) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Ends the program for settings that make no sense together, or that another one switches off."""
+    """Exits if settings contradict each other, or if one setting makes another one useless."""
     check_common_args(args)
     require(bool(args.pretrain_data) == bool(args.ptx_coef), "--ptx-coef and --pretrain-data: give both, or neither")
     refuse_unused(args, "reward_model", "reward_model" in args.reward_fn, "unless --reward-fn names reward_model")
@@ -1380,19 +1397,19 @@ def check_args(args: Args) -> None:
     is_evaluated = args.dataset_test_split != "none"
     refuse_unused(args, "num_eval_prompts eval_temperature", is_evaluated, "with --dataset-test-split none")
     refuse_unused(args, "kl_target kl_horizon", args.adaptive_kl, "without --adaptive-kl")
-    refuse_unused(args, "adaptive_kl", args.kl_coef, "with --kl-coef 0, which no factor changes")
+    refuse_unused(args, "adaptive_kl", args.kl_coef, "with --kl-coef 0, since it multiplies kl_coef")
     refuse_unused(args, "reward_clip_range", args.normalize_reward, "without --normalize-reward")
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
-    require(fits, f"--reward-weights: {len(args.reward_weights)} numbers for {len(args.reward_fn)} of --reward-fn")
+    require(fits, f"--reward-weights has {len(args.reward_weights)} values, but --reward-fn has {len(args.reward_fn)}")
     fits = (args.response_length_min or 0) <= args.response_length
-    require(fits, f"--response-length-min is more than --response-length, which is {args.response_length}")
+    require(fits, f"--response-length-min is greater than --response-length {args.response_length}")
 
 
 def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: int) -> Args:
-    """The settings with learning rate, batch sizes and number of episodes filled in, for G responses to each prompt;
-    prints them in words."""
+    """Returns the settings with learning rate, batch sizes and number of episodes filled in, and prints them. G is the
+    number of responses to each prompt."""
     size = policy.num_parameters()
-    # 1e-5 for a model of GPT-2's size, higher for smaller ones, never below 3e-6 (the N+ details' rate from 1B up)
+    # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     learning_rate = args.learning_rate or float(f"{rate:.2g}")
 
@@ -1406,8 +1423,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     prompt_length = longest_prompt(prompts)
     longest = prompt_length + args.response_length
     is_shared = can_share_prompts(policy, args)
-    per_row = longest  # tokens that are computed for a row
-    if is_shared:  # the prompt's keys and values, which each row keeps, weigh a fifth of it
+    per_row = longest  # number of tokens computed for a row
+    if is_shared:  # each row still needs the prompt's keys and values, about a fifth of the prompt's memory
         per_row -= int(prompt_length * max(0.0, 0.8 - args.num_mini_batches / G))
     fitting = min(batch_size // parts, rows_that_fit(policy, per_row, args))
     micro_batch_size = args.micro_batch_size or per_device or fitting
@@ -1422,7 +1439,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
     print(
         f"batch: {batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "
-        f"mini-batches, {micro_batch_size} rows at a time, {'prompts read once' if is_shared else 'rows read whole'}; "
+        f"mini-batches, {micro_batch_size} rows at a time, {'prompts shared' if is_shared else 'prompts not shared'}; "
         f"{num_updates} updates = {num_updates * batch_size} episodes"
     )
     return replace(
@@ -1432,24 +1449,25 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         micro_batch_size=micro_batch_size,
         local_rollout_forward_batch_size=rollout_batch_size,
         total_episodes=episodes,
-        num_train_epochs=None,  # else it would overrule --total-episodes of a resumed run
+        num_train_epochs=None,  # otherwise it would override --total-episodes of a resumed run
     )
 
 
 def ratio_rounding(args: Args) -> float:
-    """The largest mean of |ratio - 1| over tokens that rounding explains: with bf16 the logits have 8 binary digits,
-    with TF32 the factors have 11.
+    """Returns the largest mean of |ratio - 1| over tokens that can be rounding. bfloat16 has 8 bits of precision, TF32
+    has 11.
 
-    With bf16 SmolLM2 has .021 to .036, whatever temperature (.5 to 1) and length (16 to 200 tokens), on a CPU with or
-    without bfloat16 products. Its largest logits are 10 to 40; where they are twice that, so is their rounding."""
+    Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
+    with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to
+    the logits."""
     if args.bf16:
         return 1e-1
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
 def check_first_ratio(error: float, update: int, args: Args) -> None:
-    """If the mean of |ratio - 1| before any step is more than rounding, the policy in the update is not the one that
-    sampled: ends the program in the first update. A run that has trained goes on, with a warning."""
+    """Checks that the ratio is 1 before the first step, up to rounding. Otherwise the update and the sampler use
+    different distributions. Exits in the first update of a run; in later updates, only warns."""
     if error <= ratio_rounding(args):
         return
     require(
@@ -1560,10 +1578,13 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
-    """How many rows of so many tokens may go through the model at once: their backward pass keeps of each token some 20
-    numbers per layer and hidden unit, and three times its logits; sampling, 2, the keys and values. They may fill an
-    eighth of what is free on the GPU. Without CUDA, where larger parts are slower, it is 64 MB, or four times the
-    weights, up to 2 GB: each part goes once more through the gradient of all."""
+    """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
+
+    A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
+    needs 2 numbers, for keys and values. The rows may fill an eighth of the free GPU memory. On a CPU, large batches
+    are slow, so the limit is 64 MB. For large models it is four times the weights, up to 2 GB, because each micro-batch
+    updates the gradient of all weights.
+    """
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
@@ -1573,7 +1594,7 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     if torch.device(args.device).type == "cuda":
         free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
         if WORLD_SIZE > 1:
-            dist.all_reduce(free, dist.ReduceOp.MIN)  # all go through as many parts
+            dist.all_reduce(free, dist.ReduceOp.MIN)  # so that all processes have the same number of micro-batches
         limit = int(free) // 32  # an eighth, in numbers of 4 bytes
     return max(1, limit // numbers)
 

@@ -1,28 +1,29 @@
 """GRPO for language models, in short: ../grpo.py without what only large models and long runs need.
 
-A policy pi (a language model) answers each prompt G times, a function says how good each answer is,
-and answers that beat the others to the same prompt are made likelier. For each batch:
+A policy pi (a language model) answers each prompt G times, and a function scores each answer. Each
+update makes answers more likely that score higher than the mean of the answers to the same prompt,
+and the rest less likely. An update, on a batch of B responses:
 
   1. sample     response y_1..y_T ~ pi(. | prompt), up to and including the stop token
-  2. score      one number for each whole response, here whether its answer is right
+  2. score      one number for each response, here 1 if its answer is right, otherwise 0
   3. advantage  A_i = score_i - mean of the group's scores, divided by their standard deviation
-  4. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy that drew the batch
-                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps)) [+ beta ratio_t KL_t],
-                KL_t = q/p - 1 - log(q/p), for q = pi_ref(y_t), p = pi(y_t), a frozen first pi_ref
-                added up with the weights of the `loss_type`, in `token_weights`
+  4. loss       ratio_t = pi(y_t) / pi_old(y_t), with pi_old from step 1
+                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps)) [+ beta ratio_t KL_t]
+                KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t); pi_ref is a frozen first pi
+                the loss is a weighted sum of all loss_t; `loss_type` sets the weights
   5. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
 
-Where everything stands, for G = 2, a prompt of 3 tokens (left-padded to P = 4) and responses of 4
-and 6 tokens (T = 6). A dot may be anything, until the mask takes it out.
+The layout of the tensors, for G = 2, a prompt of 3 tokens (left-padded to P = 4) and responses of 4
+and 6 tokens (T = 6). A dot is padding: it may hold any number, and is masked.
 
   input_ids     PAD  p1  p2  p3 | y1  y2  y3  EOS  .   .    row 0: prompt (B, P), response (B, T)
                 PAD  p1  p2  p3 | z1  z2  z3  z4  z5  EOS   row 1: a group's rows are neighbours
   mask                          |  1   1   1   1   0   0    true up to and including the stop token
-  logprobs, ratio, loss         |  *   *   *   *   .   .    per token
+  logprobs, ratio, loss         |  *   *   *   *   .   .    one per token
   score, A                                                  one per row, the same for all its tokens
 
-In RLOO a response is one action and KL a part of its reward; here each token is an action, clipped
-by itself, and KL, if beta is not 0, a term of the loss. A group of equal scores teaches nothing.
+In RLOO a response is one action, and KL is part of its reward. Here each token is an action with
+its own clipped ratio, and KL is a term of the loss (if beta > 0). Equal scores give no gradient.
 
   python lecture/grpo.py    # the shell game: half a minute on a CPU, right answers .4 -> 1.0
   python lecture/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 3e-6 --dataset MINE \\
@@ -48,24 +49,24 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook: where it runs
 TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
 class Args:
-    num_generations: int = 8  # G, the responses to each prompt. More: a better baseline
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"  # how tokens add up: token_weights
-    # what divides advantages: a deviation, the group's mean (MaxRL), or nothing (Dr. GRPO)
+    num_generations: int = 8  # G, the number of responses to each prompt. More: a better baseline
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"  # weights: see token_weights
+    # divide advantages by a deviation, by the group's mean (MaxRL), or by nothing (Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     baseline: Literal["mean", "none"] = "mean"  # none: the scores are the advantages (RFT)
-    epsilon: float = 0.2  # eps: a ratio that has moved further earns nothing more
+    epsilon: float = 0.2  # eps: where a ratio has moved further, its loss is flat
     num_ppo_epochs: int = 1  # passes over each batch
     num_mini_batches: int = 1  # optimiser steps in one pass
-    beta: float = 0.0  # weight of KL in the loss; 0: there is no reference
-    response_length: int = 16  # most tokens in a response
+    beta: float = 0.0  # weight of KL in the loss. 0: no reference is loaded
+    response_length: int = 16  # maximum number of tokens in a response
     temperature: float = 1.0  # divides the logits, wherever they are used. Lower: less exploration
-    learning_rate: float = 7e-4  # at first; it falls to 0. For GPT-2: 1e-5
+    learning_rate: float = 7e-4  # at the start; it falls linearly to 0. For GPT-2: 1e-5
     batch_size: int = 64  # B, the responses of an update, G to a prompt
     total_episodes: int = 12800  # responses in the whole run
     model: str = f"{TOY}/shells/sft"  # the policy to start from: a folder, or a name on the hub
@@ -78,7 +79,7 @@ class Args:
 
 # %% 1. Sample
 def forward(model, input_ids, attention_mask, **options):
-    """Output on texts (B, S), or their newest tokens. Positions skip padding; GPT-2's do not."""
+    """Output for texts (B, S), or for their newest tokens. Positions count real tokens alone."""
     options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
@@ -122,8 +123,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
 def response_mask(responses, stop_token_ids):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
-    By position, not by the pad token: behind the stop token any token may stand, and where EOS is
-    also the padding, as with GPT-2, the EOS that was drawn would be lost. With stop token 0:
+    Found by position, not by the pad token: after the stop token, sampling goes on with arbitrary
+    tokens, and where the pad token is EOS (GPT-2), the sampled EOS is real. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -146,14 +147,15 @@ def response_logprobs(logits, tokens, prompt_length, temperature):
 
 # %% 3. Advantage
 def group_advantages(scores, G, scale):
-    """(B,) each score less the group's mean, over the group's or batch's deviation, or that mean.
+    """(B,) each score minus the group's mean, divided by a deviation or by that mean.
 
-    With G = 4 and no scale: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. By their deviation, .5, it is
-    [1.5, -.5, -.5, -.5]: rare successes weigh more, and so do rare failures. By their mean, .25, it
-    is [3, -1, -1, -1]: rare successes alone weigh more, as in a gradient of log P(right answer).
+    With G = 4 and scale none: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. Divided by the group's
+    deviation, .5: [1.5, -.5, -.5, -.5]. Rare successes and rare failures get a higher weight.
+    Divided by the group's mean, .25: [3, -1, -1, -1]. Only rare successes get a higher weight, as
+    in the gradient of log P(right answer).
     """
     groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
-    groups = groups - groups[:, :1]  # so that equal scores give 0, whatever rounding does to a mean
+    groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
@@ -166,10 +168,10 @@ def group_advantages(scores, G, scale):
 
 # %% 4. Loss
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
-    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
-    It is flat where the ratio has left the range on the side that A favours: an old batch says
-    little about a policy so far away. On the other side the ratio is led back.
+    The gradient is 0 where the ratio has left the clip range in the direction that A favours. In
+    the other direction it is not clipped, and moves the ratio back.
     """
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
@@ -178,17 +180,17 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 
 def kl_estimate(logprobs, ref_logprobs, estimator):
-    """(B, T) KL(policy || reference), estimated from the drawn token alone (Schulman 2020)."""
+    """(B, T) estimate of KL(policy || reference) from the sampled token alone (Schulman 2020)."""
     k1 = logprobs - ref_logprobs
     return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
 
 
 def token_weights(mask, num_rows, num_tokens, args):
-    """(b, T) weights of the tokens' losses, whose sum is the loss of a mini-batch.
+    """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
-    With grpo all responses count alike, so a token of a long one counts less. With dr_grpo all
-    tokens count alike, by a constant; with bnpo, too, by the tokens of these rows; with dapo, by
-    the tokens of an average mini-batch of this batch.
+    grpo: all responses have the same weight, so a token of a long response has a lower one. In the
+    others, all tokens have the same weight: a constant (dr_grpo), 1 / tokens of this mini-batch
+    (bnpo), or 1 / tokens of an average mini-batch (dapo).
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
@@ -205,13 +207,13 @@ args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook ha
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# from_pretrained turns dropout off: sampling, reference and loss must see one distribution
+# from_pretrained turns dropout off: sampling, reference and loss must use one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
 reference = deepcopy(policy) if args.beta else None
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 file, _, function = args.reward_fn.rpartition(":")
-reward = runpy.run_path(file)[function]  # of prompts, completions and the columns of the dataset
+reward = runpy.run_path(file)[function]  # f(prompts, completions, and the columns of the dataset)
 optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=0.0)
 files = args.dataset if args.dataset.endswith(".jsonl") else None  # or a folder, or a hub name
 data = load_dataset("json" if files else args.dataset, data_files=files, split="train")
@@ -220,12 +222,12 @@ prompts = tokenizer(list(data["prompt"]))["input_ids"]
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: what a step draws depends on no step before it."""
+    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
+    """The numbers below n, in an order that depends on the seed and the number of the pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -233,7 +235,7 @@ def shuffled(n, seed, number):
 passes = range(1 + args.total_episodes // len(prompts))
 order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-# %% The loop: its numbers are those of the steps above
+# %% The loop, with the steps of the docstring
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, G = args.batch_size, args.num_generations
 num_updates = args.total_episodes // B
@@ -248,7 +250,7 @@ for update in (bar := trange(1, num_updates + 1)):
     batch = tokenizer.pad({"input_ids": token_lists}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
-    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
+    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU, for any device
     responses, old_logprobs = sample(policy, ids, attention_mask, uniforms, args.temperature, stop)
     mask, ended = response_mask(responses, [stop])  # (B, T), (B,)
     ids = torch.cat([ids, responses], 1)  # (B, P+T)
@@ -257,8 +259,8 @@ for update in (bar := trange(1, num_updates + 1)):
     # 2. Score
     starts = tokenizer.batch_decode(token_lists, skip_special_tokens=True)
     token_lists = [row[real.bool()] for row, real in zip(ids, attention_mask)]
-    texts = tokenizer.batch_decode(token_lists, skip_special_tokens=True)  # prompt and response:
-    texts = [text.removeprefix(start) for start, text in zip(starts, texts)]  # keeps a first space
+    texts = tokenizer.batch_decode(token_lists, skip_special_tokens=True)  # prompts and responses
+    texts = [text.removeprefix(start) for start, text in zip(starts, texts)]  # with a first space
     columns = {name: [examples[i][name] for i in drawn] for name in examples[0]}
     rewards = reward(prompts=columns["prompt"], completions=texts, **columns)
     scores = torch.tensor([float(x) for x in rewards], device=device)  # (B,)
@@ -269,12 +271,12 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 3. Advantage
     advantages = group_advantages(scores, G, args.scale_rewards)[:, None]  # (B, 1)
-    if args.baseline == "none":  # with scores of 0 and 1, only right answers count
+    if args.baseline == "none":  # with scores of 0 and 1, only right answers have a gradient
         advantages = scores[:, None]
 
     # 4. Loss, and 5. update
     num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
-    logs = []  # of the steps, each a mean over tokens
+    logs = []  # means over tokens, for each optimiser step
     for _ in range(args.num_ppo_epochs):
         for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
             logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
@@ -283,7 +285,7 @@ for update in (bar := trange(1, num_updates + 1)):
                 logprobs, old_logprobs[rows], advantages[rows], mask[rows], args.epsilon
             )
             kl = torch.zeros_like(losses)  # (b, T)
-            if args.beta:  # times the ratio, which makes its gradient that of the true KL
+            if args.beta:  # times the ratio, so that its gradient is that of the KL
                 kl = kl_estimate(logprobs, ref_logprobs[rows], "k3") * ratio
             weights = token_weights(mask[rows], len(rows), num_tokens, args)  # (b, T)
             loss = ((losses + args.beta * kl) * weights).sum()
@@ -306,7 +308,7 @@ for update in (bar := trange(1, num_updates + 1)):
 # %% The trained policy
 policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
-for i in range(0, B, G)[:3]:  # one of each group
+for i in range(0, B, G)[:3]:  # one response of each group
     print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")
 for name, first in history[0].items():
     print(f"{name:23s} {first:9.3g} -> {history[-1][name]:9.3g}")

@@ -1,28 +1,29 @@
 """RLOO for language models, in short: ../rloo.py without what only large models and long runs need.
 
-A policy pi (a language model) answers each prompt K times, a reward model gives each answer one
-score, and answers that beat the others to the same prompt are made likelier. For each batch:
+A policy pi (a language model) answers each prompt K times, and a reward model scores each answer.
+Each update makes answers more likely that score higher than the others to the same prompt, and the
+rest less likely. An update, on a batch of B responses:
 
   1. sample     response y_1..y_T ~ pi(. | prompt), up to and including the stop token
   2. score      ref_logprobs of the reference, a frozen copy of the first pi; one score for each
-                text, lower if the response never stops
+                response, reduced if it never stops
   3. reward     R_i = score_i - kl_coef * sum_t KL_t: one number for the whole response
   4. advantage  A_i = R_i - mean of R over the other K-1 responses to the same prompt
-  5. loss       ratio_i = exp(sum_t log pi(y_t) - log pi_old(y_t)), where pi_old drew the batch
+  5. loss       ratio_i = exp(sum_t log pi(y_t) - log pi_old(y_t)), with pi_old from step 1
                 mean_i max(-A_i ratio_i, -A_i clip(ratio_i, 1-eps, 1+eps))
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each mini-batch
 
-Where everything stands, for K = 2, a prompt of 3 tokens (left-padded to P = 4) and responses of 4
-and 6 tokens (T = 6). A dot may be anything, until the mask takes it out.
+The layout of the tensors, for K = 2, a prompt of 3 tokens (left-padded to P = 4) and responses of 4
+and 6 tokens (T = 6). A dot is padding: it may hold any number, and is masked.
 
   input_ids     PAD  p1  p2  p3 | y1  y2  y3  EOS  .   .    row 0: prompt (B, P), response (B, T)
                 PAD  p1  p2  p3 | z1  z2  z3  z4  z5  EOS   row 1: a group's rows are neighbours
   mask                          |  1   1   1   1   0   0    true up to and including the stop token
-  logprobs, KL                  |  *   *   *   *   .   .    per token, then summed over the row
+  logprobs, KL                  |  *   *   *   *   .   .    one per token, then summed over the row
   R, A, ratio                                               one per row: A_0 = R_0 - R_1 = -A_1
 
-PPO has a critic to say what was to be expected; here the other responses to the prompt say it. They
-do not depend on this one, so the gradient is right on average. A whole response is one action.
+The baseline of PPO is the critic. Here it is the mean reward of the other responses to the prompt.
+They do not depend on this response, so the gradient is unbiased. The response is one action.
 
   python lecture/rloo.py    # the toy world: a minute on a CPU, score 0 -> 4.4, KL 0 -> 17 nats
   python lecture/rloo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE
@@ -45,21 +46,21 @@ from datasets import load_dataset
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook, its folder
+HERE = Path(globals().get("__file__", "this.py")).resolve().parent  # in a notebook: where it runs
 TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 
 
 @dataclass
 class Args:
-    rloo_k: int = 2  # K, the responses to each prompt. More: a better baseline
+    rloo_k: int = 2  # K, the number of responses to each prompt. More: a better baseline
     num_ppo_epochs: int = 4  # passes over each batch
     num_mini_batches: int = 1  # optimiser steps in one pass
-    cliprange: float = 0.2  # eps: a ratio that has moved further earns nothing more
-    missing_eos_penalty: float = 1.0  # what a response that never stops loses of its score
+    cliprange: float = 0.2  # eps: where a ratio has moved further, its loss is flat
+    missing_eos_penalty: float = 1.0  # subtracted from the score of a response that never stops
     kl_coef: float = 0.05  # weight of KL in the reward. 0: the reward model is exploited
-    response_length: int = 53  # most tokens in a response
+    response_length: int = 53  # maximum number of tokens in a response
     temperature: float = 0.7  # divides the logits, wherever they are used. Lower: less exploration
-    learning_rate: float = 3.1e-4  # at first; it falls to 0. For GPT-2: 1e-5
+    learning_rate: float = 3.1e-4  # at the start; it falls linearly to 0. For GPT-2: 1e-5
     batch_size: int = 64  # B, the responses of an update, K to a prompt (8 for GPT-2 on a CPU)
     total_episodes: int = 2048  # responses in the whole run
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
@@ -72,7 +73,7 @@ class Args:
 
 # %% 1. Sample
 def forward(model, input_ids, attention_mask, **options):
-    """Output on texts (B, S), or their newest tokens. Positions skip padding; GPT-2's do not."""
+    """Output for texts (B, S), or for their newest tokens. Positions count real tokens alone."""
     options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
@@ -116,8 +117,8 @@ def sample(policy, prompts, prompt_mask, uniforms, temperature, stop_token_id):
 def response_mask(responses, stop_token_ids):
     """(B, T) true up to and including the first stop token, and (B,) whether there is one.
 
-    By position, not by the pad token: behind the stop token any token may stand, and where EOS is
-    also the padding, as with GPT-2, the EOS that was drawn would be lost. With stop token 0:
+    Found by position, not by the pad token: after the stop token, sampling goes on with arbitrary
+    tokens, and where the pad token is EOS (GPT-2), the sampled EOS is real. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -139,16 +140,16 @@ def response_logprobs(logits, tokens, prompt_length, temperature):
 
 
 def read_head(model, input_ids, attention_mask):
-    """(B, S) what a reward model, a transformer with a linear head, says at each position."""
+    """(B, S) a number for each position, by the linear head of a reward model."""
     states = forward(model.base_model, input_ids, attention_mask).last_hidden_state  # (B, S, D)
     return model.score(states).squeeze(-1)
 
 
 # %% 3. Reward, and 4. advantage
 def leave_one_out(rewards, k):
-    """(B,) each reward less the mean of the other k-1 of its group (Ahmadian et al. 2024, sec. 3).
+    """(B,) each reward minus the mean of the other k-1 in its group (Ahmadian et al. 2024, sec. 3).
 
-    The rows of a group are neighbours. With k = 3: [1, 2, 6, 0, 0, 0] -> [-3, -1.5, 4.5, 0, 0, 0]
+    A group is k neighbouring rows. With k = 3: [1, 2, 6, 0, 0, 0] -> [-3, -1.5, 4.5, 0, 0, 0]
     """
     groups = rewards.view(-1, k)  # (B/k, k)
     others = (groups.sum(1, keepdim=True) - groups) / (k - 1)
@@ -157,10 +158,10 @@ def leave_one_out(rewards, k):
 
 # %% 5. Loss
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
-    """Clipped losses (B, 1) (PPO, eq. 7), the ratio, and where the clipped branch was the larger.
+    """Clipped losses (B, 1) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
-    It is flat where the ratio has left the range on the side that A favours: an old batch says
-    little about a policy so far away. On the other side the ratio is led back.
+    The gradient is 0 where the ratio has left the clip range in the direction that A favours. In
+    the other direction it is not clipped, and moves the ratio back.
     """
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
@@ -173,13 +174,13 @@ args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook ha
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
 assert args.batch_size % args.rloo_k == 0, "batch_size: a multiple of rloo_k"
 device = "cuda" if torch.cuda.is_available() else "cpu"
-# from_pretrained turns dropout off: sampling, reference and loss must see one distribution
+# from_pretrained turns dropout off: sampling, reference and loss must use one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
 reference = deepcopy(policy)
 reward_model = AutoModelForSequenceClassification.from_pretrained(
     args.reward_model, dtype=torch.float32
 ).to(device)
-bias = getattr(reward_model.config, "reward_bias", 0.0)  # ../reward_model.py centres rewards by it
+bias = getattr(reward_model.config, "reward_bias", 0.0)  # the shift of ../reward_model.py, or 0
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -192,12 +193,12 @@ prompts = tokenizer(list(data["prompt"]))["input_ids"]
 
 
 def make_seed(*numbers):
-    """One seed made of several numbers: what a step draws depends on no step before it."""
+    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shuffled(n, seed, number):
-    """The numbers below n in an order that follows from the seed and a number, that of a pass."""
+    """The numbers below n, in an order that depends on the seed and the number of the pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
@@ -205,7 +206,7 @@ def shuffled(n, seed, number):
 passes = range(1 + args.total_episodes // len(prompts))
 order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-# %% The loop: its numbers are those of the steps above
+# %% The loop, with the steps of the docstring
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, K = args.batch_size, args.rloo_k
 num_updates = args.total_episodes // B
@@ -220,7 +221,7 @@ for update in (bar := trange(1, num_updates + 1)):
     batch = tokenizer.pad({"input_ids": token_lists}, return_tensors="pt").to(device)
     ids, attention_mask = batch["input_ids"], batch["attention_mask"]  # (B, P)
     P, stop = ids.shape[1], tokenizer.eos_token_id
-    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU: alike anywhere
+    uniforms = torch.rand(B, args.response_length).to(device)  # drawn on the CPU, for any device
     responses, old_logprobs = sample(policy, ids, attention_mask, uniforms, args.temperature, stop)
     mask, ended = response_mask(responses, [stop])  # (B, T), (B,)
     ids = torch.cat([ids, responses], 1)  # (B, P+T)
@@ -230,12 +231,12 @@ for update in (bar := trange(1, num_updates + 1)):
     with torch.no_grad():
         logits = forward(reference, ids, attention_mask).logits  # (B, P+T, V)
         ref_logprobs = response_logprobs(logits, ids, P, args.temperature)  # (B, T)
-        last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) where the last real token stands
+        last = P + mask.sum(1, keepdim=True) - 1  # (B, 1) position of the last real token
         scores = read_head(reward_model, ids, attention_mask).gather(1, last).squeeze(1)  # (B,)
     scores = torch.where(ended, scores, scores - args.missing_eos_penalty)  # (B,)
 
     # 3. Reward
-    kl = old_logprobs - ref_logprobs  # (B, T) of the drawn tokens alone; on average, it is the KL
+    kl = old_logprobs - ref_logprobs  # (B, T) of the sampled tokens; its expectation is the KL
     rewards = scores - args.kl_coef * (kl * mask).sum(1)  # (B,)
 
     # 4. Advantage
@@ -244,7 +245,7 @@ for update in (bar := trange(1, num_updates + 1)):
     real = torch.ones_like(old, dtype=torch.bool)  # (B, 1) no response is padding
 
     # 5. Loss, and 6. update
-    logs = []  # of all responses and steps
+    logs = []  # of all responses, for each optimiser step
     for _ in range(args.num_ppo_epochs):
         for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
             logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
@@ -272,7 +273,7 @@ for update in (bar := trange(1, num_updates + 1)):
 # %% The trained policy
 policy.save_pretrained(args.output_dir)
 tokenizer.save_pretrained(args.output_dir)
-for i in range(0, B, K)[:3]:  # one of each group
+for i in range(0, B, K)[:3]:  # one response of each group
     print(f"{scores[i]:.2f}  {tokenizer.decode(ids[i][attention_mask[i].bool()])}")
 for name, first in history[0].items():
     print(f"{name:20s} {first:9.3g} -> {history[-1][name]:9.3g}")
