@@ -300,7 +300,9 @@ def train(args: Args) -> None:
                 stats["policy/sampler_error"] = error
             if args.beta:
                 with adapter_off(policy, reference):
-                    rollout.ref_logprobs = rollout.map(lambda r: logprobs_under(reference, r, args), args, parts)
+                    rollout.ref_logprobs = rollout.in_micro_batches(
+                        lambda r: logprobs_under(reference, r, args), args, parts
+                    )
 
         # 4. Loss, and 5. update
         with run.clock("update"):
@@ -392,7 +394,7 @@ class Rollout:
         return rows[longest[rows].argsort(stable=True)]
 
     @torch.no_grad()
-    def map(
+    def in_micro_batches(
         self, function: Callable[["Rollout"], Tensor], args: Args, micro_batches: list[Tensor] | None = None
     ) -> Tensor:
         """Applies a function to micro-batches of b episodes, and joins the results (b, T) or (b,) for all B episodes.
@@ -487,44 +489,39 @@ def sample(
     Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the sampled tokens, 0 on padding.
     """
     B, T = uniforms.shape
-    responses = prompts.new_zeros(B, T)
+    P = prompts.shape[1]
+    tokens = F.pad(prompts[:, -1:], (0, T))  # (B, 1 + T): the last prompt token, and the response as it grows
     logprobs = torch.zeros_like(uniforms)  # (B, T)
-    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once, at full size
-    if prompts.shape[1] > 1:  # all but the last token: the loop starts with that
-        read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
-    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass
-    tokens = prompts[:, -1:]  # (rows, 1): these four tensors have one row for each of `rows`
-    positions = prompt_mask.sum(1, keepdim=True) - 1  # (rows, 1)
-    attention_mask = prompt_mask.long()  # (rows, P + t): one column per token in the cache, for sliding-window layers
-    going = torch.ones_like(rows, dtype=torch.bool)  # (rows,), true where no stop token was sampled yet
+    attention_mask = F.pad(prompt_mask.long(), (0, T), value=1)  # (B, P + T)
+    positions = attention_mask.cumsum(1)[:, P - 1 :] - 1  # (B, 1 + T)
+    has_stopped = torch.zeros_like(prompt_mask[:, 0])  # (B,)
     stops = prompts.new_tensor(policy.stop_token_ids)
+    cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once, at full size
+    if P > 1:  # all but the last token: the loop starts with that
+        read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
+    rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass, and in the cache
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps between checks; each check waits for the GPU
     for t in range(T):
         output = policy(
-            input_ids=tokens,
-            attention_mask=attention_mask,
-            position_ids=positions,
+            input_ids=tokens[rows, t : t + 1],
+            attention_mask=attention_mask[rows, : P + t],  # one column per token in the cache, for sliding windows
+            position_ids=positions[rows, t : t + 1],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
         logits = output.logits[:, -1].float() / temperature  # (rows, V)
-        token, logprob = sample_categorical(logits, uniforms[rows, t])  # (rows,)
-        responses[rows, t] = token
-        logprobs[rows, t] = logprob
-        going &= ~torch.isin(token, stops)
-        tokens = token[:, None]
-        positions = positions + 1
-        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        tokens[rows, t + 1], logprobs[rows, t] = sample_categorical(logits, uniforms[rows, t])
+        has_stopped[rows] |= torch.isin(tokens[rows, t + 1], stops)
         if (t + 1) % look_every:
             continue
-        left = going.nonzero().squeeze(1)
+        left = (~has_stopped[rows]).nonzero().squeeze(1)
         if not all_reduce(torch.tensor(len(left))):  # all processes stop together, since all hold shards of the weights
             break
         if 0 < len(left) < 0.75 * len(rows):  # copying the cache once costs less than computing ended rows again
             cache.reorder_cache(left)
-            state = rows, tokens, positions, attention_mask, going
-            rows, tokens, positions, attention_mask, going = (x[left] for x in state)
+            rows = rows[left]
+    responses = tokens[:, 1:]
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
 
@@ -686,7 +683,7 @@ def read_again(
     the same padding. The rounding is then the same and the first ratio is exactly 1. For a ratio over all tokens of a
     response this matters most, since rounding errors add up. Also returns the mean of |ratio - 1| with respect to the
     sampler's log-probabilities."""
-    logprobs = rollout.map(lambda r: logprobs_under(policy, r, args), args, micro_batches)
+    logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
 
@@ -1308,7 +1305,7 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
             read_prompts(model.base_model, r.prompts, r.prompt_mask, cache)
         return read_reward(model, ids, mask.long(), cache)
 
-    return lambda rollout: rollout.map(reward, args)
+    return lambda rollout: rollout.in_micro_batches(reward, args)
 
 
 def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Args) -> list[list[int]]:
@@ -1419,7 +1416,9 @@ def try_reward_fns(reward_fns: RewardFns, prompts: datasets.Dataset, policy: nn.
     example = prompts[0]
     ids = torch.tensor([example["input_ids"]] * WORLD_SIZE, device=args.device)  # (WORLD_SIZE, P), one row per process
     mask = torch.ones_like(ids, dtype=torch.bool)
-    rollout = Rollout(ids, mask, ids, mask, mask[:, 0], torch.zeros_like(ids), [example] * WORLD_SIZE)
+    responses = ids[:, : args.response_length]
+    drawn = responses, mask[:, : args.response_length], mask[:, 0], torch.zeros_like(responses)
+    rollout = Rollout(ids, mask, *drawn, [example] * WORLD_SIZE)
     for reward in reward_fns.values():
         reward(rollout)
 

@@ -350,6 +350,7 @@ def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> 
         "learning-rate": setting.learning_rate,
         "num-sample-generations": 0,
         "save-steps": 1000,
+        "max-prompt-length": max(512, setting.prompt_lengths[1]),
     } | {
         "ppo": {"kl-coef": setting.kl_coef},
         "rloo": {"kl-coef": setting.kl_coef, "rloo-k": setting.rloo_k},

@@ -89,7 +89,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
     policy = golden_model("policy")
     args = golden_args(theirs["settings"])
     rollout = golden_rollout(args, policy)
-    logprobs = lambda model: rollout.map(lambda r: grpo.logprobs_under(model, r, args), args)  # noqa: E731
+    logprobs = lambda model: rollout.in_micro_batches(lambda r: grpo.logprobs_under(model, r, args), args)  # noqa: E731
     old = logprobs(policy)
     torch.testing.assert_close(old.masked_fill(~rollout.mask, 0.0), ARRAYS["old_logprobs"] * rollout.mask)
     rollout.advantages = grpo.group_advantages(rollout.scores, args.num_generations, args.scale_rewards)[:, None]

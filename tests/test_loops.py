@@ -498,7 +498,7 @@ def test_evaluation_counts_each_prompt_once(monkeypatch, script):
 
     monkeypatch.setattr(script, "WORLD_SIZE", 2)
     monkeypatch.setattr(script, "sample_batch", answer)
-    monkeypatch.setattr(script.Rollout, "map", lambda rollout, function, _: function(rollout))
+    monkeypatch.setattr(script.Rollout, "in_micro_batches", lambda rollout, function, _: function(rollout))
     monkeypatch.setattr(script, "logprobs_under", lambda model, r, _: torch.full(r.mask.shape, float(model)))
     examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
     stats = script.evaluate(0, -1, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import GOLD, run
+from runs import GOLD, run, write_rows
 from safetensors.torch import load_file, save_file
 from sources import ROOT
 from torch import nn
@@ -304,6 +304,16 @@ def test_a_reward_model_with_a_short_context(saved, train):
         train(ppo, model=saved("gpt2"), reward_model=reward, response_length=24)
 
 
+@pytest.mark.parametrize("script", [ppo, rloo, grpo], ids=lambda module: module.__name__)
+def test_a_prompt_that_fills_most_of_the_context(saved, train, script, tmp_path):
+    """Reward functions are tried on a prompt and a response that is no longer than those of the run."""
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "the film " * 10}] * 4)
+    sizes = dict(max_position_embeddings=32)
+    reward = saved("gpt2", AutoModelForSequenceClassification, num_labels=1, **sizes)
+    settings = dict(reward_model=reward, reward_fn=("reward_model",), dataset=str(tmp_path / "prompts.jsonl"))
+    assert train(script, model=saved("gpt2", **sizes), response_length=8, **settings)
+
+
 # --- Adapters
 
 
@@ -313,7 +323,7 @@ def test_the_reference_is_the_policy_with_its_adapter_off(kind):
     policy = tiny_model(kind)
     rollout = tiny_rollout(policy)
     args = ppo.Args(lora_r=1, micro_batch_size=6, temperature=0.9, device="cpu")
-    logprobs = lambda model: rollout.map(lambda r: ppo.logprobs_under(model, r, args), args)  # noqa: E731
+    logprobs = lambda model: rollout.in_micro_batches(lambda r: ppo.logprobs_under(model, r, args), args)  # noqa: E731
     before = logprobs(policy)
     size = policy.num_parameters()
     ppo.add_adapter(policy, args, task_type="CAUSAL_LM")

@@ -158,9 +158,9 @@ def test_map_puts_each_part_in_its_rows(policy, size):
         return ppo.token_logprobs(logits_of(policy, part) / 0.9, part.responses)
 
     args = ppo.Args(micro_batch_size=size)
-    mapped = r.map(logprobs, args)
+    mapped = r.in_micro_batches(logprobs, args)
     torch.testing.assert_close(mapped[r.mask], r.old_logprobs[r.mask], rtol=1e-4, atol=1e-4)
     assert max(sizes) <= size and sum(sizes) == 6 and len(sizes) == math.ceil(6 / size)
     lengths = r.prompt_mask.sum(1) + r.mask.sum(1)
-    assert r.map(lambda part: part.prompt_mask.sum(1) + part.mask.sum(1), args).tolist() == lengths.tolist()
+    assert r.in_micro_batches(lambda part: part.prompt_mask.sum(1) + part.mask.sum(1), args).tolist() == lengths.tolist()
     assert lengths[r.by_length(torch.arange(6))].diff().ge(0).all()
