@@ -592,9 +592,8 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
         keep = torch.arange(P - 1, P + T - 1, device=r.mask.device)
         output = model(**inputs, use_cache=False, logits_to_keep=keep, **options)
         logits = output.logits
-    return logits.float().div_(args.temperature), output.get(
-        "aux_loss", 0.0
-    )  # division in place, since the logits are the largest tensor
+    logits = logits.float().div_(args.temperature)  # in place, since it is the largest tensor
+    return logits, output.get("aux_loss", 0.0)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
