@@ -182,7 +182,7 @@ class Args:
     wandb_entity: Name | None = None  # W&B team, with --track
 
 
-# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
+# --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 
 
 def train(args: Args) -> None:

@@ -179,7 +179,7 @@ class Args:
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
 
 
-# --- The loop: its numbers are those of the steps above ---------------------------------------------------------------
+# --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 
 
 def train(args: Args) -> None:

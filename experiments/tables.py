@@ -334,6 +334,32 @@ def throughput_table() -> str:
     return markdown([[*line[:7], *line[9:]] for line in cells])  # the phases are in the results
 
 
+def prompts_table() -> str:
+    """GRPO with prompts of three lengths: our scripts before and after prompts were shared, and TRL."""
+    heads = ["tokens of a prompt", "type", "against", "theirs, s", "ours, s", "**ours / theirs**"]
+    heads += ["the update alone", "theirs, GB", "ours, GB", "ours / theirs"]
+    lines = [heads, ["---:", "---", "---", *["---:"] * 7]]
+    for name in ("prompts", "prompts-800", "prompts-bf16", "prompts-trl"):
+        for c in from_file(name)["comparisons"]:
+            for side, title in (("other", c["other"]), ("kept", f"{c['other']}, freed memory kept")):
+                pairs = [(pair["ours"], pair[side]) for pair in c["pairs"] if side in pair]
+                if not pairs:
+                    continue
+                line = [str(c["geometry"]["prompt_lengths"][1]), "bfloat16" if c["geometry"]["bf16"] else "float32"]
+                line.append(title if "TRL" in title else "ours before")
+                for metric, digits in {"seconds_per_update": 1, "update": 1, "memory_mb": 2}.items():
+                    scale = 1024 if metric == "memory_mb" else 1
+                    ours, theirs = (statistics.median(pair[i][metric] / scale for pair in pairs) for i in (0, 1))
+                    ratio = number([a[metric] / b[metric] for a, b in pairs], 2)
+                    if metric == "update":
+                        line.append(ratio)
+                    else:
+                        bold = "**" if metric == "seconds_per_update" else ""
+                        line += [f"{theirs:.{digits}f}", f"{ours:.{digits}f}", f"{bold}{ratio}{bold}"]
+                lines.append(line)
+    return markdown(lines)
+
+
 def kernels() -> str:
     """Where an update's milliseconds go."""
     results = from_file("kernels")["results"]
@@ -602,6 +628,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "toy-models": toy_models,
     "which-lines": which_lines,
     "throughput": throughput_table,
+    "prompts": prompts_table,
     "kernels": kernels,
     "costs": lambda: costs.table(from_file("costs")["cases"]),
     "which-episodes": which_episodes,

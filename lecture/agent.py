@@ -242,7 +242,7 @@ def start(drawn):
 passes = range(1 + args.total_episodes // len(prompts))
 order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-# %% The loop: its numbers are those of the steps above
+# %% The loop, with the steps of the docstring
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, G = args.batch_size, args.num_generations
 num_updates = args.total_episodes // B

@@ -213,7 +213,7 @@ def draw_examples():
     return decode(pipe, latents[:, -1])
 
 
-# %% The loop: its numbers are those of the steps above
+# %% The loop, with the steps of the docstring
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 history = []  # metrics, one dict per epoch
 first_examples = draw_examples()

@@ -61,7 +61,7 @@ Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Address = Annotated[str, Field(pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$")]  # without a password or a query
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- The two sides: folders, or names on the hub ---
     model: tyro.conf.Positional[Name]  # side A, the policy to judge

@@ -53,7 +53,7 @@ from grpo import encode_text, read_rewards, read_value, render_whole, require, t
 Reward = Callable[[list["Answer"]], list[float | None]]
 
 
-@pydantic.dataclasses.dataclass  # which checks the values
+@pydantic.dataclasses.dataclass  # checks the values
 class Args:
     model: tyro.conf.Positional[Name]  # the policy: a folder, or a name on the hub
     reference: Name | None = None  # the policy that KL is measured against, such as the training's initial policy
