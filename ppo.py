@@ -22,14 +22,15 @@ For each batch of prompts:
   4. advantage  delta_t = r_t + gamma V_old,t+1 - V_old,t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_old,t
                 whiten A
   5. loss       ratio_t = pi(y_t) / pi_old(y_t);  policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
-                value: mean_t 1/2 max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, +-eps_v) - R_t)^2)
+                value: mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ eps_v) - R_t)^2)
                 minimised: policy + vf_coef * value
   6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
   7. adapt      kl_coef, with --adaptive-kl, so that the KL approaches a target
 
-The layout of the tensors, for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens:
+The layout of the tensors, for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens.
+A dot is padding: it may hold any number, and is masked.
 
-  model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      prompts (B, P) and responses (B, T)
+  model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  .   .      prompts (B, P) and responses (B, T)
   mask                          |  1   1   1   1   0   0      true up to and including the stop token
   logprobs                      |  *   *   *   *   .   .      of y_t, read from the logits one position to the left
   values                        |  *   *   *   *   .   .      of the state before y_t, also one position to the left
@@ -138,7 +139,7 @@ Pattern = Name  # a regular expression
 @pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- PPO ---
-    # passes over each batch. More: faster, until the ratio is clipped everywhere (TRL: 4)
+    # passes over each batch. More: each batch teaches more, until most ratios are clipped (TRL: 4)
     num_ppo_epochs: Count = 4
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7)
@@ -153,7 +154,8 @@ class Args:
     use_score_norm: bool = False  # with use_score_scaling: first subtract their running mean (TRL 0.7)
     score_clip: Positive | None = None  # clip scores, scaled or not, to +- this (TRL 0.7)
     ratio_threshold: Positive = 10.0  # skip and count the step of a mini-batch whose mean ratio exceeds this (TRL 0.7)
-    target_kl: Positive | None = None  # stop updating on a batch once approxkl exceeds 1.5 times this (TRL 0.7)
+    # stop the update on a batch once policy/approxkl_avg, the KL since it was sampled, exceeds 1.5 times this (TRL 0.7)
+    target_kl: Positive | None = None
 
     # --- KL to the reference ---
     # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: the policy hardly moves
@@ -165,15 +167,15 @@ class Args:
     kl_horizon: Count = 10_000  # with adaptive_kl: kl_coef changes by up to about 20 % in this many episodes (TRL 0.7)
 
     # --- Rollout ---
-    # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
+    # maximum tokens in a response (TRL 0.16). More: slower, and harder to tell which tokens earned the score
     response_length: Count = 53
     response_length_min: Count | None = None  # random limit per rollout, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
     # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
-    # subtracted from the score of a response without a stop token (TRL's examples: 1). 0: responses reach the limit
+    # subtracted from the score of a response without a stop token (TRL's examples: 1). 0: it may never learn to stop
     missing_eos_penalty: NonNegative = 1.0
-    # responses sampled at once (TRL); by default as many as fit into memory; does not change the result
+    # responses sampled at once (TRL); by default computed from free memory; changes only the rounding
     local_rollout_forward_batch_size: Count | None = None
 
     # --- Optimisation ---
@@ -192,7 +194,7 @@ class Args:
     # --- Batch sizes ---
     # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
-    micro_batch_size: Count | None = None  # responses per forward/backward pass; does not change the result
+    micro_batch_size: Count | None = None  # responses per forward/backward pass; changes only the rounding
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
@@ -284,7 +286,7 @@ def train(args: Args) -> None:
     optimizer = make_optimizer(args, policy, critic)
     policy_group, _ = optimizer.param_groups
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {"scores": [0, 0.0, 0.0]}  # saved in checkpoints, besides the weights; step 7 adds kl_coef
+    memory = {"scores": [0, 0.0, 0.0]}  # saved in checkpoints. Number, mean and squared deviations; step 7 adds kl_coef
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, critic=critic, ema=ema)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
@@ -300,15 +302,15 @@ def train(args: Args) -> None:
         # 2. Score
         with run.clock("score"):
             stats = {}
-            parts = None
-            if ratio_rounding(args) > 1e-3:  # the sampler reads a cache, so its rounding differs from the update's
-                parts = first_pass(rollout, args)
-                rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, parts, args)
+            micro_batches = None
+            if ratio_rounding(args) > 1e-3:  # bf16 or TF32: sampling token by token rounds differently
+                micro_batches = first_pass(rollout, args)
+                rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, micro_batches, args)
                 check_first_ratio(error, step, args)
                 stats["policy/sampler_error"] = error
             with adapter_off(policy, reference):
                 rollout.ref_logprobs = rollout.in_micro_batches(
-                    lambda r: logprobs_under(reference, r, args), args, parts
+                    lambda r: logprobs_under(reference, r, args), args, micro_batches
                 )
             rollout.kl = rollout.in_micro_batches(lambda r: response_kl(policy, reference, r, args), args)
             rollout.values = rollout.in_micro_batches(lambda r: critic_values(policy, critic, r), args)
@@ -368,7 +370,7 @@ class Rollout:
     old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
     examples: list[dict]  # the B rows of the dataset that the prompts come from
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty; None at first, as are all below
+    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty. From here on: set by later steps
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T), by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
@@ -387,9 +389,9 @@ class Rollout:
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """Returns the episodes with these row numbers, without columns that hold only padding.
+        """Returns the episodes with these row numbers, without the padding columns that none of them needs.
 
-        Widths are rounded up to multiples of 8, which limits the number of shapes: each shape needs its own kernel.
+        Widths are rounded up to multiples of 8: on some devices each new shape costs time.
         """
         P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
         T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
@@ -504,7 +506,7 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Samples one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
-    The model's generation config is ignored. `uniforms` (B, T) are the random numbers.
+    Ignores the model's generation config (top_p, ...). `uniforms` (B, T) are the random numbers.
     Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the sampled tokens, 0 on padding.
     """
     B, T = uniforms.shape
@@ -535,7 +537,7 @@ def sample(
         if (t + 1) % look_every:
             continue
         left = (~has_stopped[rows]).nonzero().squeeze(1)
-        if not all_reduce(torch.tensor(len(left))):  # all processes stop together, since all hold shards of the weights
+        if not all_reduce(torch.tensor(len(left))):  # together: sharded weights need all processes in each pass
             break
         if 0 < len(left) < 0.75 * len(rows):  # copying the cache once costs less than computing ended rows again
             cache.reorder_cache(left)
@@ -570,7 +572,7 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
 def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, ModelOutput]:
     """Returns logits / temperature (B, T, V) that predict the response tokens, in float32, and the model's output.
 
-    Position P-1+t of the input predicts response token t.
+    Position P-1+t of the input predicts response token t, both counted from 0.
     """
     P = r.prompts.shape[1]
     T = r.responses.shape[1]
@@ -611,10 +613,9 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_again(
     policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
 ) -> tuple[Tensor, float]:
-    """Computes log-probabilities (B, T) as the update computes them: without a cache, in the same micro-batches, with
-    the same padding. The rounding is then the same and the first ratio is exactly 1. For a ratio over all tokens of a
-    response this matters most, since rounding errors add up. Also returns the mean of |ratio - 1| with respect to the
-    sampler's log-probabilities."""
+    """Computes log-probabilities (B, T) as the update does: whole responses at once, in the same micro-batches, with
+    the same padding. The rounding is then the same, so that the ratio before the first step is exactly 1. Also returns
+    the mean of |ratio - 1|, with the ratio to the sampler's log-probabilities."""
     logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
@@ -685,7 +686,7 @@ def critic_values(policy: nn.Module, critic: Critic, r: Rollout) -> Tensor:
 def score_responses(
     rollout: Rollout, reward_fns: RewardFns, args: Args, G: int = 1
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the rewards (B,) of each reward function, by name, and the scores (B,). G rows are responses to a prompt.
+    """Returns the rewards (B,) of each reward function, by name, and the scores (B,), for G rows per prompt.
 
     A score is the weighted sum of the rewards, less the penalty for a missing stop token.
     """
@@ -707,8 +708,8 @@ def unscored(rewards: dict[str, Tensor]) -> Tensor:
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
-    """Replaces the scores (B,) of unscored responses by the mean score of their group, or of the batch if the group has
-    no score. Their advantage in the group is then 0, and no baseline changes. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    """Replaces the scores (B,) of unscored responses by the mean score of the other responses to the same prompt, or of
+    the batch if there are none, which does not change the group's mean. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
     known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
     means = means.where(means.isfinite(), known.nanmean())
@@ -784,8 +785,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
-    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
-    direction it is not clipped, and moves the ratio back.
+    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. Where it has
+    left in the other direction, the loss is not clipped, and its gradient moves the ratio back.
     """
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
@@ -820,11 +821,11 @@ def update(
     args: Args,
 ) -> dict[str, float]:
     """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
-    over all tokens.
+    over tokens or optimiser steps, and the number of skipped steps.
 
     The gradient of a mini-batch is a sum over its tokens, divided by their number, so it does not depend on how the
-    mini-batch is cut into micro-batches. Several processes share a mini-batch. Their gradients are averaged, so the
-    divisor is the number of tokens per process. Micro-batches hold rows of similar length, which need little padding.
+    mini-batch is cut into micro-batches. Each process computes the gradient of its share. clip_gradient averages over
+    the processes, so each divides by the tokens of the whole mini-batch / WORLD_SIZE.
     """
     B, device = len(rollout.mask), rollout.mask.device
     policy_group, critic_group = optimizer.param_groups
@@ -835,7 +836,7 @@ def update(
         options["output_hidden_states"] = True
     totals = Counter()  # sums over tokens
     per_step = Counter()  # sums over optimiser steps
-    steps = 0
+    steps = 0  # optimiser steps made
     for _ in range(args.num_ppo_epochs):
         for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
@@ -851,15 +852,16 @@ def update(
                 del logits, output  # the largest tensor of the update: the graph only needs its log-softmax
                 pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
                 # aux_loss is one number: added to every token, it counts by the micro-batch's share of the tokens
-                loss = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, r.mask) / num_tokens
+                policy_term = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, r.mask) / num_tokens
                 if args.critic == "separate":
-                    loss.backward()  # here, to free the policy's activations before the critic's forward pass
-                    loss = 0.0
+                    policy_term.backward()  # frees the policy's activations before the critic's forward pass
                 with autocast(args):
                     values = critic(r, states)  # (b, T)
                 vf_loss, vf_clipped = value_loss(values, r.values, r.returns, r.mask, args.cliprange_value)
-                loss = loss + args.vf_coef * masked_sum(vf_loss, r.mask) / num_tokens
-                loss.backward()
+                value_term = args.vf_coef * masked_sum(vf_loss, r.mask) / num_tokens
+                if args.critic == "shared":
+                    value_term = policy_term + value_term
+                value_term.backward()
                 seen = {
                     "loss/policy_avg": pg_loss,
                     "loss/value_avg": vf_loss,
@@ -880,7 +882,7 @@ def update(
                 first_error = means["ratio_error"]  # only rounding, since no step has been made
             totals.update(sums)  # a Counter adds
             is_too_far = args.target_kl and means["policy/approxkl_avg"] > 1.5 * args.target_kl
-            if is_too_far:
+            if is_too_far:  # from the policy that sampled: ends the outer loop, too
                 break
             if means["val/ratio"] > args.ratio_threshold:
                 continue
@@ -908,7 +910,7 @@ def update(
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
-    """Computes the metrics of a batch before the update, under TRL's names (val/ stands for value).
+    """Computes the metrics of a batch before the update, under TRL's names.
 
     They repeat the formulas of step 3: change both together. Scores are those before scaling and clipping.
     """
@@ -1494,8 +1496,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
 
 
 def ratio_rounding(args: Args) -> float:
-    """Returns the largest mean of |ratio - 1| over tokens that can be rounding. bfloat16 has 8 bits of precision, TF32
-    has 11.
+    """Returns the tolerance for the mean of |ratio - 1| before the first step. More than this is not rounding: bfloat16
+    has 8 bits of precision, TF32 has 11.
 
     Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
     with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to

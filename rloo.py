@@ -146,7 +146,8 @@ class Args:
     reward_clip_range: Positive = 10.0  # normalised scores are clipped to +- this (TRL, REINFORCE++)
     normalize_advantage: bool = False  # shift and scale advantages to mean 0, variance 1 (TRL, REINFORCE++)
     ratio_threshold: Positive | None = None  # skip and count the step of a mini-batch whose mean ratio exceeds this
-    target_kl: Positive | None = None  # stop updating on a batch once approxkl exceeds 1.5 times this (TRL 0.7)
+    # stop the update on a batch once policy/approxkl_avg, the KL since it was sampled, exceeds 1.5 times this (TRL 0.7)
+    target_kl: Positive | None = None
 
     # --- KL to the reference ---
     # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: the policy hardly moves
@@ -158,15 +159,15 @@ class Args:
     kl_horizon: Count = 10_000  # with adaptive_kl: kl_coef changes by up to about 20 % in this many episodes (TRL 0.7)
 
     # --- Rollout ---
-    # maximum tokens in a response (TRL 0.16). More: slower, and harder to assign credit
+    # maximum tokens in a response (TRL 0.16). More: slower, and harder to tell which tokens earned the score
     response_length: Count = 53
     response_length_min: Count | None = None  # random limit per rollout, from this to response_length (cf. TRL 0.7)
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
     # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
-    # subtracted from the score of a response without a stop token (TRL's examples: 1). 0: responses reach the limit
+    # subtracted from the score of a response without a stop token (TRL's examples: 1). 0: it may never learn to stop
     missing_eos_penalty: NonNegative = 1.0
-    # responses sampled at once (TRL); by default as many as fit into memory; does not change the result
+    # responses sampled at once (TRL); by default computed from free memory; changes only the rounding
     local_rollout_forward_batch_size: Count | None = None
 
     # --- Optimisation ---
@@ -182,7 +183,7 @@ class Args:
     # --- Batch sizes ---
     # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
-    micro_batch_size: Count | None = None  # responses per forward/backward pass; does not change the result
+    micro_batch_size: Count | None = None  # responses per forward/backward pass; changes only the rounding
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
@@ -285,15 +286,15 @@ def train(args: Args) -> None:
         # 2. Score
         with run.clock("score"):
             stats = {}
-            parts = None
-            if ratio_rounding(args) > 1e-3:  # the sampler reads a cache, so its rounding differs from the update's
-                parts = first_pass(rollout, args)
-                rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, parts, args)
+            micro_batches = None
+            if ratio_rounding(args) > 1e-3:  # bf16 or TF32: sampling token by token rounds differently
+                micro_batches = first_pass(rollout, args)
+                rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, micro_batches, args)
                 check_first_ratio(error, step, args)
                 stats["policy/sampler_error"] = error
             with adapter_off(policy, reference):
                 rollout.ref_logprobs = rollout.in_micro_batches(
-                    lambda r: logprobs_under(reference, r, args), args, parts
+                    lambda r: logprobs_under(reference, r, args), args, micro_batches
                 )
             rollout.kl = rollout.in_micro_batches(lambda r: response_kl(policy, reference, r, args), args)
             rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args, K)
@@ -352,7 +353,7 @@ class Rollout:
     old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
     examples: list[dict]  # the B rows of the dataset that the prompts come from
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty; None at first, as are all below
+    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty. From here on: set by later steps
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T), by the chosen estimator
     kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
@@ -368,9 +369,9 @@ class Rollout:
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """Returns the episodes with these row numbers, without columns that hold only padding.
+        """Returns the episodes with these row numbers, without the padding columns that none of them needs.
 
-        Widths are rounded up to multiples of 8, which limits the number of shapes: each shape needs its own kernel.
+        Widths are rounded up to multiples of 8: on some devices each new shape costs time.
         """
         P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
         T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
@@ -389,8 +390,8 @@ class Rollout:
         return part
 
     def by_length(self, rows: Tensor) -> Tensor:
-        """Sorts row numbers so that the rows of a prompt are neighbours, and neighbours need little padding: by the
-        length of the longest row with the same prompt."""
+        """Sorts row numbers by length, so that neighbours need little padding. The rows of a prompt stay together; the
+        longest of them counts."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         prompt_of = self.prompts.cpu().unique(dim=0, return_inverse=True)[1].to(rows.device)  # (B,)
         longest = torch.zeros_like(lengths).scatter_reduce(0, prompt_of, lengths, "amax")[prompt_of]
@@ -489,7 +490,7 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Samples one response to each prompt (B, P) from softmax(logits / temperature), with a key-value cache.
 
-    The model's generation config is ignored. `uniforms` (B, T) are the random numbers.
+    Ignores the model's generation config (top_p, ...). `uniforms` (B, T) are the random numbers.
     Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the sampled tokens, 0 on padding.
     """
     B, T = uniforms.shape
@@ -520,7 +521,7 @@ def sample(
         if (t + 1) % look_every:
             continue
         left = (~has_stopped[rows]).nonzero().squeeze(1)
-        if not all_reduce(torch.tensor(len(left))):  # all processes stop together, since all hold shards of the weights
+        if not all_reduce(torch.tensor(len(left))):  # together: sharded weights need all processes in each pass
             break
         if 0 < len(left) < 0.75 * len(rows):  # copying the cache once costs less than computing ended rows again
             cache.reorder_cache(left)
@@ -558,24 +559,26 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
 
 
 def can_share_prompts(model: nn.Module, args: Args) -> bool:
-    """Whether rows with the same prompt can share its computation. Linear-attention layers, --gradient-checkpointing
-    and --aux-loss-coef do not allow this."""
+    """Whether this model can compute a prompt once for all of its rows: unless it has layers that are not attention, or
+    --gradient-checkpointing or --aux-loss-coef is set."""
     layers = DynamicCache(config=model.config).layers
     is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
 
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
-    """Whether some of these rows have the same prompt and can share its computation."""
+    """Whether it can, and some prompt occurs more than once in these rows."""
     return can_share_prompts(model, args) and len(r.prompts.cpu().unique(dim=0)) < len(r.prompts)
 
 
 def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, Tensor | float]:
-    """Returns logits / temperature (B, T, V) that predict the response tokens, in float32, and the router's loss or 0.
+    """Returns logits / temperature (b, T, V) that predict the response tokens, in float32, and the load-balancing loss
+    of a mixture of experts, or 0.
 
-    Position P-1+t predicts response token t. The hidden states of a prompt do not depend on the response, so the rows
-    of a group share them: the prompt goes through the model once, its keys and values are repeated for each row, and
-    the responses follow. In the backward pass, the gradients of all rows are added up at the prompt.
+    The logits at position P-1+t predict response token t, counted from 0. Each token attends only to earlier tokens, so
+    all rows of a group have the same states on the prompt. If `shares_prompts`, each prompt goes through the model
+    once, and its keys and values are copied to its rows. The backward pass of the copy adds up the gradients of these
+    rows.
     """
     P = r.prompts.shape[1]
     T = r.responses.shape[1]
@@ -583,11 +586,11 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
     if shares_prompts(model, r, args):
         cache = DynamicCache(config=model.config)
         output, row_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
-        first = output.logits[row_of]  # (B, 1, V), at the last prompt token
-        inputs |= {"input_ids": r.responses, "position_ids": inputs["position_ids"][:, P:]}
-        keep = torch.arange(T - 1, device=r.mask.device)
+        first_logits = output.logits[row_of]  # (b, 1, V), at the last prompt token
+        inputs |= {"input_ids": r.responses, "position_ids": inputs["position_ids"][:, P:]}  # the mask covers both
+        keep = torch.arange(T - 1, device=r.mask.device)  # the last token predicts nothing
         output = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
-        logits = torch.cat([first, output.logits], 1)
+        logits = torch.cat([first_logits, output.logits], 1)
     else:
         keep = torch.arange(P - 1, P + T - 1, device=r.mask.device)
         output = model(**inputs, use_cache=False, logits_to_keep=keep, **options)
@@ -626,10 +629,9 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_again(
     policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
 ) -> tuple[Tensor, float]:
-    """Computes log-probabilities (B, T) as the update computes them: without a cache, in the same micro-batches, with
-    the same padding. The rounding is then the same and the first ratio is exactly 1. For a ratio over all tokens of a
-    response this matters most, since rounding errors add up. Also returns the mean of |ratio - 1| with respect to the
-    sampler's log-probabilities."""
+    """Computes log-probabilities (B, T) as the update does: whole responses at once, in the same micro-batches, with
+    the same padding. The rounding is then the same, so that the ratio before the first step is exactly 1. Also returns
+    the mean of |ratio - 1|, with the ratio to the sampler's log-probabilities."""
     logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
@@ -673,7 +675,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 def score_responses(
     rollout: Rollout, reward_fns: RewardFns, args: Args, G: int = 1
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the rewards (B,) of each reward function, by name, and the scores (B,). G rows are responses to a prompt.
+    """Returns the rewards (B,) of each reward function, by name, and the scores (B,), for G rows per prompt.
 
     A score is the weighted sum of the rewards, less the penalty for a missing stop token.
     """
@@ -695,8 +697,8 @@ def unscored(rewards: dict[str, Tensor]) -> Tensor:
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
-    """Replaces the scores (B,) of unscored responses by the mean score of their group, or of the batch if the group has
-    no score. Their advantage in the group is then 0, and no baseline changes. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    """Replaces the scores (B,) of unscored responses by the mean score of the other responses to the same prompt, or of
+    the batch if there are none, which does not change the group's mean. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
     known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
     means = means.where(means.isfinite(), known.nanmean())
@@ -757,7 +759,8 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
 
 
 def rloo_advantages(scores: Tensor, non_score_reward: Tensor, k: int, token_level_kl: bool) -> Tensor:
-    """Computes advantages from scores (B,) and -kl_coef * KL (B, T): (B, 1), or (B, T) if each token is an action.
+    """Computes advantages from the scores (B,) and the KL part of the reward, -kl_coef * KL (B, T). Returns (B, 1) if
+    the response is one action, (B, T) if each token is one.
 
     If the response is one action, its KL is part of its reward, and so of the baselines of the other responses (TRL).
     If each token is an action, its advantage includes the KL of this token and of later tokens. The baseline is then
@@ -766,22 +769,22 @@ def rloo_advantages(scores: Tensor, non_score_reward: Tensor, k: int, token_leve
     if not token_level_kl:
         rewards = scores + non_score_reward.sum(1)  # (B,)
         return leave_one_out(rewards, k)[:, None]
-    from_here_on = non_score_reward.flip(1).cumsum(1).flip(1)  # (B, T)
-    return leave_one_out(scores, k)[:, None] + from_here_on
+    kl_to_go = non_score_reward.flip(1).cumsum(1).flip(1)  # (B, T)
+    return leave_one_out(scores, k)[:, None] + kl_to_go
 
 
 # --- 5. Loss ----------------------------------------------------------------------------------------------------------
 
 
 def action_mask(mask: Tensor, token_level_kl: bool) -> Tensor:
-    """Returns the mask of the actions: real tokens (B, T), or one action per response (B, 1)."""
+    """Returns where there is an action: on each real token (B, T), or one for each response (B, 1)."""
     if token_level_kl:
         return mask
     return mask.any(1, keepdim=True)
 
 
 def action_logprobs(logprobs: Tensor, mask: Tensor, token_level_kl: bool) -> Tensor:
-    """Returns the log-probabilities of the actions: of tokens (B, T), or of responses (B, 1), summed over tokens."""
+    """Returns the log-probabilities of the actions: of tokens (B, T), padding not masked, or of responses (B, 1)."""
     if token_level_kl:
         return logprobs
     return logprobs.masked_fill(~mask, 0.0).sum(1, keepdim=True)
@@ -792,8 +795,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
-    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
-    direction it is not clipped, and moves the ratio back.
+    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. Where it has
+    left in the other direction, the loss is not clipped, and its gradient moves the ratio back.
     """
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
@@ -826,16 +829,16 @@ def update(
     args: Args,
 ) -> dict[str, float]:
     """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
-    over all actions.
+    over actions, tokens or optimiser steps, and the number of skipped steps.
 
     The gradient of a mini-batch is a sum over its actions, divided by their number, so it does not depend on how the
-    mini-batch is cut into micro-batches. Several processes share a mini-batch. Their gradients are averaged, so the
-    divisor is the number of actions per process.
+    mini-batch is cut into micro-batches. Each process computes the gradient of its share. clip_gradient averages over
+    the processes, so each divides by the actions of the whole mini-batch / WORLD_SIZE.
     """
     B, device = len(rollout.mask), rollout.mask.device
     totals = Counter()  # sums over actions or tokens
     per_step = Counter()  # sums over optimiser steps
-    steps = 0
+    steps = 0  # optimiser steps made
     for _ in range(args.num_ppo_epochs):
         for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
@@ -848,6 +851,7 @@ def update(
                 old = action_logprobs(r.old_logprobs, r.mask, args.token_level_kl)
                 actions = action_mask(r.mask, args.token_level_kl)
                 pg_loss, ratio, pg_clipped = policy_loss(new, old, r.advantages, actions, args.cliprange)
+                # aux_loss is one number: added to every action, it counts by the micro-batch's share of the actions
                 loss = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, actions) / num_actions
                 loss.backward()
 
@@ -874,7 +878,7 @@ def update(
                 first_error = sums["token_error"] / sums["tokens"]  # only rounding, since no step has been made
             totals.update(sums)  # a Counter adds
             is_too_far = args.target_kl and sums["policy/approxkl_avg"] / sums["actions"] > 1.5 * args.target_kl
-            if is_too_far:
+            if is_too_far:  # from the policy that sampled: ends the outer loop, too
                 break
             if args.ratio_threshold and sums["val/ratio"] / sums["actions"] > args.ratio_threshold:
                 continue
@@ -1452,8 +1456,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
 
 
 def ratio_rounding(args: Args) -> float:
-    """Returns the largest mean of |ratio - 1| over tokens that can be rounding. bfloat16 has 8 bits of precision, TF32
-    has 11.
+    """Returns the tolerance for the mean of |ratio - 1| before the first step. More than this is not rounding: bfloat16
+    has 8 bits of precision, TF32 has 11.
 
     Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
     with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to

@@ -268,7 +268,8 @@ def make_models(folder: Path, setting: Setting) -> None:
     from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
     torch.manual_seed(1)
-    positions = 128 * math.ceil((setting.prompt_lengths[1] + setting.response_length) / 128)
+    longest = setting.prompt_lengths[1] * (2 if setting.own_rows else 1)  # earlier revisions try a prompt as a response
+    positions = 128 * math.ceil((longest + setting.response_length) / 128)
     config = GPT2Config(
         n_layer=setting.layers,
         n_embd=setting.width,

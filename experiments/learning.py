@@ -427,7 +427,8 @@ def save_start(ours: Path, output: Path) -> None:
 def args_of(script, ours: Path, **changes):
     """The settings of our run."""
     settings = json.loads((ours / "args.json").read_text())
-    return script.Args(**{name: x for name, x in settings.items() if name not in script.code_version()} | changes)
+    others = {"chosen_here", *script.code_version()}
+    return script.Args(**{name: x for name, x in settings.items() if name not in others} | changes)
 
 
 def judge(algorithm: str, ours: Path, output: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_whole_update_is_trls(case, monkeypatch):
 SCORES = torch.tensor([1.0, 0, 0, 2, 0, 0, 0, 1, 3, 1, 1, 0])
 
 
-def an_update(scores, rows=None, in_loss=True, **settings):
+def an_update(scores, rows=None, in_loss=True, ref_padding=0.0, **settings):
     """The gradient of one mini-batch of the golden episodes with other scores, and what is logged of it."""
     policy = golden_model("policy")
     given = dict(num_ppo_epochs=1, num_mini_batches=1, epsilon=0.05, epsilon_high=0.1) | settings
@@ -139,7 +139,7 @@ def an_update(scores, rows=None, in_loss=True, **settings):
     rollout.old_logprobs = rollout.old_logprobs + torch.linspace(-0.2, 0.2, 72).view(12, 6).sin()
     rollout.advantages = grpo.group_advantages(scores, args.num_generations, args.scale_rewards)[:, None]
     rollout.loss_mask = rollout.mask & in_loss
-    rollout.ref_logprobs = rollout.old_logprobs - 0.3
+    rollout.ref_logprobs = (rollout.old_logprobs - 0.3).masked_fill(~rollout.mask, ref_padding)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     gradients = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient_of(policy)))
@@ -151,13 +151,15 @@ def an_update(scores, rows=None, in_loss=True, **settings):
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_what_changes_nothing(loss_type, level):
-    """A constant added to the scores of a group; another order of rows; and, but for bnpo, how the batch is cut."""
+    """A constant added to the scores of a group; another order of rows; what the reference says of padding; and, but for
+    bnpo, how the batch is cut."""
     settings = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1)
     plain, stats = an_update(SCORES, **settings)
     assert plain.norm() > 1e-3
     shift = torch.tensor([5.0, -3, 7]).repeat_interleave(4)
     close(an_update(SCORES + shift, **settings)[0], plain)
     close(an_update(SCORES, torch.randperm(12), **settings)[0], plain)
+    close(an_update(SCORES, ref_padding=1e3, **settings)[0], plain)
     cut, cut_stats = an_update(SCORES, micro_batch_size=5, **settings)
     if loss_type == "bnpo":
         assert (cut - plain).norm() > 1e-3 * plain.norm()
@@ -312,9 +314,7 @@ def test_tokens_and_draws_are_counted(tmp_path, tiny, monkeypatch):
     settings = tiny | dict(dynamic_sampling=2, reward_fn=(f"{tmp_path}/r.py:same",))
     drawn, read = [], []
     watch(monkeypatch, grpo, "batch", lambda _, rows, number, *__: drawn.append(number))
-    watch(
-        monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.inputs()["attention_mask"])
-    )
+    watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, r, args: read.append(r.inputs()["attention_mask"]))
     *_, last = run(grpo, tmp_path / "out", **settings | dict(dataset_test_split="none", num_eval_prompts=256))
     assert drawn == list(range(9)) and last["sampled_batches"] == 3
     assert last["num_tokens"] == sum(mask.sum() for mask in read)
