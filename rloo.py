@@ -1424,11 +1424,16 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
     prompt_length = longest_prompt(prompts)
     longest = prompt_length + args.response_length
+    rows = batch_size // parts
+    fitting = rows_that_fit(policy, longest, args)
     is_shared = can_share_prompts(policy, args)
-    per_row = longest  # number of tokens computed for a row
-    if is_shared:  # each row still needs the prompt's keys and values, about a fifth of the prompt's memory
-        per_row -= int(prompt_length * max(0.0, 0.8 - args.num_mini_batches / G))
-    fitting = min(batch_size // parts, rows_that_fit(policy, per_row, args))
+    if is_shared:
+        # a row adds its part of the prompt, and the prompt's keys and values, which need a fifth of the prompt's memory
+        per_row = math.ceil(prompt_length * min(1.0, args.num_mini_batches / G + 0.2)) + args.response_length
+        fitting = rows_that_fit(policy, per_row, args, num_targets=args.response_length)
+        limit = max(fitting, min(G, 2 * fitting))  # a group that is cut computes its prompt twice
+        fitting = max([n for n in range(G, limit + 1, G) if rows % n == 0], default=fitting)
+    fitting = min(rows, fitting)
     micro_batch_size = args.micro_batch_size or per_device or fitting
     sampled = rows_that_fit(policy, longest, args, is_trained=False)
     rollout_batch_size = args.local_rollout_forward_batch_size or sampled
@@ -1579,7 +1584,9 @@ def checkpoint_layers(model: nn.Module) -> None:
             recompute_activations(module)
 
 
-def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
+def rows_that_fit(
+    model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True, num_targets: int | None = None
+) -> int:
     """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
 
     A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
@@ -1591,7 +1598,8 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
     num_logits = len(head.weight) if head is not None and is_trained else 0
-    numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
+    num_targets = num_targets or num_tokens  # tokens that have logits
+    numbers = num_tokens * per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_targets * num_logits
     limit = max(2**24, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type == "cuda":
         free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])

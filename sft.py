@@ -820,7 +820,9 @@ def checkpoint_layers(model: nn.Module) -> None:
             recompute_activations(module)
 
 
-def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True) -> int:
+def rows_that_fit(
+    model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True, num_targets: int | None = None
+) -> int:
     """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
 
     A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
@@ -832,7 +834,8 @@ def rows_that_fit(model: nn.Module, num_tokens: int, args: Args, is_trained: boo
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
     head = model.get_output_embeddings()
     num_logits = len(head.weight) if head is not None and is_trained else 0
-    numbers = num_tokens * (per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_logits)
+    num_targets = num_targets or num_tokens  # tokens that have logits
+    numbers = num_tokens * per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_targets * num_logits
     limit = max(2**24, min(4 * model.num_parameters(), 2**29))
     if torch.device(args.device).type == "cuda":
         free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
