@@ -426,7 +426,7 @@ def test_default_learning_rates(module, monkeypatch):
     model = ppo.load_policy(ppo.Args(device="cpu"))
     rows = [prompts_of(1), 1] if module in (ppo, rloo, grpo) else [100, 9]
     for size, rate in zip((124e6, 12.4e6, 7e9), RATES[module]):
-        monkeypatch.setattr(model, "num_parameters", lambda size=size: size)
+        monkeypatch.setattr(model, "num_parameters", lambda size=int(size): size)
         args = [module.Args(model="toy/sft", lora_r=r, device="cpu") for r in (0, 4)]
         found = [module.choose_sizes(x, model, *rows).learning_rate for x in args]
         assert found == pytest.approx([rate, 10 * rate], rel=0.02)  # they have two digits
