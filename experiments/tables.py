@@ -339,7 +339,7 @@ def prompts_table() -> str:
     heads = ["tokens of a prompt", "type", "against", "theirs, s", "ours, s", "**ours / theirs**"]
     heads += ["the update alone", "theirs, GB", "ours, GB", "ours / theirs"]
     lines = [heads, ["---:", "---", "---", *["---:"] * 7]]
-    for name in ("prompts-40", "prompts", "prompts-bf16", "prompts-trl"):
+    for name in ("prompts", "prompts-trl"):
         for c in from_file(name)["comparisons"]:
             for side, title in (("other", c["other"]), ("kept", f"{c['other']}, freed memory kept")):
                 pairs = [(pair["ours"], pair[side]) for pair in c["pairs"] if side in pair]
