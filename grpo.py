@@ -620,8 +620,9 @@ def can_share_prompts(model: nn.Module, args: Args) -> bool:
 
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
-    """Whether it can, and some prompt occurs more than once in these rows."""
-    return can_share_prompts(model, args) and len(r.prompts.cpu().unique(dim=0)) < len(r.prompts)
+    """Whether it can, and some prompt occurs more than once in these rows. Several processes always do: with sharded
+    weights, all of them must make the same forward passes."""
+    return can_share_prompts(model, args) and (WORLD_SIZE > 1 or len(r.prompts.cpu().unique(dim=0)) < len(r.prompts))
 
 
 def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tuple[Tensor, Tensor | float]:
