@@ -222,6 +222,8 @@ def close_to(x, name, script):
     edge = 0
     if name.endswith("/clipfrac_avg"):
         edge = 0.02 if script == "ppo" else 0.07
+    if name == "objective/equal_groups":  # equal responses in other micro-batches get scores that differ by rounding
+        edge = 0.25
     return pytest.approx(x, rel=1e-3, abs=1e-5 + edge)
 
 
