@@ -64,6 +64,7 @@ class Arm(NamedTuple):
     flags: str
     judged: str
     seeds: tuple[int, ...] = (1,)
+    beside: str = ""  # data of another task, on which the policy is judged, too
     is_kept: bool = False  # for a later one, which starts from it
 
 
@@ -85,6 +86,17 @@ ONLINE = f"{WORDS} --bf16 --learning-rate 2e-5 --batch-size 32 --num-ppo-epochs 
 ONLINE += f" --reward-fn {GOLD} --kl-coef 0.01"
 PAIRS = "--bf16 --batch-size 16"  # 60 steps
 REWARDED = f"{PAIRS} --learning-rate 2e-5 --eos-dropout 0.5"
+TASK = "--bf16 --response-length 16 --reward-fn rewards/reasoning.py:right"
+TASK_JUDGED = "--response-length 16 --temperature 0 --reward-fn rewards/reasoning.py:right"
+TASKS = {  # of recipes/tasks.py, each with its neighbour
+    "letters": "letter_counting --max-words 5",
+    "letters in longer texts": "letter_counting --min-words 8 --max-words 12",
+    "gcd": "gcd --max-value 50",
+    "lcm": "lcm --max-value 20",
+    "backward": "spell_backward --max-word-len 4",
+    "longer words backward": "spell_backward --min-word-len 5 --max-word-len 7",
+}
+NEIGHBOURS = dict(zip(list(TASKS)[::2], list(TASKS)[1::2]))
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
     "grpo": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED}", JUDGED, seeds=(1, 2, 3), is_kept=True),
@@ -120,6 +132,9 @@ ARMS = {
     "before, form": Arm("", "things", "", FORMED),
     "form": Arm("grpo.py", "things", f"{FORM} --bf16 --total-episodes 1280 --learning-rate 2e-5", FORMED),
 }
+for task, neighbour in NEIGHBOURS.items():
+    ARMS[f"before, {task}"] = Arm("", task, "", TASK_JUDGED, beside=neighbour)
+    ARMS[task] = Arm("grpo.py", task, f"{TASK} --total-episodes 1536", TASK_JUDGED, (1, 2, 3), neighbour)
 
 
 def make_data() -> None:
@@ -132,6 +147,12 @@ def make_data() -> None:
     for split, sums in {"train": sorted(seen), "validation": sorted(unseen)}.items():
         rows = [{"prompt": chat(f"What is {a} + {b}?"), "answer": a + b} for a, b in sums]
         write(DATA / "sums" / f"{split}.jsonl", rows)
+
+    for name, words in TASKS.items():
+        task, *settings = words.split()
+        if not (DATA / slug(name)).exists():
+            command = ["recipes/tasks.py", task, str(DATA / slug(name)), *settings]
+            call([*command, "--instruction", "direct", "--examples", "3", "--size", "1000"], RUNS / "tasks.log")
 
     forms = ("Write one sentence about {}.", "Describe {} in one sentence.", "Tell me one thing about {}.")
     things = THINGS.split(", ")
@@ -176,6 +197,11 @@ def make_pairs(model: str) -> None:
         write(DATA / "best" / f"{split}.jsonl", rows)
 
 
+def slug(name: str) -> str:
+    """A name as that of a folder."""
+    return name.replace(" ", "-")
+
+
 def chat(text: str) -> list[dict]:
     """A prompt as a conversation, which the scripts put through the model's chat template."""
     return [{"role": "user", "content": text}]
@@ -215,11 +241,11 @@ def short(x: float | None) -> float | None:
 def measure(name: str, seed: int, model: str) -> dict:
     """A run: trains, judges, and tells."""
     arm = ARMS[name]
-    folder = RUNS / f"{name.replace(' ', '-')}-{seed}"
+    folder = RUNS / f"{slug(name)}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.parent / f"{folder.name}.log"
     log.unlink(missing_ok=True)
-    data = str((DATA / arm.data).relative_to(ROOT))
+    data = str((DATA / slug(arm.data)).relative_to(ROOT))
     output = str(folder.relative_to(ROOT))
     result = {"run": name, "seed": seed, **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     result |= {"machine": describe_machine(), "threads": os.environ.get("OMP_NUM_THREADS")}
@@ -245,7 +271,7 @@ def measure(name: str, seed: int, model: str) -> dict:
     if not arm.judged:
         return result
     where = f"{output}/judged"
-    unseen = data if arm.data in ("sums", "game") else str((DATA / "things").relative_to(ROOT))
+    unseen = str((DATA / "things").relative_to(ROOT)) if arm.data in ("pairs", "best") else data
     command = ["tools/evaluate.py", judged, "--dataset", unseen, *arm.judged.split()]
     command += ["--reference", model] if arm.script else []
     command += ["--output-dir", where]
@@ -255,6 +281,19 @@ def measure(name: str, seed: int, model: str) -> dict:
     answers = [json.loads(line) for line in (ROOT / where / "answers.jsonl").read_text().splitlines()]
     every = max(1, len(answers) // SHOWN)
     result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
+    if arm.beside:
+        other = str((DATA / slug(arm.beside)).relative_to(ROOT))
+        command = [
+            "tools/evaluate.py",
+            judged,
+            "--dataset",
+            other,
+            *arm.judged.split(),
+            "--output-dir",
+            f"{where}-beside",
+        ]
+        call(command, log)
+        result["beside"] = json.loads((ROOT / f"{where}-beside/evaluation.json").read_text())["figures"]
     if "--num-generations" in arm.judged:
         names = [name for name in (*ENDS, GOLD, REWARD_MODEL) if name in answers[0]]
         result["rewards"] = {name: [short(row[name]) for row in answers] for name in names}
