@@ -97,7 +97,7 @@ def test_one_sentence(line):
 
 def test_polarity():
     """A rule with a lexicon: kind words are positive, their negation and unkind words are not."""
-    sentiment = pytest.importorskip("textblob") and importlib.import_module("rewards.sentiment")
+    sentiment = pytest.importorskip("vaderSentiment") and importlib.import_module("rewards.sentiment")
     kind, unkind, negated, plain = [
         one(sentiment.polarity, [{"role": "assistant", "content": f"The sea is {words}."}])
         for words in ("wonderful", "terrible", "not wonderful", "wet")
