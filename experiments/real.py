@@ -23,7 +23,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +90,7 @@ SMALL = "models/smollm2-8"  # the first 8 layers
 ANSWERS = "--response-length 32 --temperature 0.8"
 SCORED = f"{ANSWERS} --dtype bfloat16 --reward-fn {GOLD} {LEXICON}"
 EACH = {"train": 8, "validation": 8}  # answers to a prompt that pairs are made of
-READ = f"{SCORED} RUN --num-generations 8"  # RUN is the reward model itself
+READ = "the answers to unseen prompts"
 FRIENDLY = f"{SCORED} {REWARD_MODEL} --num-generations 2"
 ONLINE = f"{ANSWERS} --bf16 --batch-size 64 --num-ppo-epochs 2 --total-episodes 768 --learning-rate 2e-5"
 ONLINE += f" --reward-model {REWARD_MODEL} --reward-fn reward_model {GOLD} {LEXICON} --reward-weights 1 0 0"
@@ -190,13 +193,15 @@ def make_data() -> None:
     write(DATA / "game" / "train.jsonl", [{"prompt": shown, "number": number} for number in range(1, 16)])
 
 
-def answers_of(model: str, name: str, split: str, flags: str) -> list[dict]:
+def answers_of(model: str, split: str) -> list[dict]:
     """Answers of the model to the prompts of a split, with their scores; sampled once."""
-    where = RUNS / f"{name}-{split}"
+    where = RUNS / f"answers-{split}"
     if not (where / "answers.jsonl").exists():
         shutil.rmtree(where, ignore_errors=True)
-        command = ["tools/evaluate.py", model, "--dataset", str(DATA / "opinions"), "--split", split, *flags.split()]
-        call([*command, "--output-dir", str(where)], RUNS / f"{where.name}.log")
+        flags = f"--split {split} {SCORED} --num-generations {EACH[split]} --output-dir {where}"
+        call(
+            ["tools/evaluate.py", model, "--dataset", str(DATA / "opinions"), *flags.split()], where.with_suffix(".log")
+        )
     return [json.loads(line) for line in (where / "answers.jsonl").read_text().splitlines()]
 
 
@@ -206,7 +211,7 @@ def make_pairs(model: str) -> None:
     where d is the difference (Bradley and Terry)."""
     draw = random.Random(0)
     for split, n in EACH.items():
-        answers = answers_of(model, "answers", split, f"{SCORED} --num-generations {n}")
+        answers = answers_of(model, split)
         groups = [answers[i : i + n] for i in range(0, len(answers), n)]
         twos = [
             (group[i], group[(i + 1) % n])
@@ -223,12 +228,49 @@ def make_pairs(model: str) -> None:
         write(DATA / "pairs" / f"{split}.jsonl", pairs)
 
 
+def read_answers(reward_model: str, answers: list[dict]) -> list[float]:
+    """The reward of each answer, which ends with its stop token if it ended by itself."""
+    sys.path.append(str(ROOT / "tools"))
+    import evaluate  # imports torch
+
+    judge = evaluate.make_reward(reward_model, evaluate.Args(model=""))
+    texts = [
+        evaluate.Answer(row, prompt="", prompt_ids=[], text=row["response"], ids=[], ended=bool(row["eos_share"]))
+        for row in answers
+    ]
+    return [reward for i in range(0, len(texts), 64) for reward in judge(texts[i : i + 64])]
+
+
+def examine(answers: list[dict], rewards: list[float]) -> dict:
+    """What a reward model makes of sampled answers: how often the one with the higher gold score gets the higher
+    reward, among all answers to a prompt; how much more those get that ended by themselves; and the means of the best
+    of n answers by the reward."""
+    n = EACH["validation"]
+    are_right = []
+    best = {}
+    for i in range(0, len(answers), n):
+        for j, k in combinations(range(i, i + n), 2):
+            difference = answers[j][GOLD] - answers[k][GOLD]
+            are_right += [difference * (rewards[j] - rewards[k]) > 0] if difference else []
+        for size in (1, 2, 4, 8):
+            for start in range(i, i + n, size):
+                one = max(range(start, start + size), key=rewards.__getitem__)
+                best.setdefault(size, []).append((answers[one][GOLD], answers[one][LEXICON], rewards[one]))
+    ended, cut_off = (
+        statistics.fmean(x for x, answer in zip(rewards, answers) if answer["eos_share"] == end) for end in (1, 0)
+    )
+    means = {size: [short(statistics.fmean(column)) for column in zip(*some)] for size, some in best.items()}
+    return {"right": short(statistics.fmean(are_right)), "ended": short(ended - cut_off), "best of": means}
+
+
 def make_best(model: str) -> None:
     """The best of four answers to each prompt by the reward model, in DATA: what sft.py trains on."""
-    answers = answers_of(model, "fours", "train", f"{SCORED} {REWARD_MODEL} --seed 2 --num-generations 4")
-    fours = [answers[i : i + 4] for i in range(0, len(answers), 4)]
-    best = [max(four, key=lambda answer: answer[REWARD_MODEL]) for four in fours]
-    write(DATA / "best" / "train.jsonl", [{"prompt": x["prompt"], "completion": said(x["response"])} for x in best])
+    answers = answers_of(model, "train")
+    answers = [answer for i, answer in enumerate(answers) if i % EACH["train"] < 4]
+    rewards = read_answers(REWARD_MODEL, answers)
+    best = [max(range(i, i + 4), key=rewards.__getitem__) for i in range(0, len(answers), 4)]
+    rows = [{"prompt": answers[i]["prompt"], "completion": said(answers[i]["response"])} for i in best]
+    write(DATA / "best" / "train.jsonl", rows)
 
 
 def said(text: str) -> list[dict]:
@@ -302,43 +344,40 @@ def measure(name: str, seed: int, model: str) -> dict:
         command = [arm.script, "--model", base, "--dataset", data, *flags.split()]
         if arm.script != "reward_model.py":
             judged = f"{output}/merged" if "--lora-r" in arm.flags else output
-    if arm.script:
         result |= {"command": shlex.join(["python", *command])} | call(command, log)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         result["curves"] = {metric: [short(line.get(metric)) for line in lines] for metric in lines[-1]}
-    if not arm.judged:
-        return result
-    where = f"{output}/judged"
-    unseen = str((DATA / "opinions").relative_to(ROOT)) if arm.data in ("pairs", "best") else data
-    command = ["tools/evaluate.py", judged, "--dataset", unseen, *arm.judged.replace("RUN", output).split()]
-    command += ["--reference", model] if judged != model else []
-    command += ["--output-dir", where]
-    seconds = call(command, log)
-    result |= {"judged": shlex.join(["python", *command]), "judged_seconds": seconds["seconds"]}
-    result["end"] = json.loads((ROOT / where / "evaluation.json").read_text())["figures"]
-    answers = [json.loads(line) for line in (ROOT / where / "answers.jsonl").read_text().splitlines()]
-    every = max(1, len(answers) // SHOWN)
-    result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
-    if arm.beside:
-        other = str((DATA / slug(arm.beside)).relative_to(ROOT))
-        command = [
-            "tools/evaluate.py",
-            judged,
-            "--dataset",
-            other,
-            *arm.judged.split(),
-            "--output-dir",
-            f"{where}-beside",
-        ]
-        call(command, log)
-        result["beside"] = json.loads((ROOT / f"{where}-beside/evaluation.json").read_text())["figures"]
-    if "--num-generations" in arm.judged:
-        names = [
-            name for name in answers[0] if name.startswith(("rewards/", "runs/")) or name in ("turns", "eos_share")
-        ]
-        result["rewards"] = {name.replace(output, "self"): [short(row[name]) for row in answers] for name in names}
+    if arm.judged == READ:
+        answers = answers_of(model, "validation")
+        result["read"] = examine(answers, read_answers(output, answers))
+    elif arm.judged:
+        result |= judge(arm, judged, model, f"{output}/judged", log)
     if not arm.is_kept:
         shutil.rmtree(folder)
+    return result
+
+
+def judge(arm: Arm, policy: str, model: str, folder: str, log: Path) -> dict:
+    """Evaluates a policy on unseen prompts: the figures, some answers, and the scores of all."""
+    data = DATA / ("opinions" if arm.data in ("pairs", "best") else slug(arm.data))
+    command = ["tools/evaluate.py", policy, "--dataset", str(data.relative_to(ROOT)), *arm.judged.split()]
+    command += ["--reference", model] if policy != model else []
+    command += ["--output-dir", folder]
+    seconds = call(command, log)
+    result = {"judged": shlex.join(["python", *command]), "judged_seconds": seconds["seconds"]}
+    result["end"] = json.loads((ROOT / folder / "evaluation.json").read_text())["figures"]
+    answers = [json.loads(line) for line in (ROOT / folder / "answers.jsonl").read_text().splitlines()]
+    every = max(1, len(answers) // SHOWN)
+    result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
+    if "answer" in answers[0]:
+        counts = Counter(row["answer"] for row in answers)
+        result["commonest"] = max(counts.values()) / len(answers)
+    if "--num-generations" in arm.judged:
+        names = [x for x in answers[0] if x.startswith(("rewards/", "runs/")) or x in ("turns", "eos_share")]
+        result["rewards"] = {name: [short(row[name]) for row in answers] for name in names}
+    if arm.beside:
+        other = judge(arm._replace(data=arm.beside, beside=""), policy, policy, f"{folder}-beside", log)
+        result["beside"] = other["end"]
     return result
 
 
@@ -449,6 +488,142 @@ def rates_table(record: list[dict]) -> str:
     return markdown(lines)
 
 
+def minutes(runs: list[dict]) -> str:
+    """A cell: CPU minutes of training."""
+    return number([run["cpu_seconds"] / 60 for run in runs], 0)
+
+
+def memory(runs: list[dict]) -> str:
+    """A cell: GB of training."""
+    return number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1)
+
+
+def by_prompt(run: dict, name: str, judge: Callable[[list], float] = statistics.fmean) -> list[float]:
+    """For each of the 128 unseen prompts, the mean of its answers."""
+    values = run["rewards"][name]
+    n = len(values) // 128
+    return [judge(values[i : i + n]) for i in range(0, len(values), n)]
+
+
+def pairs_table(record: list[dict]) -> str:
+    """Reward models."""
+    heads = [
+        "",
+        "seeds",
+        "unseen pairs right",
+        "answers as sampled",
+        "ends less cut off",
+        "best of 8",
+        "CPU minutes",
+        "GB",
+    ]
+    lines = [heads, ["---", *["---:"] * 7]]
+    titles = {"reward model": "1,280 pairs, 8 layers", "reward model, texts cut off": "the same, `--eos-dropout 0.5`"}
+    titles |= {"reward model, 320 pairs": "320 pairs", "reward model, 2,560 pairs": "2,560 pairs"}
+    titles |= {"reward model, all layers": "1,280 pairs, all 30 layers"}
+    for name, title in titles.items():
+        runs = runs_of(record, name)
+        if runs:
+            line = [title, str(len(runs)), number([run["curves"]["eval/accuracy"][-1] for run in runs], 3)]
+            line += [
+                number([run["read"]["right"] for run in runs], 3),
+                number([run["read"]["ended"] for run in runs], 2),
+            ]
+            lines.append(
+                [*line, number([run["read"]["best of"]["8"][0] for run in runs], 3), minutes(runs), memory(runs)]
+            )
+    return markdown(lines)
+
+
+def sweep_table(record: list[dict]) -> str:
+    """Unseen pairs right, by batch and rate."""
+    rates = ("5e-5", "1e-4", "2e-4", "4e-4", "8e-4")
+    lines = [["pairs a step", "steps", *rates], ["---:"] * 7]
+    for batch in SWEEP:
+        runs = [runs_of(record, f"reward model, {rate}, batch {batch}") for rate in rates]
+        cells = [number([run["curves"]["eval/accuracy"][-1] for run in some], 3) for some in runs]
+        lines.append([str(batch), str(1280 // batch), *cells])
+    return markdown(lines)
+
+
+def policies_table(record: list[dict]) -> str:
+    """The policies, on unseen prompts."""
+    heads = ["", "seeds", "gold score", "more than before", "lexicon", "reward", "KL", "ended", "CPU minutes", "GB"]
+    lines = [heads, ["---", *["---:"] * 9]]
+    (before,) = runs_of(record, "before, opinions")
+    for name in (
+        "before, opinions",
+        "best",
+        "sft on the best of 4",
+        "dpo",
+        *(x for x in ARMS if x[:4] in ("ppo,", "rloo", "grpo")),
+    ):
+        if name == "best":
+            runs = runs_of(record, "reward model")
+            cells = [number([run["read"]["best of"]["8"][i] for run in runs], 3 - (i > 0)) for i in range(3)]
+            kl = f"{math.log(8) - 7 / 8:.1f}"
+            lines.append(["best of 8", str(len(runs)), cells[0], "", *cells[1:], kl, "", "", ""])
+            continue
+        runs = runs_of(record, name)
+        if not runs or name == "grpo":
+            continue
+        gains = [[y - x for x, y in zip(by_prompt(before, GOLD), by_prompt(run, GOLD))] for run in runs]
+        means = [statistics.fmean(gain) for gain in gains]
+        error = (
+            statistics.stdev(gains[0]) / 128**0.5 if len(gains) == 1 else statistics.stdev(means) / len(means) ** 0.5
+        )
+        gain = f"{statistics.fmean(means):+.3f} ± {error:.3f}"
+        cells = [of_end(runs, metric, 2).split(" ± ")[0] for metric in (LEXICON, REWARD_MODEL)]
+        line = [name.partition(",")[0] if name.startswith("before") else name, str(len(runs)), of_end(runs, GOLD, 3)]
+        if name.startswith("before"):
+            lines.append([*line, "", *cells, "0", of_end(runs, "eos_share", 2), "", ""])
+            continue
+        line += [gain, *cells, of_end(runs, "kl", 1), of_end(runs, "eos_share", 2)]
+        lines.append([*line, minutes(runs), memory(runs)])
+    return markdown(lines)
+
+
+def sayings_table(record: list[dict]) -> str:
+    """What three policies say to five unseen prompts."""
+    names = {"before, opinions": "before", "ppo, 0.02": "ppo.py, kl_coef 0.02", "rloo, 0": "rloo.py, kl_coef 0"}
+    lines = [["", *names.values()], ["---"] * 4]
+    for said in zip(*(runs_of(record, name)[0]["answers"] for name in names)):
+        texts = [text.replace("\n", " ⏎ ").replace("|", "\\|") for _, text in said]
+        lines.append([said[0][0], *texts])
+    return markdown(lines)
+
+
+def tasks_table(record: list[dict]) -> str:
+    """Three tasks and their neighbours, before and after."""
+    right = "rewards/reasoning.py:right"
+    heads = [
+        "",
+        "before",
+        "after",
+        "commonest answer",
+        "neighbour",
+        "before",
+        "after",
+        "silent groups",
+        "CPU minutes",
+        "GB",
+    ]
+    lines = [heads, ["---", *["---:"] * 3, "---", *["---:"] * 5]]
+    for task, neighbour in NEIGHBOURS.items():
+        (before,), runs = runs_of(record, f"before, {task}"), runs_of(record, task)
+        cells = [
+            number([run[part][right]["mean"] for run in some], 2)
+            for part in ("end", "beside")
+            for some in ([before], runs)
+        ]
+        silent = [
+            number([run["curves"]["frac_reward_zero_std"][i] for run in runs], 2).split(" ± ")[0] for i in (0, -1)
+        ]
+        line = [task, *cells[:2], f"{before['commonest']:.2f}", neighbour, *cells[2:], " → ".join(silent)]
+        lines.append([*line, minutes(runs), memory(runs)])
+    return markdown(lines)
+
+
 def game_table(record: list[dict]) -> str:
     """Higher or lower, before and after: of 16 games about each number."""
     lines = [["", "reward", "found", "guesses, if found", "KL"], ["---", *["---:"] * 4]]
@@ -469,6 +644,11 @@ TABLES = {
     "real-answers": partial(answers_table, names=("before", "grpo")),
     "real-rates": rates_table,
     "real-game": game_table,
+    "real-tasks": tasks_table,
+    "real-pairs": pairs_table,
+    "real-sweep": sweep_table,
+    "real-policies": policies_table,
+    "real-sayings": sayings_table,
 }
 
 
