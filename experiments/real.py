@@ -152,6 +152,14 @@ ARMS = {
     "grpo, 0.02": Arm("grpo.py", "opinions", f"{ONLINE} --beta 0.02 --missing-eos-penalty 1", FRIENDLY),
     "dpo": Arm("dpo.py", "pairs", PAIRS, FRIENDLY),
     "sft on the best of 4": Arm("sft.py", "best", "--bf16", FRIENDLY),
+    **{
+        f"sft, {rate}, batch {batch}": Arm("sft.py", "best", f"--bf16 --learning-rate {rate} --batch-size {batch}", "")
+        for batch, rates in {4: "1e-5 2e-5 5e-5 1e-4", 16: "2e-5 5e-5 1e-4", 64: "2e-5 1e-4"}.items()
+        for rate in rates.split()
+    },
+    **{
+        f"dpo, {rate}": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate {rate}", FRIENDLY) for rate in ("2e-6", "4e-5")
+    },
     "before, game": Arm("", "game", "", PLAYED),
     "game": Arm("grpo.py", "game", f"{GAME} --bf16 --batch-size 32 --total-episodes 960 --learning-rate 2e-5", PLAYED),
 }
@@ -265,12 +273,12 @@ def examine(answers: list[dict], rewards: list[float]) -> dict:
 
 def make_best(model: str) -> None:
     """The best of four answers to each prompt by the reward model, in DATA: what sft.py trains on."""
-    answers = answers_of(model, "train")
-    answers = [answer for i, answer in enumerate(answers) if i % EACH["train"] < 4]
-    rewards = read_answers(REWARD_MODEL, answers)
-    best = [max(range(i, i + 4), key=rewards.__getitem__) for i in range(0, len(answers), 4)]
-    rows = [{"prompt": answers[i]["prompt"], "completion": said(answers[i]["response"])} for i in best]
-    write(DATA / "best" / "train.jsonl", rows)
+    for split, n in EACH.items():
+        answers = [answer for i, answer in enumerate(answers_of(model, split)) if i % n < 4]
+        rewards = read_answers(REWARD_MODEL, answers)
+        best = [max(range(i, i + 4), key=rewards.__getitem__) for i in range(0, len(answers), 4)]
+        rows = [{"prompt": answers[i]["prompt"], "completion": said(answers[i]["response"])} for i in best]
+        write(DATA / "best" / f"{split}.jsonl", rows)
 
 
 def said(text: str) -> list[dict]:
@@ -337,7 +345,7 @@ def measure(name: str, seed: int, model: str) -> dict:
     if arm.data == "best":
         make_best(model)
     if arm.script:
-        evaluates = WATCHED in arm.flags or arm.data == "pairs"
+        evaluates = WATCHED in arm.flags or arm.data in ("pairs", "best")
         split = "validation" if evaluates else "none"
         bare = "" if name == PAGED else f"--dataset-test-split {split} --save-steps 100000"
         flags = f"{arm.flags} {bare} --seed {seed} --output-dir {output}"
