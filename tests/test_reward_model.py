@@ -161,6 +161,14 @@ def test_small_data_get_small_batches(script):
         assert rows / (2 * size) < 100 or size == 64
 
 
+def test_the_calibration_that_is_printed(capsys):
+    """A line for each bin, in order: predicted, observed, number of pairs."""
+    bins = reward_model.calibration(torch.tensor([0.1, -0.1, 2.0, 2.0]))
+    reward_model.show_calibration(SimpleNamespace(bar=SimpleNamespace(write=print)), bins)
+    rows = [[float(x) for x in line.split()] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [pytest.approx(row, abs=0.006) for row in bins] and len(rows) == 4
+
+
 def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
     """Half of the pairs without EOS, the loss with margins and centring; and the model that is saved."""
     model = write_model(tmp_path / "plain", "plain")

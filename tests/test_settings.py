@@ -273,6 +273,13 @@ def test_what_says_once_more_that_it_is_off_is_not_refused(module, words, monkey
     main(module, *words.split())
 
 
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_a_run_without_an_output_folder_can_have_a_name(module, monkeypatch):
+    monkeypatch.setattr(module, "start", lambda args: sys.exit("all settings are accepted"))
+    with pytest.raises(SystemExit, match="all settings are accepted"):
+        main(module, "--exp-name", "mine")
+
+
 def test_without_stop_tokens_no_response_pays_for_having_none(tmp_path, tiny):
     *_, line = run(ppo, tmp_path, stop_token=("none",), **tiny["ppo"])
     assert line["objective/scores"] == line["rewards/reward_model/mean"]
