@@ -62,9 +62,6 @@ SUMS = "--reward-fn rewards/verifiers.py:last_number --response-length 24"
 GRPO = f"{SUMS} --bf16 --total-episodes"
 PAGED = "the command of the page"  # as it is, with its one evaluation and its checkpoints
 WATCHED = "--eval-steps 10 --num-eval-prompts 60"  # pass@1 and pass@8 of unseen sums along the run
-SHORT = f"{GRPO} 384 --lr-scheduler-type constant"  # 6 updates
-LORA = f"{SHORT} --lora-r 16"
-NARROW = f"{LORA} --lora-target-modules .*[qv]_proj"  # what peft would choose
 
 
 class Arm(NamedTuple):
@@ -119,17 +116,6 @@ ARMS = {
     "1e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 1e-5", JUDGED, seeds=(1, 2, 3)),
     "2e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 2e-5", JUDGED, seeds=(1, 2, 3)),
     "5e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 5e-5", JUDGED),
-    "6 updates, 5e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
-    "6 updates, 2e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
-    "6 updates, 1e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 1e-5", JUDGED),
-    "6 updates, groups of 4": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --num-generations 4", JUDGED),
-    "6 updates, groups of 16": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --num-generations 16", JUDGED),
-    "6 updates, 4 epochs": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --num-ppo-epochs 4", JUDGED),
-    "6 updates, KL in the loss": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --beta 0.04", JUDGED),
-    "6 updates, LoRA of queries and values, 2e-4": Arm("grpo.py", "sums", f"{NARROW} --learning-rate 2e-4", JUDGED),
-    "6 updates, LoRA of queries and values, 1e-3": Arm("grpo.py", "sums", f"{NARROW} --learning-rate 1e-3", JUDGED),
-    "6 updates, LoRA of all layers, 5e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 5e-4", JUDGED),
-    "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 2e-4", JUDGED),
     "reward model": Arm("reward_model.py", "pairs", PAIRS, READ, (1, 2, 3), is_kept=True, base=SMALL),
     "reward model, texts cut off": Arm(
         "reward_model.py", "pairs", f"{PAIRS} --eos-dropout 0.5", READ, (1, 2, 3), base=SMALL
@@ -478,24 +464,6 @@ def answers_table(record: list[dict], names: tuple[str, str]) -> str:
     return markdown(lines)
 
 
-def rates_table(record: list[dict]) -> str:
-    """Updates 5 and 6 of each learning rate, and of the long run; and unseen sums after the sixth."""
-    last = slice(4, 6)
-    heads = ["", "seeds", "right answers", "entropy", "unseen sums", "CPU seconds an update", "GB"]
-    lines = [heads, ["---", *["---:"] * 6]]
-    titles = {"grpo": "9.5e-6, falling (the runs above)", "2e-5": "2e-5, falling"}
-    for name in (*titles, *(name for name in ARMS if name.startswith("6 updates"))):
-        runs = runs_of(record, name)
-        if runs:
-            label = titles.get(name, name.removeprefix("6 updates, "))
-            line = [label, str(len(runs)), of_curves(runs, "reward", 2, last), of_curves(runs, "entropy", 2, last)]
-            line.append("" if name in titles else of_end(runs, "rewards/verifiers.py:last_number", 2))
-            line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
-            line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
-            lines.append(line)
-    return markdown(lines)
-
-
 def minutes(runs: list[dict]) -> str:
     """A cell: CPU minutes of training."""
     return number([run["cpu_seconds"] / 60 for run in runs], 0)
@@ -650,7 +618,6 @@ TABLES = {
     "real-curve": curve_table,
     "real-unseen": unseen_table,
     "real-answers": partial(answers_table, names=("before", "grpo")),
-    "real-rates": rates_table,
     "real-game": game_table,
     "real-tasks": tasks_table,
     "real-pairs": pairs_table,
@@ -663,6 +630,28 @@ TABLES = {
 def tables(record: list[dict]) -> dict[str, str]:
     """All that the page has."""
     return {name: table(record) for name, table in TABLES.items() if f"<!-- {name} -->" in PAGE.read_text("utf-8")}
+
+
+def draw_policies(record: list[dict]) -> None:
+    """docs/pipeline.png: reward, gold score and the lexicon alone against KL along the training; points: best of n."""
+    figure, axes = figure_of(1, 3, 13, 3.6)
+    names = {"rewards/reward_model/mean": "reward", f"rewards/{GOLD.split(':')[1]}/mean": "gold score"}
+    names |= {f"rewards/{LEXICON.split(':')[1]}/mean": "lexicon alone"}
+    colours = {"ppo": ("#a8c4e0", "#3b6ea8", "#1b3350"), "rloo": ("#e8b8ae", "#c0563f", "#6b2418")}
+    for script, shades in colours.items():
+        for k, colour in zip(KL_COEFS, shades):
+            for run in runs_of(record, f"{script}, {k}"):
+                for panel, metric in zip(axes[0], names):
+                    label = f"{script}.py, kl_coef {k}" if run["seed"] == 1 else None
+                    panel.plot(run["curves"]["objective/kl"], run["curves"][metric], color=colour, label=label, lw=1.5)
+    best = [run["read"]["best of"] for run in runs_of(record, "reward model")]
+    kl = [math.log(n) - (n - 1) / n for n in (1, 2, 4, 8)]
+    for panel, title, column in zip(axes[0], names.values(), (2, 0, 1)):
+        means = [statistics.fmean(of[n][column] for of in best) for n in ("1", "2", "4", "8")]
+        panel.plot(kl, means, "k.", label="best of 1, 2, 4, 8")
+        panel.set_title(title, fontsize=10), panel.set_xlabel("KL, nats", fontsize=9)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.savefig(ROOT / "docs/pipeline.png", dpi=100)
 
 
 def draw(record: list[dict]) -> None:
@@ -698,6 +687,7 @@ def main() -> None:
     if args.tables:
         put_tables(PAGE, tables(read_record()))
         draw(read_record())
+        draw_policies(read_record())
         return
     make_data()
     for name in args.runs if not args.data else []:
