@@ -227,7 +227,7 @@ def read_answers(reward_model: str, answers: list[dict]) -> list[float]:
     sys.path.append(str(ROOT / "tools"))
     import evaluate  # imports torch
 
-    judge = evaluate.make_reward(reward_model, evaluate.Args(model=""))
+    judge = evaluate.make_reward(reward_model, evaluate.Args(reward_model))
     texts = [
         evaluate.Answer(row, prompt="", prompt_ids=[], text=row["response"], ids=[], ended=bool(row["eos_share"]))
         for row in answers
