@@ -94,6 +94,7 @@ ONLINE += f" --reward-model {REWARD_MODEL} --reward-fn reward_model {GOLD} {LEXI
 PPO = f"{ONLINE} --critic-learning-rate 5e-5 --kl-coef"
 RLOO = f"{ONLINE} --rloo-k 8 --kl-coef"
 PAIRS = "--bf16 --dataset-train-split train[:1280]"
+CUT = "--eos-dropout 0.5"  # half of the answers in a rollout are cut off
 SWEEP = {4: "1e-4 2e-4", 8: "5e-5 1e-4 2e-4 4e-4", 16: "1e-4 2e-4 4e-4", 64: "1e-4 4e-4 8e-4"}  # batch: rates
 KL_COEFS = {"0": (1,), "0.02": (1, 2, 3), "0.05": (1,)}  # with their seeds
 TASK = "--bf16 --response-length 16 --reward-fn rewards/reasoning.py:right"
@@ -116,22 +117,20 @@ ARMS = {
     "1e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 1e-5", JUDGED, seeds=(1, 2, 3)),
     "2e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 2e-5", JUDGED, seeds=(1, 2, 3)),
     "5e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 5e-5", JUDGED),
-    "reward model": Arm("reward_model.py", "pairs", PAIRS, READ, (1, 2, 3), is_kept=True, base=SMALL),
-    "reward model, texts cut off": Arm(
-        "reward_model.py", "pairs", f"{PAIRS} --eos-dropout 0.5", READ, (1, 2, 3), base=SMALL
-    ),
+    "reward model": Arm("reward_model.py", "pairs", f"{PAIRS} {CUT}", READ, (1, 2, 3), is_kept=True, base=SMALL),
+    "reward model, none cut off": Arm("reward_model.py", "pairs", PAIRS, READ, (1, 2, 3), base=SMALL),
     **{
         f"reward model, {rate}, batch {batch}": Arm(
-            "reward_model.py", "pairs", f"{PAIRS} --learning-rate {rate} --batch-size {batch}", "", base=SMALL
+            "reward_model.py", "pairs", f"{PAIRS} {CUT} --learning-rate {rate} --batch-size {batch}", "", base=SMALL
         )
         for batch, rates in SWEEP.items()
         for rate in rates.split()
     },
     "reward model, 320 pairs": Arm(
-        "reward_model.py", "pairs", "--bf16 --dataset-train-split train[:320]", READ, base=SMALL
+        "reward_model.py", "pairs", f"--bf16 {CUT} --dataset-train-split train[:320]", READ, base=SMALL
     ),
-    "reward model, 2,560 pairs": Arm("reward_model.py", "pairs", "--bf16", READ, base=SMALL),
-    "reward model, all layers": Arm("reward_model.py", "pairs", PAIRS, READ),
+    "reward model, 2,560 pairs": Arm("reward_model.py", "pairs", f"--bf16 {CUT}", READ, base=SMALL),
+    "reward model, all layers": Arm("reward_model.py", "pairs", f"{PAIRS} {CUT}", READ),
     "before, opinions": Arm("", "opinions", "", FRIENDLY),
     **{f"ppo, {k}": Arm("ppo.py", "opinions", f"{PPO} {k}", FRIENDLY, seeds) for k, seeds in KL_COEFS.items()},
     **{f"rloo, {k}": Arm("rloo.py", "opinions", f"{RLOO} {k}", FRIENDLY, seeds) for k, seeds in KL_COEFS.items()},
@@ -494,7 +493,7 @@ def pairs_table(record: list[dict]) -> str:
         "GB",
     ]
     lines = [heads, ["---", *["---:"] * 7]]
-    titles = {"reward model": "1,280 pairs, 8 layers", "reward model, texts cut off": "the same, `--eos-dropout 0.5`"}
+    titles = {"reward model": "1,280 pairs, 8 layers", "reward model, none cut off": "the same without `--eos-dropout`"}
     titles |= {"reward model, 320 pairs": "320 pairs", "reward model, 2,560 pairs": "2,560 pairs"}
     titles |= {"reward model, all layers": "1,280 pairs, all 30 layers"}
     for name, title in titles.items():

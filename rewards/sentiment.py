@@ -25,8 +25,8 @@ def polarity(completions: list, **_) -> list[float]:
 
 
 def friendly_sentence(completions: list, thing: list[str], **_) -> list[float]:
-    """(1 + polarity) / 2, from 0 to 1, times the share of three rules that the answer keeps: it is one sentence, with
-    . ! or ? at its end; it names the word in the column `thing`; it repeats no word of more than four letters."""
+    """The polarity, less the share of three rules that the answer breaks; from -2 to 1. It should be one sentence, with
+    . ! or ? at its end; name the word in the column `thing`; and repeat no word of more than four letters."""
     scores = []
     for completion, polar, topic in zip(completions, polarity(completions), thing, strict=True):
         text = text_of(completion).strip().lower()
@@ -37,5 +37,5 @@ def friendly_sentence(completions: list, thing: list[str], **_) -> list[float]:
             topic.lower() in words,
             len(set(long_words)) == len(long_words),
         ]
-        scores.append((1 + polar) / 2 * sum(rules) / len(rules))
+        scores.append(polar - rules.count(False) / len(rules))
     return scores
