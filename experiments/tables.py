@@ -804,8 +804,8 @@ def stale_of_others() -> list[Path]:
         agent.PAGE: agent.tables(of[agent]),
         forks.PAGE: {"forks": forks.table(of[forks])},
         gallery.PAGE: {"gallery": gallery.gallery(of[gallery])},
-        questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()}
-        | takeoff.tables(takeoff.read_record()),
+        questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()},
+        takeoff.PAGE: takeoff.tables(takeoff.read_record()),
     }
     pages[real.PAGE] = real.tables(real.read_record())
     stale = []
