@@ -617,12 +617,7 @@ def setup_text(results: dict) -> str:
     return textwrap.fill(text, 120)
 
 
-TEXTS = {
-    "setup": setup_text,
-    "best of n": best_of_n_table,
-    "ppo": ppo_table,
-    "checks": check_table,
-}
+TEXTS = {"setup": setup_text, "best of n": best_of_n_table, "ppo": ppo_table, "checks": check_table}
 
 
 def filled_in(page: str, results: dict) -> str:

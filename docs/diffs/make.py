@@ -1,9 +1,9 @@
-"""Writes the pages beside it: what changes from one of the short forms in lecture/ to the next.
+"""Writes the pages in this folder: what changes from one of the short files in lecture/ to the next.
 
-    python docs/diffs/make.py     # after a change to lecture/; a test fails as long as the pages are old
+    python docs/diffs/make.py     # after a change to lecture/; a test fails while the pages are old
 
-A page names the functions, and cells, that fall away, come in and stay the same text, and shows the others, but for settings, as a diff.
-Docstrings are left out.
+A page lists the functions and cells that are removed, added and unchanged, and shows the others as diffs, without their
+docstrings. Settings are left out.
 """
 
 import ast
@@ -12,33 +12,32 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STEPS = {
-    ("ppo", "rloo"): """The critic falls away, and with it the values, GAE, the value loss and half of the networks in
-training. That is allowed because any number that does not depend on the response may be subtracted from its reward
-without changing the expected gradient, and the mean reward of the *other* responses to the same prompt is such a
-number. The price is that K responses must be drawn to each prompt, and that all tokens of a response share one
-advantage. The whole response has become the action, so ratio and clipping are those of its probability.""",
-    ("rloo", "grpo"): """The baseline becomes the mean of the whole group, and the advantage is divided by the
-group's standard deviation. The first only multiplies the advantages by (K − 1)/K, which the learning rate absorbs; the second
-is a choice, which gives hard and easy prompts the same weight, and `--scale-rewards none` undoes it. The ratio is
-again one per token, and the KL, if there is one, has moved from the reward into the loss, where it is no longer part of
-what the group compares.""",
-    ("grpo", "agent"): """A response becomes a stream in which the policy is answered, by an environment that takes the
-place of the reward function. The environment's tokens are read like a prompt's, so that they are in the attention mask;
-they are no actions, so that they are not in `mask`, with which everything about the loss goes on as before. Where the
-policy ends its turn it no longer ends the text: EOS hands over, and the environment says when all is over. With an
-environment that answers nothing and ends after one turn, the numbers are GRPO's; a test holds them together. Left out
-to make room: the KL term, and all ways to add up tokens but one.""",
+    ("ppo", "rloo"): """RLOO has no critic, and so no values, no GAE and no value loss: half of the networks that PPO
+trains are gone. Instead, the baseline of a response is the mean reward of the *other* responses to the same prompt.
+Such a number may be subtracted from the reward, because a baseline that does not depend on the response leaves the
+expected gradient as it is. The price: each prompt needs K responses, and all tokens of a response share one advantage.
+A whole response is one action now, so that ratio and clip are those of its probability.""",
+    ("rloo", "grpo"): """The baseline is the mean of the whole group, and the advantage is divided by the group's
+standard deviation. The first change multiplies the advantages by (K − 1)/K, which a learning rate can undo. The second
+is a choice: prompts that are nearly always or nearly never answered well count more than those in between.
+`--scale-rewards none` leaves the division out. Each token has its own ratio again. KL, if there is any, is a term of the
+loss and no longer part of the rewards that a group compares.""",
+    ("grpo", "agent"): """A response becomes a stream of several turns: an environment answers the policy, and takes the
+place of the reward function. Its tokens are read like those of a prompt, so they are in the attention mask. They are no
+actions, so they are not in `mask`, and everything about the loss stays as it was. EOS ends a turn, and the environment
+ends the episode. With an environment that ends after one turn without an answer, all numbers are those of GRPO, which a
+test checks. The KL term and most of the ways to add up tokens are left out, to keep the file short.""",
     (
         "sft",
         "reward_model",
-    ): """A label is no longer a text's next token but which of two texts was preferred, so that of
-the network's output at all positions a single number is left, at the last. Cross-entropy stays: −log σ of the difference
-of two rewards is the cross-entropy of a choice between two. The loss sees differences alone, and so leaves the zero of
-the rewards open; it is set at the end.""",
-    ("reward_model", "dpo"): """The reward head falls away, because a policy *is* a reward model: β log(π/π_ref) is the
-reward for which it is the best policy that stays near the reference. In the same loss, the difference of two outputs
-becomes a difference of two log-ratios. The price: a reference must read every pair, and nobody ever judges what the
-policy itself would write.""",
+    ): """The label is no longer the next token of a text. It is which of two texts was preferred, and of the network's
+output at all positions one number is left, at the last token. The loss is still cross-entropy: −log σ of the difference
+of two rewards is the cross-entropy of a choice between two texts. It depends on differences alone, so it does not fix the
+zero of the rewards, which is set after training.""",
+    ("reward_model", "dpo"): """The reward head is gone, because a policy *is* a reward model: it is the best policy for
+the reward β log(π/π_ref), if it must stay near the reference. In the same loss, the difference of two outputs becomes a
+difference of two log-ratios. The price: a reference must read every pair, and nothing in training judges what the policy
+itself would write.""",
 }
 SAME_ROLE = {  # new -> old name
     "Preference": "Pair",
@@ -84,13 +83,14 @@ def page(before: str, after: str) -> str:
     new = [name for name in b if name not in partners]
     out = [f"# From `lecture/{before}.py` to `lecture/{after}.py`", "", STEPS[before, after], ""]
     out += [
-        f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py), which has what comes in, and the settings.",
+        f"[`make.py`](make.py) writes this page from [`lecture/{before}.py`](../../lecture/{before}.py) and "
+        f"[`lecture/{after}.py`](../../lecture/{after}.py). For added functions and settings, see the latter.",
         "",
     ]
     out += ["| | functions and cells |", "|---|---|"]
-    out += [f"| fall away | {named([name for name in a if name not in partners.values()])} |"]
-    out += [f"| come in | {named(new)} |", f"| change | {named([titles[name] for name in changed])} |"]
-    out += [f"| stay, word for word | {named([name for name in b if name in partners and name not in changed])} |", ""]
+    out += [f"| removed | {named([name for name in a if name not in partners.values()])} |"]
+    out += [f"| added | {named(new)} |", f"| changed | {named([titles[name] for name in changed])} |"]
+    out += [f"| unchanged | {named([name for name in b if name in partners and name not in changed])} |", ""]
     for name in changed:
         if name in ("Settings", "Models and data", "The trained policy"):  # which say nothing about the algorithm
             continue
