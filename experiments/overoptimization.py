@@ -494,19 +494,7 @@ def first_at(run: dict, along: str, level: float, want: str) -> float:
 def best_of_n_table(results: dict) -> str:
     """What reward models know, and the law of best of n."""
     most = results["n"][-1]
-    lines = [
-        [
-            "parameters",
-            "pairs",
-            "unseen pairs right",
-            "correlation with gold",
-            f"gold score, best of {most}",
-            "α",
-            "β",
-            "R²",
-            "peak at d",
-        ]
-    ]
+    lines = [["parameters", "pairs", "unseen pairs right", f"gold score, best of {most}", "α", "R²", "peak at d"]]
     for (size, pairs), runs in groups_of(results).items():
         fits = [fit("best of n", *points(results, run, "best of n")) for run in runs]
         pooled = pooled_fit(results, runs, "best of n", "best of n")
@@ -515,10 +503,8 @@ def best_of_n_table(results: dict) -> str:
                 size,
                 f"{pairs:,}",
                 cell([run["accuracy"] for run in runs]),
-                cell([run["correlation"] for run in runs]),
                 cell([run["best_of_n"]["gold"][-1] for run in runs]),
                 cell([f["alpha"] for f in fits]),
-                cell([f["beta"] for f in fits], 3),
                 f"{pooled['r2']:.2f}",
                 show_peak("best of n", pooled),
             ]
@@ -528,11 +514,8 @@ def best_of_n_table(results: dict) -> str:
 
 def ppo_table(results: dict) -> str:
     """The law of PPO, and the peak that was seen."""
-    lines = [
-        ["parameters", "pairs", "α", "β", "R²", "R², quadratic", "highest gold score", "at d", "gold score at the end"]
-    ]
+    lines = [["parameters", "pairs", "R²", "R², quadratic", "highest gold score", "at d", "gold score at the end"]]
     for (size, pairs), runs in groups_of(results).items():
-        fits = [fit("ppo", *points(results, run, "ppo")) for run in runs]
         r2 = {form: pooled_fit(results, runs, "ppo", form)["r2"] for form in FORMS}
         gold = [smooth(run["ppo"]["gold"]) for run in runs]
         d = [np.sqrt(smooth(run["ppo"]["kl"]).clip(0)) for run in runs]
@@ -540,8 +523,6 @@ def ppo_table(results: dict) -> str:
             [
                 size,
                 f"{pairs:,}",
-                cell([f["alpha"] for f in fits]),
-                cell([f["beta"] for f in fits]),
                 f"{r2['ppo']:.2f}",
                 f"{r2['best of n']:.2f}",
                 cell([g.max() for g in gold]),
@@ -571,14 +552,13 @@ def check_table(results: dict) -> str:
         [
             "pairs",
             f"gain of the best of {most}",
-            f"foretold from n ≤ {few}",
-            f"gain of PPO at its KL, {kl:.1f}",
-            "KL at which PPO is as good",
+            f"predicted from n ≤ {few}",
+            f"KL at which PPO is as good ({kl:.1f} for best of n)",
             "gain of PPO at its proxy score",
         ]
     ]
     for pairs in sorted({run["pairs"] for run in results["runs"]}):
-        columns = {name: [] for name in ("gain", "foretold", "at kl", "as good", "at proxy")}
+        columns = {name: [] for name in ("gain", "foretold", "as good", "at proxy")}
         for run in results["runs"]:
             if run["pairs"] != pairs:
                 continue
@@ -587,7 +567,6 @@ def check_table(results: dict) -> str:
             f = fit("best of n", *(x[np.array(results["n"]) <= few] for x in (d, gains)))
             columns["gain"].append(gains[-1])
             columns["foretold"].append(law("best of n", d[-1], f["alpha"], f["beta"]))
-            columns["at kl"].append(first_at(ppo, "kl", kl, "gold") - start)
             columns["as good"].append(first_at(ppo, "gold", gains[-1] + start, "kl"))
             columns["at proxy"].append(first_at(ppo, "proxy", run["best_of_n"]["proxy"][-1], "gold") - start)
         cells = [where_reached(values, 1 if name == "as good" else 2) for name, values in columns.items()]
