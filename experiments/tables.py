@@ -16,12 +16,13 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path += [str(Path(__file__).resolve().parent.parent / folder) for folder in ("benchmarks", "tools")]
 import costs
 import learning
 import throughput
 from common import LEARNED, RESULTS, ROOT, figure_of
 from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, UNPUNISHED, read_record
+from seeds import judge
 
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
@@ -57,15 +58,20 @@ def number(numbers: list[float], digits: int) -> str:
     return f"{statistics.fmean(numbers):.{digits}f}{spread}".replace("-", "−")
 
 
-def verdict(ours: list[float], theirs: list[float], digits: int, paired: bool = False) -> str:
-    """The difference of two means ± its standard error, paired by seed or not; and, if it is within two, that."""
-    of = [[x - y for x, y in zip(ours, theirs, strict=True)]] if paired else [ours, theirs]
-    if min(map(len, of)) < 2:
+def by_seed(name: str, metric: str) -> dict[int, float]:
+    """A metric of the runs of a name, by their seeds."""
+    part, _, key = metric.partition(" ")
+    return {run["seed"]: run[part][key] for run in RECORD.get(name, []) if key in run.get(part, {})}
+
+
+def verdict(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
+    """The mean difference over the seeds of both ± its standard error. It is shown if 0 lies outside Student's interval."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    if len(seeds) < 2:
         return "–"
-    difference = statistics.fmean(ours) - statistics.fmean(theirs)
-    error = math.sqrt(sum(statistics.variance(numbers) / len(numbers) for numbers in of))
-    shown = f"{difference:+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
-    return shown if abs(difference) > 2 * error else f"{shown}, not shown"
+    found = judge([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
+    difference = f"{found['difference']:+.{digits}f} ± {found['error']:.{digits}f}".replace("-", "−")
+    return difference if found["low"] > 0 or found["high"] < 0 else f"{difference}, not shown"
 
 
 def mean(name: str, metric: str, digits: int = 1) -> str:
@@ -195,8 +201,8 @@ def family() -> str:
         ("equal groups", "end frac_reward_zero_std", 2),
     ]
     text = table(None, dict(zip(rows, names)), columns)
-    right = {name: values(name, "end eval/pass@1") for name in names}
-    more = [verdict(right[name], right[GAME], 3, paired=True) if name != GAME else "" for name in names]
+    right = {name: by_seed(name, "end eval/pass@1") for name in names}
+    more = [verdict(right[name], right[GAME], 3) if name != GAME else "" for name in names]
     text = with_column(text, "`eval/pass@1`, less the default's", more)
     return with_column(
         text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in names]
@@ -308,8 +314,9 @@ def beside_trl() -> str:
     lines = [["", "", "ours", "TRL", "difference", "version"], ["---", "---", "---:", "---:", "---", "---"]]
     for script, columns in about.items():
         for i, (title, metric, digits) in enumerate(columns):
-            ours, theirs = (values(name, metric) for name in both(script).values())
-            cells = [number(ours, digits), number(theirs, digits), verdict(ours, theirs, digits)]
+            names = both(script).values()
+            cells = [number(values(name, metric), digits) for name in names]
+            cells.append(verdict(*(by_seed(name, metric) for name in names), digits))
             lines.append([f"`{script}.py`" if i == 0 else "", title, *cells, THEIRS.get(script, "TRL 1.16")[4:]])
     return markdown(lines)
 
@@ -448,11 +455,13 @@ def beside() -> str:
         "ppo": ("gold score", f"end {GOLD_MEAN}", 2),
         "grpo": ("right answers", "end eval/pass@1", 3),
     }.items():
-        ours, theirs = (values(name, metric) for name in both(script).values())
-        seconds = [mean(name, "cpu_seconds", 0) for name in both(script).values()]
+        names = both(script).values()
+        ours, theirs = (values(name, metric) for name in names)
+        difference = verdict(*(by_seed(name, metric) for name in names), digits)
+        seconds = [mean(name, "cpu_seconds", 0) for name in names]
         lines.append(
             f"- `{script}.py`: {title} {number(ours, digits)} ({len(ours)} seeds), in TRL {number(theirs, digits)} "
-            f"({len(theirs)} seeds), difference {verdict(ours, theirs, digits)}; {seconds[0]} seconds of CPU time, in TRL "
+            f"({len(theirs)} seeds), difference {difference}; {seconds[0]} seconds of CPU time, in TRL "
             f"{seconds[1]}"
         )
     small = next(
@@ -795,8 +804,8 @@ def stale_of_others() -> list[Path]:
         agent.PAGE: agent.tables(of[agent]),
         forks.PAGE: {"forks": forks.table(of[forks])},
         gallery.PAGE: {"gallery": gallery.gallery(of[gallery])},
-        questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()}
-        | takeoff.tables(takeoff.read_record()),
+        questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()},
+        takeoff.PAGE: takeoff.tables(takeoff.read_record()),
     }
     pages[real.PAGE] = real.tables(real.read_record())
     stale = []

@@ -18,8 +18,9 @@ from textwrap import fill
 import torch
 from play import BUGS, ROOT, RUNS, healthy, plant, run
 
-sys.path.append(str(ROOT / "experiments"))
+sys.path += [str(ROOT / folder) for folder in ("experiments", "tools")]
 from forks import complete, put_tables
+from seeds import judge
 
 PAGE = ROOT / "docs/bugs.md"
 OUTPUT = Path(__file__).resolve().parent / "results.json"
@@ -82,13 +83,24 @@ def end(history: dict, metric: str) -> float:
     return fmean(values[-max(1, len(values) // 8) :])
 
 
+def is_shown(results: dict, bug: dict, metric: str) -> bool:
+    """Whether the runs with the bug end with another value: 0 lies outside Student's interval of paired seeds."""
+    sides = [
+        [end(history, metric) for history in runs_of(results, fork)] for fork in (name_of_healthy(bug), bug["name"])
+    ]
+    found = judge(*sides)
+    return found["low"] > 0 or found["high"] < 0
+
+
 def draw(results: dict, bug: dict, file: Path) -> None:
     """Draws score and metric of all runs with a bug, and without it in grey; a single number becomes a point."""
     from matplotlib.figure import Figure
 
     figure = Figure((8, 2.6), layout="constrained")
     for i, metric in enumerate([bug["score"], bug["metric"]]):
-        axis = figure.add_subplot(1, 2, i + 1, title=metric)
+        title = metric if is_shown(results, bug, metric) else f"{metric} (no difference is shown)"
+        axis = figure.add_subplot(1, 2, i + 1)
+        axis.set_title(title, fontsize=10)
         for x, (fork, colour) in enumerate(((name_of_healthy(bug), "0.6"), (bug["name"], "C3"))):
             for history in runs_of(results, fork):
                 values = history[metric]
@@ -118,7 +130,10 @@ def both(results: dict, bug: dict, metric: str) -> str:
 
 def gallery(results: dict) -> str:
     """The generated part of docs/bugs.md: a table, and a section for each bug."""
-    lines = ["| | file | bug | score at the end, without and with it | what gives it away |", "|---:|---|---|---|---|"]
+    lines = [
+        "| | file | bug | score at the end: without bug → with it | what gives it away |",
+        "|---:|---|---|---|---|",
+    ]
     sections = []
     for n, bug in enumerate(BUGS, 1):
         scores, metrics = (f"`{name}` {both(results, bug, name)}" for name in (bug["score"], bug["metric"]))
@@ -131,7 +146,7 @@ def gallery(results: dict) -> str:
         text = f"{bug['giveaway']} *Caught by* `{bug['property']}`."
         sections.append(
             fill(
-                f"{text} *Where it shipped:* {bug['source']} *Why it shows so:* {bug['why']}",
+                f"{text} *Where it shipped:* {bug['source']} *Why:* {bug['why']}",
                 120,
                 break_long_words=False,
                 break_on_hyphens=False,
