@@ -412,23 +412,22 @@ def files() -> str:
         "ppo": ("[PPO](docs/ppo.md): policy + reward → better policy", gains("ppo")),
         "rloo": ("[RLOO, REINFORCE++](docs/rloo.md): the same without a critic", gains("rloo")),
         "grpo": (
-            "[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): answers that can be checked, in groups. In the shell game "
-            "(where is the ball after these swaps?) the policy discovers that it pays to work out the steps",
+            "[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): groups of answers that a function checks",
             f"{seconds('grpo')}: right answers {percent(BEFORE, 'answers greedy')} → {percent(GAME, 'answers greedy')}, "
-            f"as their length grows from {mean(BEFORE, 'answers length', 0)} to {mean(GAME, 'answers length', 0)} tokens",
+            f"tokens of an answer {mean(BEFORE, 'answers length', 0)} → {mean(GAME, 'answers length', 0)}",
         ),
         "dpo": (
-            "[DPO, IPO, …](docs/dpo.md): preference pairs → better policy, without reward model or rollouts",
+            "[DPO, IPO, …](docs/dpo.md): preference pairs → better policy",
             f"{seconds('dpo')}: gold score {end('dpo', GOLD_MEAN)} at KL {end('dpo', 'objective/kl', 0)}; "
             f"{percent('dpo', 'end eval/rewards/accuracies')} of unseen pairs right",
         ),
         "ddpo": (
-            "[DDPO](docs/ddpo.md): the same policy gradient for a diffusion model, whose denoising steps are its tokens",
-            f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}, and shapes stay shapes",
+            "[DDPO](docs/ddpo.md): the same for a diffusion model, whose denoising steps are its tokens",
+            f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}",
         ),
     }
     lines = [
-        "| read | run | algorithm, and its page | with no flags: CPU time on one thread, and what comes out |",
+        "| read | run | algorithm, and its page | without flags: CPU time on one thread, and result |",
         "|---|---|---|---|",
     ]
     for script, (about, result) in rows.items():
@@ -438,6 +437,13 @@ def files() -> str:
             f"| [`{script}.py`]({script}.py), {lengths[1]:,} lines | {about} | {result} |"
         )
     return "\n".join(lines)
+
+
+def beside() -> str:
+    """The README's table, and the number of seeds."""
+    scripts = ("ppo", "grpo")
+    seeds = [f"`{name}.py` {len(RECORD.get(name, []))}, TRL {len(RECORD.get(f'TRL {name}', []))}" for name in scripts]
+    return f"Seeds: {'; '.join(seeds)}.\n\n{beside_trl(scripts)}"
 
 
 def caption() -> str:
@@ -606,7 +612,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "files": files,
     "caption": caption,
-    "beside": lambda: beside_trl(("ppo", "grpo")),
+    "beside": beside,
     "toy-models": toy_models,
     "which-lines": which_lines,
     "throughput": throughput_table,
