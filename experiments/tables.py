@@ -31,6 +31,7 @@ SCORE = ("score", "end objective/scores", 2)
 ENDS = [("gold score", f"end {GOLD_MEAN}", 2), ("KL", "end objective/kl", 1), ("EOS share", "end val/eos_share", 2)]
 CPU = ("CPU seconds", "cpu_seconds", 0)
 THEIRS = {"ppo": "TRL 0.16.1", "rloo": "TRL 0.16.1", "ddpo": "TRL 0.23"}  # the others: TRL 1.16
+RIGHT = "rewards/right_number/mean"
 RECORD: dict[str, list[dict]] = {}  # name -> the runs of its seeds
 
 
@@ -38,6 +39,9 @@ def fill_record(lines: list[dict] | None = None) -> None:
     """Takes the results, by default those on record."""
     RECORD.clear()
     for line in sorted(lines or read_record(), key=lambda line: line["seed"]):
+        line["end"]["cpu_seconds"] = line["cpu_seconds"]
+        if RIGHT in line["curves"] and (episodes := until(line, RIGHT, 0.9)):
+            line["end"]["episodes to .9"] = episodes
         RECORD.setdefault(line["run"], []).append(line)
 
 
@@ -300,17 +304,23 @@ def which_seconds() -> str:
     )
 
 
-def beside_trl() -> str:
-    """Every script beside TRL, by what it is about."""
+def beside_trl(scripts: Iterable[str] = SCRIPTS) -> str:
+    """Scripts beside TRL, by what they are about and by the CPU seconds of their runs."""
     about = {
         "sft": [("perplexity of unseen texts", "end eval/perplexity", 1)],
         "reward_model": [("unseen pairs right", "end eval/accuracy", 3)],
         "ppo": [SCORE, *ENDS],
         "rloo": [SCORE, *ENDS],
-        "grpo": [("sampled answers right", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1)],
+        "grpo": [
+            ("right answers, last five updates", f"end {RIGHT}", 3),
+            ("right answers, unseen prompts", "end eval/pass@1", 3),
+            ("episodes to .9 right", "end episodes to .9", 0),
+            ("tokens", "end completions/mean_length", 1),
+        ],
         "dpo": DPO,
         "ddpo": [("reward", "end reward_mean", 2), ("gold score", "end rewards/same_shape/mean", 3)],
     }
+    about = {script: [*about[script], ("CPU seconds", "end cpu_seconds", 0)] for script in scripts}
     lines = [["", "", "ours", "TRL", "difference", "version"], ["---", "---", "---:", "---:", "---", "---"]]
     for script, columns in about.items():
         for i, (title, metric, digits) in enumerate(columns):
@@ -409,23 +419,22 @@ def files() -> str:
         "ppo": ("[PPO](docs/ppo.md): policy + reward → better policy", gains("ppo")),
         "rloo": ("[RLOO, REINFORCE++](docs/rloo.md): the same without a critic", gains("rloo")),
         "grpo": (
-            "[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): answers that can be checked, in groups. In the shell game "
-            "(where is the ball after these swaps?) the policy discovers that it pays to work out the steps",
+            "[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): groups of answers that a function checks",
             f"{seconds('grpo')}: right answers {percent(BEFORE, 'answers greedy')} → {percent(GAME, 'answers greedy')}, "
-            f"as their length grows from {mean(BEFORE, 'answers length', 0)} to {mean(GAME, 'answers length', 0)} tokens",
+            f"tokens of an answer {mean(BEFORE, 'answers length', 0)} → {mean(GAME, 'answers length', 0)}",
         ),
         "dpo": (
-            "[DPO, IPO, …](docs/dpo.md): preference pairs → better policy, without reward model or rollouts",
+            "[DPO, IPO, …](docs/dpo.md): preference pairs → better policy",
             f"{seconds('dpo')}: gold score {end('dpo', GOLD_MEAN)} at KL {end('dpo', 'objective/kl', 0)}; "
             f"{percent('dpo', 'end eval/rewards/accuracies')} of unseen pairs right",
         ),
         "ddpo": (
-            "[DDPO](docs/ddpo.md): the same policy gradient for a diffusion model, whose denoising steps are its tokens",
-            f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}, and shapes stay shapes",
+            "[DDPO](docs/ddpo.md): the same for a diffusion model, whose denoising steps are its tokens",
+            f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}",
         ),
     }
     lines = [
-        "| read | run | algorithm, and its page | with no flags: CPU time on one thread, and what comes out |",
+        "| read | run | algorithm, and its page | without flags: CPU time on one thread, and result |",
         "|---|---|---|---|",
     ]
     for script, (about, result) in rows.items():
@@ -437,44 +446,21 @@ def files() -> str:
     return "\n".join(lines)
 
 
+def beside() -> str:
+    """The README's table, and the number of seeds."""
+    scripts = ("ppo", "grpo")
+    seeds = [f"`{name}.py` {len(RECORD.get(name, []))}, TRL {len(RECORD.get(f'TRL {name}', []))}" for name in scripts]
+    return f"Seeds: {'; '.join(seeds)}.\n\n{beside_trl(scripts)}"
+
+
 def caption() -> str:
     """Under the README's picture."""
     from_to = lambda metric: f"from {mean('ppo', f'start {metric}')} to {mean('ppo', f'end {metric}')}"
-    return f"""PPO teaches a small language model to write glowing reviews. Left: the **score**, a number that a reward model gives to
-each review, is what the model is trained on; it rises {from_to("objective/scores")}. The **gold score** is the truth of this toy
-world, which training never sees; it rises {from_to(GOLD_MEAN)}. Middle: **KL**, the distance from the model's first self, in
-nats. Right: the share of reviews that come to an end. Points are evaluations: unseen prompts, answered with the likeliest
-words. (The picture is of `python ppo.py --reward-fn
-reward_model toy/make.py:gold_score --reward-weights 1 0`, the numbers are means of five seeds.)"""
-
-
-def beside() -> str:
-    """The README's paragraph."""
-    lines = []
-    for script, (title, metric, digits) in {
-        "ppo": ("gold score", f"end {GOLD_MEAN}", 2),
-        "grpo": ("right answers", "end eval/pass@1", 3),
-    }.items():
-        names = both(script).values()
-        ours, theirs = (values(name, metric) for name in names)
-        difference = verdict(*(by_seed(name, metric) for name in names), digits)
-        seconds = [mean(name, "cpu_seconds", 0) for name in names]
-        lines.append(
-            f"- `{script}.py`: {title} {number(ours, digits)} ({len(ours)} seeds), in TRL {number(theirs, digits)} "
-            f"({len(theirs)} seeds), difference {difference}; {seconds[0]} seconds of CPU time, in TRL "
-            f"{seconds[1]}"
-        )
-    small = next(
-        c for c in from_file("throughput")["comparisons"] if (c["setting"], c["algorithm"]) == ("small", "ppo")
-    )
-    time, memory = (
-        [small["summary"][side][key] for side in ("ours", "other")] for key in ("seconds_per_update", "memory_mb")
-    )
-    lines.append(
-        f"- an update of a small GPT-2 by `ppo.py` on two cores, one run of each: {time[0]:.0f} seconds, in TRL {time[1]:.0f}; "
-        f"{memory[0] / 1024:.1f} GB, in TRL {memory[1] / 1024:.1f}"
-    )
-    return "With the same settings, models and data:\n\n" + "\n".join(lines)
+    return f"""PPO trains a small language model to write glowing reviews. Left: the **score** that the reward model gives them, which PPO
+raises {from_to("objective/scores")}; and the **gold score**, their true quality in this toy world, which training never uses. It rises
+{from_to(GOLD_MEAN)}. Middle: KL. Right: the share of reviews that end. Lines show the sampled reviews, points an evaluation:
+the likeliest words on unseen prompts. (The numbers are means of five seeds; the picture is of `python ppo.py --reward-fn
+reward_model toy/make.py:gold_score --reward-weights 1 0`.)"""
 
 
 def toy_models() -> str:
