@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path += [str(Path(__file__).resolve().parent.parent / folder) for folder in ("benchmarks", "tools")]
-import costs
 import learning
 import throughput
 from common import LEARNED, RESULTS, ROOT, figure_of
-from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, UNPUNISHED, read_record
+from learning import BY_MODEL, GOLD_MEAN, PRICE, SCRIPTS, TIED, UNPUNISHED, read_record
 from seeds import judge
 
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
@@ -254,16 +253,6 @@ def perplexities(flags: dict[str, str]) -> str:
     return markdown([list(flags), ["---:"] * len(flags), cells])
 
 
-def cut_texts() -> str:
-    runs = {"0 (default)": "runs/learning/reward_model-1", "0.5": "runs/learning/reward_model-eos-dropout-0.5-1"}
-    return sweep(
-        "ppo",
-        "`--eos-dropout`",
-        {label: f"{UNPUNISHED} --reward-model {run}" for label, run in runs.items()},
-        [SCORE, *ENDS],
-    )
-
-
 CHOSEN = "sft --model toy/sft --dataset runs/learning/chosen"
 BY_GRPO = f"grpo {BY_MODEL} --beta 0.05"
 JUDGED = [
@@ -288,18 +277,6 @@ def which_episodes() -> str:
             "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048",
             "`ppo.py`, 2,048 responses": f"ppo {UNPUNISHED}",
             "`dpo.py`, all 30,000 pairs": "dpo",
-        }
-    )
-
-
-def which_seconds() -> str:
-    return which(
-        {
-            "`sft.py`, 30,000 chosen texts": CHOSEN,
-            "`dpo.py`, 18,000 pairs": "dpo --num-train-epochs 0.6",
-            "`rloo.py`, 7,168 responses": f"rloo {UNPUNISHED} --total-episodes 7168",
-            "`grpo.py`, 6,144 responses": f"{BY_GRPO} --total-episodes 6144",
-            "`ppo.py`, 5,120 responses": f"ppo {UNPUNISHED} --total-episodes 5120",
         }
     )
 
@@ -374,20 +351,6 @@ def prompts_table() -> str:
                         bold = "**" if metric == "seconds_per_update" else ""
                         line += [f"{theirs:.{digits}f}", f"{ours:.{digits}f}", f"{bold}{ratio}{bold}"]
                 lines.append(line)
-    return markdown(lines)
-
-
-def kernels() -> str:
-    """Where an update's milliseconds go."""
-    results = from_file("kernels")["results"]
-    runs = [run for setting in results.values() for run in setting.values()]
-    heading = [f"{setting}, {kind}" for setting, of in results.items() for kind in of]
-    lines = [["operators", *heading], ["---"] + ["---:"] * len(runs)]
-    lines += [[kind, *(f"{run['ms'][kind]:.0f}" for run in runs)] for kind in runs[0]["ms"]]
-    lines.append(["all", *(f"{sum(run['ms'].values()):.0f}" for run in runs)])
-    lines.append(["products, GFLOP/s", *(f"{run['gflops']:.0f}" for run in runs)])
-    times = [sum(run["ms"].values()) / run["ms"]["matrix products"] for run in runs]
-    lines.append(["**all, in times of the products**", *(f"**{x:.1f}**" for x in times)])
     return markdown(lines)
 
 
@@ -474,80 +437,18 @@ def toy_models() -> str:
     return table("", commands, columns)
 
 
-def which_lines() -> str:
-    """What each algorithm holds and costs its reader."""
-    rows = {
-        "sft": ("1, 1", "nothing"),
-        "dpo": ("2, 1", "nothing"),
-        "rloo": ("3, 1", "2 responses to a prompt"),
-        "grpo": ("3, 1 (2 without KL or reward model: 1)", "8 responses to a prompt"),
-        "ppo": ("4, 2", "1 response to a prompt"),
-    }
-    lines = [
-        "| | networks in memory, trained ones | samples while it trains | peak memory here, MB | lines: short form, script |",
-        "|---|---|---|---:|---|",
-    ]
-    for script, cells in rows.items():
-        lengths = f"{round(lines_in(f'lecture/{script}.py'), -1)}, {round(lines_in(f'{script}.py'), -2):,}"
-        memory = mean(script, "end perf/peak_memory_mb", 0)
-        lines.append(f"| `{script}.py` | {' | '.join(cells)} | {memory} | {lengths} |")
-    return "\n".join(lines)
-
-
-PASSES = {"1": "--num-ppo-epochs 1", "4 (default)": "", "8": "--num-ppo-epochs 8"}
 TABLES: dict[str, Callable[[], str]] = {
     "ppo-results": ppo_results,
-    "ppo-lam": lambda: sweep(
-        "ppo",
-        "λ",
-        {"0": "--lam 0", "0.95 (default)": "", "1": "--lam 1"},
-        [SCORE, *ENDS, ("explained variance", "end val/explained_variance", 2)],
-    ),
-    "ppo-passes": lambda: sweep("ppo", "passes", PASSES, [SCORE, *ENDS]),
-    "ppo-kl": lambda: sweep(
-        "ppo", "β", {"0.01": "--kl-coef 0.01", "0.05 (default)": "", "0.2": "--kl-coef 0.2"}, [SCORE, *ENDS]
-    ),
     "ppo-poor": poor_reward_model,
-    "ppo-eos": lambda: sweep(
-        "ppo",
-        "penalty",
-        {
-            "0": f"{UNPUNISHED} --response-length 24",
-            "1 (default)": "--response-length 24",
-            "3": "--response-length 24 --missing-eos-penalty 3",
-        },
-        [
-            ("EOS share, first update", "start val/eos_share", 2),
-            ("EOS share, last five", "end val/eos_share", 2),
-            ENDS[0],
-        ],
-    ),
     "rloo-results": lambda: table(
         None,
         {"`rloo.py`": "rloo", "`rloo.py --max-grad-norm 1e9`": "rloo --max-grad-norm 1e9", "TRL 0.16.1": "TRL rloo"},
-        [SCORE, *ENDS],
-    ),
-    "rloo-k": lambda: sweep("rloo", "K", {"2 (default)": "", "8": "--rloo-k 8"}, [SCORE, *ENDS]),
-    "rloo-passes": lambda: sweep(
-        "rloo", "passes", PASSES, [SCORE, *ENDS, ("ratios clipped", "end policy/clipfrac_avg", 2)]
-    ),
-    "rloo-tokens": lambda: sweep(
-        "rloo",
-        "",
-        {
-            "responses (default)": "",
-            "`--token-level-kl`": "--token-level-kl",
-            "and both normalised": "--token-level-kl --normalize-reward --normalize-advantage",
-        },
         [SCORE, *ENDS],
     ),
     "grpo-results": grpo_results,
     "grpo-thinking": thinking,
     "grpo-family": family,
     "dpo-results": lambda: table(None, both("dpo") | {"`ppo.py`": "ppo", "`rloo.py`": "rloo"}, DPO),
-    "dpo-beta": lambda: sweep("dpo", "β", {"0.02": "--beta 0.02", "0.1 (default)": "", "0.5": "--beta 0.5"}, DPO),
-    "dpo-loss": lambda: sweep("dpo", "loss", {"sigmoid (default)": "", "ipo": "--loss-type ipo"}, DPO),
-    "dpo-pairs": lambda: sweep("dpo", "pairs", {"7,500": "--num-train-epochs 0.25", "30,000 (default)": ""}, DPO),
     "sft-results": lambda: table(
         None,
         both("sft"),
@@ -565,8 +466,6 @@ TABLES: dict[str, Callable[[], str]] = {
             "1e-2": "--learning-rate 1e-2",
         }
     ),
-    "sft-epochs": lambda: perplexities({"1 epoch (default)": "", "3 epochs": "--num-train-epochs 3"}),
-    "sft-batch": lambda: perplexities({"16": "--batch-size 16", "64 (default)": "", "256": "--batch-size 256"}),
     "reward-model-results": lambda: table(
         None,
         both("reward_model"),
@@ -576,58 +475,20 @@ TABLES: dict[str, Callable[[], str]] = {
             ("calibration error", "end eval/calibration_error", 3),
         ],
     ),
-    "reward-model-pairs": lambda: sweep(
-        "reward_model",
-        "passes over 30,000 pairs",
-        {
-            "0.1": "--num-train-epochs 0.1",
-            "0.3": "--num-train-epochs 0.3",
-            "1 (default)": "",
-            "2": "--num-train-epochs 2",
-        },
-        RATES,
-    ),
     "reward-model-rate": lambda: sweep(
         "reward_model",
         "rate",
         {"1e-4": "--learning-rate 1e-4", "7e-4 (default)": "", "3e-3": "--learning-rate 3e-3"},
         RATES,
     ),
-    "reward-model-cut": cut_texts,
     "ddpo-results": ddpo_results,
-    "ddpo-rate": lambda: sweep(
-        "ddpo",
-        "learning rate",
-        {"1e-4": "--train-learning-rate 1e-4", "3e-4 (default)": "", "1e-3": "--train-learning-rate 1e-3"},
-        DDPO,
-    ),
-    "ddpo-kl": lambda: sweep(
-        "ddpo",
-        "β, at 1e-3",
-        {
-            "0": "--train-learning-rate 1e-3",
-            "0.1": "--train-learning-rate 1e-3 --kl-coef 0.1",
-            "1": "--train-learning-rate 1e-3 --kl-coef 1",
-        },
-        DDPO,
-    ),
-    "ddpo-ink": lambda: sweep(
-        "ddpo",
-        "β",
-        {"0": LITTLE_INK, "1": f"{LITTLE_INK} --kl-coef 1"},
-        [("reward, first epoch", "start reward_mean", 2), *DDPO],
-    ),
     "files": files,
     "caption": caption,
     "beside": beside,
     "toy-models": toy_models,
-    "which-lines": which_lines,
     "throughput": throughput_table,
     "prompts": prompts_table,
-    "kernels": kernels,
-    "costs": lambda: costs.table(from_file("costs")["cases"]),
     "which-episodes": which_episodes,
-    "which-seconds": which_seconds,
     "beside-trl": beside_trl,
 }
 
