@@ -271,8 +271,8 @@ def which(rows: dict[str, str]) -> str:
 def which_episodes() -> str:
     return which(
         {
-            "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683",
-            "`dpo.py`, 2,048 pairs": "dpo --num-train-epochs 0.0683",
+            "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683 --batch-size 64",
+            "`dpo.py`, 2,048 pairs": "dpo --num-train-epochs 0.0683 --batch-size 64",
             "`rloo.py`, 2,048 responses": f"rloo {UNPUNISHED}",
             "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048",
             "`ppo.py`, 2,048 responses": f"ppo {UNPUNISHED}",
