@@ -572,30 +572,29 @@ def tasks_table(record: list[dict]) -> str:
     """Three tasks and their neighbours, before and after."""
     right = "rewards/reasoning.py:right"
     heads = [
-        "",
+        "task",
+        "seeds",
         "before",
         "after",
         "commonest answer",
-        "neighbour",
-        "before",
-        "after",
-        "silent groups",
+        "sampled",
+        "equal groups",
+        "KL",
         "CPU minutes",
         "GB",
     ]
-    lines = [heads, ["---", *["---:"] * 3, "---", *["---:"] * 5]]
+    lines = [heads, ["---", *["---:"] * 9]]
     for task, neighbour in NEIGHBOURS.items():
         (before,), runs = runs_of(record, f"before, {task}"), runs_of(record, task)
-        cells = [
-            number([run[part][right]["mean"] for run in some], 2)
-            for part in ("end", "beside")
-            for some in ([before], runs)
+        ends = [
+            [statistics.fmean(run["curves"]["reward"][part]) for run in runs] for part in (slice(3), slice(-3, None))
         ]
-        silent = [
-            number([run["curves"]["frac_reward_zero_std"][i] for run in runs], 2).split(" ± ")[0] for i in (0, -1)
-        ]
-        line = [task, *cells[:2], f"{before['commonest']:.2f}", neighbour, *cells[2:], " → ".join(silent)]
-        lines.append([*line, minutes(runs), memory(runs)])
+        equal = [statistics.fmean(run["curves"]["frac_reward_zero_std"][i] for run in runs) for i in (0, -1)]
+        line = [task, str(len(runs)), of_end([before], right, 2), of_end(runs, right, 2), f"{before['commonest']:.2f}"]
+        line += [" → ".join(number(some, 2) for some in ends), " → ".join(f"{share:.2f}" for share in equal)]
+        lines.append([*line, of_end(runs, "kl", 2), minutes(runs), memory(runs)])
+        beside = [number([run["beside"][right]["mean"] for run in some], 2) for some in ([before], runs)]
+        lines.append([f"*{neighbour}*", "", *beside, *[""] * 6])
     return markdown(lines)
 
 
