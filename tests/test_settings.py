@@ -422,7 +422,7 @@ RATES = {  # of a model of GPT-2's size, of a tenth of it, and of one of 7B
     rloo: (1e-5, 4e-5, 3e-6),
     grpo: (1e-5, 4e-5, 3e-6),
     dpo: (1e-5, 4e-5, 8.9e-7),
-    reward_model: (1e-5, 5.6e-5, 3e-6),
+    reward_model: (1e-4, 2.2e-4, 2.5e-5),  # 10 ** 0.346 is 2.2
     sft: (2e-5, 2e-5, 2e-5),
 }
 
