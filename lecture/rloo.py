@@ -61,7 +61,7 @@ class Args:
     response_length: int = 53  # maximum number of tokens in a response
     temperature: float = 0.7  # divides the logits, wherever they are used. Lower: less exploration
     learning_rate: float = 3.1e-4  # at the start; it falls linearly to 0. For GPT-2: 1e-5
-    batch_size: int = 64  # B, the responses of an update, K to a prompt (8 for GPT-2 on a CPU)
+    batch_size: int = 64  # B, the responses of an update, K to a prompt
     total_episodes: int = 2048  # responses in the whole run
     model: str = f"{TOY}/sft"  # the policy to start from: a folder, or a name on the hub
     reward_model: str = f"{TOY}/reward_model"  # a classifier with one label, for the same tokens
