@@ -151,26 +151,30 @@ def functions(folder: Path, no_capstone: bool) -> dict[str, tuple[int, int, str]
     return marks
 
 
-def read_answers(folder: Path) -> dict:
-    """What answers.toml contains."""
+def read_answers(folder: Path) -> tuple[dict, str]:
+    """What answers.toml contains, and a message if it cannot be read."""
     file = folder / "answers.toml"
-    return tomllib.loads(file.read_text("utf-8")) if file.exists() else {}
+    try:
+        return tomllib.loads(file.read_text("utf-8")), ""
+    except (OSError, ValueError) as error:
+        return {}, f"{file} cannot be read: {error}"
 
 
 def student_of(folder: Path) -> str:
     """The name in answers.toml, or an empty text."""
-    return str(read_answers(folder).get("student", ""))
+    return str(read_answers(folder)[0].get("student", ""))
 
 
 def answers(folder: Path) -> dict[str, tuple[int, int, str]]:
     """The same for the numbers in answers.toml, with a relative tolerance of 0.5 %."""
-    given, right_and_wrong = read_answers(folder), right_answers(draw(student_of(folder)))
+    given, trouble = read_answers(folder)
+    right_and_wrong = right_answers(draw(student_of(folder)))
 
     def mark(name: str) -> str:
         right, mistakes = right_and_wrong[name]
         x = given.get(name)
         if x is None:
-            return "not answered"
+            return trouble or "not answered"
         if not isinstance(x, (int, float)):
             return f"{x!r} is not a number"
         if isclose(x, right, rel_tol=0.005, abs_tol=1e-6):

@@ -3,9 +3,10 @@
     python exercises/train.py grpo --output-dir runs/first
     python exercises/train.py grpo --output-dir runs/second --seed 2 --eval-steps 5    # and any setting of the script
 
-The script is ppo, grpo or dpo. args.json has its settings, metrics.jsonl one line for each update. With grpo, every
-`--eval-steps` updates and after the last one, the policy answers 256 prompts that it does not train on, each 8 times:
-eval/pass@1 is the share of right answers, and eval/pass@8 the share of prompts with at least one right answer.
+The script is ppo, grpo or dpo. args.json has its settings, metrics.jsonl one line for each update. With grpo, after the
+first update, the last one and every `--eval-steps` updates, the policy answers 256 prompts that it does not train on,
+each 8 times: eval/pass@1 is the share of right answers, and eval/pass@8 the share of prompts with at least one right
+answer.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def main() -> None:
     rows = []
 
     def on_update(names: dict, update: int, stats: dict[str, float]) -> None:
-        if args.script == "grpo" and (update % args.eval_steps == 0 or update == names["num_updates"]):
+        if args.script == "grpo" and (update in (1, names["num_updates"]) or update % args.eval_steps == 0):
             stats = stats | evaluate(names)
         rows.append({"episode": update * names["B"]} | stats)
 

@@ -134,9 +134,8 @@ def test_a_mistake_is_named_without_the_functions_that_make_it(folder, monkeypat
 
 def answer(folder, numbers):
     """Writes the right answers to these numbers below the name."""
-    head = (folder / "answers.toml").read_text("utf-8").split("# variance")[0]
     lines = [f"{name} = {right:.4g}\n" for name, (right, _) in mark.right_answers(numbers).items()]
-    (folder / "answers.toml").write_text(head + "".join(lines), "utf-8")
+    (folder / "answers.toml").write_text(release.blank_answers(ADA) + "".join(lines), "utf-8")
 
 
 def test_only_the_right_numbers_are_marked_as_right(folder):
@@ -147,6 +146,8 @@ def test_only_the_right_numbers_are_marked_as_right(folder):
     assert sum(points for points, _, _ in mark.answers(folder).values()) == 16
     answer(folder, mark.draw(BOB))
     assert sum(points for points, _, _ in mark.answers(folder).values()) <= 6  # some may be the same by chance
+    (folder / "answers.toml").write_text("best_baseline = 3/4", "utf-8")
+    assert "cannot be read" in mark.answers(folder)["best_baseline"][2]
     (folder / "answers.toml").write_text(text, "utf-8")
 
 
