@@ -57,7 +57,7 @@ class Args:
     learning_rate: float = 3.1e-4  # its maximum. For GPT-2: 1e-5
     lr_scheduler_type: str = "linear"  # any name in transformers.get_scheduler
     warmup_ratio: float = 0.1  # share of the run in which the rate rises from 0
-    batch_size: int = 64  # B, the pairs of a step (8 for GPT-2 on a CPU)
+    batch_size: int = 64  # B, the pairs of a step
     num_train_epochs: float = 1.0  # passes over the pairs
     response_length: int = 53  # maximum length of the responses printed at the end
     temperature: float = 0.7  # divides the logits of those responses

@@ -53,7 +53,7 @@ class Args:
     learning_rate: float = 7.2e-4  # its maximum. For GPT-2: 1e-5
     lr_scheduler_type: str = "cosine"  # any name in transformers.get_scheduler
     warmup_ratio: float = 0.03  # share of the run in which the rate rises from 0
-    batch_size: int = 64  # B, the pairs of a step (8 for GPT-2 on a CPU)
+    batch_size: int = 64  # B, the pairs of a step
     num_train_epochs: float = 1.0  # passes over the pairs; large models overfit with more
     model: str = f"{TOY}/sft"  # the model to start from: a folder, or a name on the hub
     dataset: str = f"{TOY}/data/preferences"  # columns prompt, chosen, rejected [, margin]
