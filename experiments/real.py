@@ -560,7 +560,7 @@ def policies_table(record: list[dict]) -> str:
 
 def sayings_table(record: list[dict]) -> str:
     """What three policies say to five unseen prompts."""
-    names = {"before, opinions": "before", "ppo, 0.02": "ppo.py, kl_coef 0.02", "rloo, 0": "rloo.py, kl_coef 0"}
+    names = {"before, opinions": "before", "ppo, 0.02": "ppo.py", "rloo, 0.02": "rloo.py"}
     lines = [["", *names.values()], ["---"] * 4]
     for said in zip(*(runs_of(record, name)[0]["answers"] for name in names)):
         texts = [text.replace("\n", " ⏎ ").replace("|", "\\|") for _, text in said]
