@@ -11,16 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from capstone import FILE
+
+FILE = Path(__file__).resolve().parent / "functions.py"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--solutions", default=str(FILE), help="the file to grade, by default functions.py")
+    parser.addoption("--solutions", default=str(FILE), help="the file to grade, by default exercises/functions.py")
     parser.addoption("--seconds", default=30.0, type=float, help="time limit of an exercise")
 
 
 def pytest_cmdline_main(config):
-    """Grades in a second process, since a function may exit, crash, or never end.
+    """Grades in a second process, since a function may exit, crash, or loop for ever.
 
     The second process writes what it is doing to a file, and removes it at the end; the first process reads it.
     """
@@ -80,24 +81,20 @@ def student(request):
         pytest.exit(f"{file} cannot be read: {type(error).__name__}: {error}", returncode=2)
 
 
-def names_of(config, outcome: str, file: str = "test_functions.py") -> list[str]:
-    """The names of the exercises, or of another file's tests, with this outcome."""
+def exercises(config, outcome: str) -> list[str]:
+    """The names of the exercises with this outcome."""
     reports = config.pluginmanager.get_plugin("terminalreporter").stats.get(outcome, [])
     names = [report.nodeid.partition("::test_") for report in reports]
-    return [name for path, _, name in names if Path(path).name == file]
+    return [name for file, _, name in names if Path(file).name == "test_functions.py"]
 
 
 def pytest_terminal_summary(terminalreporter, config):
     reports = [x for outcome in ("passed", "skipped") for x in terminalreporter.stats.get(outcome, [])]
     for result in (value for report in reports for key, value in report.user_properties if key == "result"):
         terminalreporter.write_line(result)
-    outcomes = ("passed", "failed", "skipped")
-    done, wrong, undone = (names_of(config, outcome) for outcome in outcomes)
-    what, begin = "", f", {undone[0]} is the next" if undone else ""
-    if not done + wrong + undone:  # -k capstone
-        done, wrong, undone = (names_of(config, outcome, "test_training.py") for outcome in outcomes)
-        what = "the capstone: "
-    terminalreporter.section(f"{what}{len(done)} done, {len(wrong)} wrong, {len(undone)} not done yet{begin}")
+    done, wrong, undone = (exercises(config, outcome) for outcome in ("passed", "failed", "skipped"))
+    begin = f", {undone[0]} is the next" if undone else ""
+    terminalreporter.section(f"{len(done)} done, {len(wrong)} wrong, {len(undone)} not done yet{begin}")
 
 
 def pytest_sessionfinish(session):
@@ -105,6 +102,5 @@ def pytest_sessionfinish(session):
     faulthandler.cancel_dump_traceback_later()
     if file := os.environ.get("EXERCISE_UNDER_WAY"):
         Path(file).unlink(missing_ok=True)
-    files = "test_functions.py", "test_training.py"
-    if session.exitstatus == 0 and any(names_of(session.config, "skipped", file) for file in files):
+    if session.exitstatus == 0 and exercises(session.config, "skipped"):
         session.exitstatus = 1

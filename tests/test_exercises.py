@@ -97,7 +97,7 @@ WRONG = [  # exercise, what a student writes instead, what the grader says
     ("gae", lambda rewards, *args: rewards[:, 99], "It stopped with"),
     ("policy_loss", loss_without_a_gradient, "No gradient flows"),
     ("policy_loss", loss_that_writes, "It changes its argument number 1"),
-    ("value_loss", value_loss_without_the_clip, "The clip is missing"),
+    ("value_loss", value_loss_without_the_clip, "The clip is forgotten"),
 ]
 
 
