@@ -268,12 +268,12 @@ def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[
             return ids[:-1]
         return ids
 
-    shown = []
+    result = []
     for pair, is_cut in zip(pairs, torch.rand(len(pairs), 2) < share):
         chosen = cut(pair.chosen) if is_cut[0] else pair.chosen
         rejected = cut(pair.rejected) if is_cut[1] else pair.rejected
-        shown.append(Pair(chosen, rejected, pair.margin))
-    return shown
+        result.append(Pair(chosen, rejected, pair.margin))
+    return result
 
 
 # --- 2. Read ----------------------------------------------------------------------------------------------------------
@@ -435,13 +435,15 @@ def rule_accuracies(pairs: list[Pair], tokenizer: AutoTokenizer) -> dict[str, fl
     Reward models often learn little more than length (Singhal et al. 2023, arXiv 2310.03716).
     """
 
-    def is_sentence(ids: list[int]) -> bool:
-        """Whether a text ends with a full stop, or another mark that ends a sentence."""
+    def ends_as_sentence(ids: list[int]) -> bool:
+        """Whether a text ends with a full stop or another mark that ends a sentence."""
         return tokenizer.decode(ids[-8:], skip_special_tokens=True).rstrip("\"')*\n ").endswith((".", "!", "?"))
 
-    rules = {"the longer text": len, "the text that ends with . ! or ?": is_sentence}
-    differences = {rule: [score(pair.chosen) - score(pair.rejected) for pair in pairs] for rule, score in rules.items()}
-    return {rule: ((1 + np.sign(x)) / 2).mean().item() for rule, x in differences.items()}
+    accuracies = {}
+    for rule, score in {"the longer text": len, "the text that ends with . ! or ?": ends_as_sentence}.items():
+        differences = [score(pair.chosen) - score(pair.rejected) for pair in pairs]
+        accuracies[rule] = ((1 + np.sign(differences)) / 2).mean().item()
+    return accuracies
 
 
 def warn_if_no_better(accuracy: float, rules: dict[str, float]) -> None:
@@ -664,7 +666,7 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -
     num_steps = math.ceil(args.num_train_epochs * math.ceil(num_rows / batch_size))
     print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time, {num_steps} steps")
     if num_steps < 50:
-        warnings.warn(f"{num_steps} steps are few: choose a smaller --batch-size, or more data or epochs")
+        warnings.warn(f"few optimizer steps ({num_steps}): choose a smaller --batch-size, or more data or epochs")
     return replace(args, learning_rate=learning_rate, batch_size=batch_size, micro_batch_size=micro_batch_size)
 
 

@@ -692,7 +692,7 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -
     num_steps = math.ceil(args.num_train_epochs * math.ceil(num_rows / batch_size))
     print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time, {num_steps} steps")
     if num_steps < 50:
-        warnings.warn(f"{num_steps} steps are few: choose a smaller --batch-size, or more data or epochs")
+        warnings.warn(f"few optimizer steps ({num_steps}): choose a smaller --batch-size, or more data or epochs")
     return replace(args, learning_rate=learning_rate, batch_size=batch_size, micro_batch_size=micro_batch_size)
 
 
