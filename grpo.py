@@ -1002,12 +1002,14 @@ def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args
     torch.manual_seed(seed + 1 + G)
     sampled = scored_answers(policy, reward_fns, prompts, G, args.temperature, args)
     are_right = right_answers(sampled).view(-1, G)  # (N, G)
-    return {
+    stats = {
         "eval/scores": likeliest.scores.mean().item(),
         "eval/accuracy": right_answers(likeliest).nanmean().item(),
         "eval/pass@1": are_right.nanmean().item(),
         f"eval/pass@{G}": are_right.amax(1).nanmean().item(),
-    } | {f"eval/{name}": x for name, x in turn_stats(likeliest).items()}
+    }
+    stats |= {f"eval/rewards/{name}/mean": x.nanmean().item() for name, x in likeliest.rewards_by_name.items()}
+    return stats | {f"eval/{name}": x for name, x in turn_stats(likeliest).items()}
 
 
 def right_answers(rollout: Rollout) -> Tensor:

@@ -967,7 +967,8 @@ def evaluate(
         rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
     rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
     r = rollout.select(torch.arange(len(prompts), device=rollout.mask.device))
-    return {
+    means = {f"eval/rewards/{name}/mean": x.nanmean().item() for name, x in r.rewards_by_name.items()}
+    return means | {
         "eval/scores": r.scores.mean().item(),
         "eval/log_ratio": masked_sum(r.old_logprobs - r.ref_logprobs, r.mask).item() / len(prompts),
         "eval/eos_share": r.ended.float().mean().item(),

@@ -301,6 +301,7 @@ def test_evaluation(monkeypatch, processes):
     prompts = [{"prompt": "", "n": n} for n in range(4)]
     stats = grpo.evaluate(None, rewards, prompts, args)
     expected = {"eval/accuracy": 2 / 3, "eval/scores": 0.5 + 1.5, "eval/pass@1": 2.5 / 3, "eval/pass@2": 1.0}
+    expected |= {"eval/rewards/right/mean": 2 / 3, "eval/rewards/other/mean": 1.5}
     assert stats == pytest.approx(expected)
 
 
