@@ -93,6 +93,7 @@ ONLINE = f"{ANSWERS} --bf16 --batch-size 64 --num-ppo-epochs 2 --total-episodes 
 ONLINE += f" --reward-model {REWARD_MODEL} --reward-fn reward_model {GOLD} {LEXICON} --reward-weights 1 0 0"
 PPO = f"{ONLINE} --critic-learning-rate 5e-5 --kl-coef"
 RLOO = f"{ONLINE} --rloo-k 8 --kl-coef"
+BY_POLARITY = "pairs by polarity"  # the lexicon takes the place of the gold score
 PAIRS = "--bf16 --dataset-train-split train[:1280]"
 CUT = "--eos-dropout 0.5"  # half of the answers in a rollout are cut off
 SWEEP = {4: "1e-4 2e-4", 8: "5e-5 1e-4 2e-4 4e-4", 16: "1e-4 2e-4 4e-4", 64: "1e-4 4e-4 8e-4"}  # batch: rates
@@ -131,6 +132,8 @@ ARMS = {
     ),
     "reward model, 2,560 pairs": Arm("reward_model.py", "pairs", f"--bf16 {CUT}", READ, base=SMALL),
     "reward model, all layers": Arm("reward_model.py", "pairs", f"{PAIRS} {CUT}", READ),
+    "reward model, by polarity": Arm("reward_model.py", BY_POLARITY, PAIRS, "", (1, 2, 3), base=SMALL),
+    "reward model, all layers, by polarity": Arm("reward_model.py", BY_POLARITY, PAIRS, "", (1, 2, 3)),
     "before, opinions": Arm("", "opinions", "", FRIENDLY),
     **{f"ppo, {k}": Arm("ppo.py", "opinions", f"{PPO} {k}", FRIENDLY, seeds) for k, seeds in KL_COEFS.items()},
     **{f"rloo, {k}": Arm("rloo.py", "opinions", f"{RLOO} {k}", FRIENDLY, seeds) for k, seeds in KL_COEFS.items()},
@@ -198,10 +201,11 @@ def answers_of(model: str, split: str) -> list[dict]:
     return [json.loads(line) for line in (where / "answers.jsonl").read_text().splitlines()]
 
 
-def make_pairs(model: str) -> None:
+def make_pairs(model: str, name: str) -> None:
     """Preference pairs, in DATA. Answers to the same prompt are compared: with the next one for training (each answer
-    is in two pairs), or two by two for validation. The higher gold score is preferred with the odds exp(20 d) to 1,
-    where d is the difference (Bradley and Terry)."""
+    is in two pairs), or two by two for validation. The higher gold score, or polarity, is preferred with the odds
+    exp(20 d) to 1, where d is the difference (Bradley and Terry)."""
+    score = LEXICON if name == BY_POLARITY else GOLD
     draw = random.Random(0)
     for split, n in EACH.items():
         answers = answers_of(model, split)
@@ -213,12 +217,12 @@ def make_pairs(model: str) -> None:
         ]
         pairs = []
         for a, b in twos:
-            if draw.random() > 1 / (1 + math.exp(-20 * (a[GOLD] - b[GOLD]))):
+            if draw.random() > 1 / (1 + math.exp(-20 * (a[score] - b[score]))):
                 a, b = b, a
             texts = {side: said(x["response"]) for side, x in [("chosen", a), ("rejected", b)]}
             pairs.append({"prompt": a["prompt"]} | texts)
         draw.shuffle(pairs)
-        write(DATA / "pairs" / f"{split}.jsonl", pairs)
+        write(DATA / slug(name) / f"{split}.jsonl", pairs)
 
 
 def read_answers(reward_model: str, answers: list[dict]) -> list[float]:
@@ -325,12 +329,12 @@ def measure(name: str, seed: int, model: str) -> dict:
     result |= {"machine": describe_machine(), "threads": os.environ.get("OMP_NUM_THREADS")}
     base = arm.base or model
     judged = model
-    if arm.data == "pairs":
-        make_pairs(model)
+    if arm.data in ("pairs", BY_POLARITY):
+        make_pairs(model, arm.data)
     if arm.data == "best":
         make_best(model)
     if arm.script:
-        evaluates = WATCHED in arm.flags or arm.data in ("pairs", "best")
+        evaluates = WATCHED in arm.flags or arm.data in ("pairs", BY_POLARITY, "best")
         split = "validation" if evaluates else "none"
         bare = "" if name == PAGED else f"--dataset-test-split {split} --save-steps 100000"
         flags = f"{arm.flags} {bare} --seed {seed} --output-dir {output}"
