@@ -53,6 +53,8 @@ def main() -> None:
     options = {"do_sample": args.temperature > 0, "temperature": args.temperature or 1.0, "top_k": 0, "top_p": 1.0}
     options |= {"eos_token_id": stops, "pad_token_id": tokenizer.eos_token_id}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    if not tokenizer.chat_template:
+        print("This model has no chat template: it continues the text that you type.")
     messages = []
     with suppress(EOFError, KeyboardInterrupt):
         while True:
