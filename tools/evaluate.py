@@ -163,7 +163,7 @@ def load_model(auto_class: type, name: str, args: Args) -> nn.Module:
     options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, info = auto_class.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
     wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
-    require(not wrong, f"{name!r} is not a {type(model).__name__}: it lacks weights, or has others: {wrong[:3]}")
+    require(not wrong, f"{name!r} is not a {type(model).__name__}: missing or unexpected weights: {wrong[:3]}")
     model.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # masks mark padding
     with suppress(OSError):  # with an adapter, use its own file and not that of its base model
