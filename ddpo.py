@@ -34,9 +34,9 @@ this step is deterministic, has no density, and is not trained on. Log-probabili
 that the ratio stays near 1; that is why eps is 1e-4 and not 0.2.
 
 The KL of a step is |mu - mu_ref|^2 / (2 sigma^2), in nats; summed over pixels and steps, it measures how far the policy
-is from the initial model. The paper has no KL term; DPOK has one in the loss, as here. Papers: Black et al. 2023 (DDPO,
-arXiv 2305.13301, sec. 4); Song et al. 2020 (DDIM, 2010.02502, eq. 12 and 16); Ho & Salimans 2022 (classifier-free
-guidance, 2207.12598); Fan et al. 2023 (DPOK, 2305.16381). docs/ddpo.md has a glossary.
+is from the initial model. The paper has no KL term; DPOK has one in the loss, as here.
+Papers: Black et al. 2023 (DDPO, arXiv 2305.13301, sec. 4); Song et al. 2020 (DDIM, 2010.02502, eq. 12 and 16); Ho &
+Salimans 2022 (classifier-free guidance, 2207.12598); Fan et al. 2023 (DPOK, 2305.16381). docs/ddpo.md has a glossary.
 
   python ddpo.py                    # shapes of 8 x 8 pixels move to the left: offline, a minute on two CPU cores
   python ddpo.py --model runwayml/stable-diffusion-v1-5 --lora-r 4 --dataset D \\
@@ -101,7 +101,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -135,7 +135,7 @@ class Args:
     train_timestep_fraction: Share = 1.0  # fraction of each image's steps to train on, chosen at random (TRL)
     per_prompt_stat_tracking: bool = False  # normalise scores by the recent scores of the same prompt (TRL)
     per_prompt_stat_tracking_buffer_size: Count = 16  # number of recent scores to keep per prompt (TRL)
-    per_prompt_stat_tracking_min_count: Count = 16  # with fewer scores, a prompt uses those of the full batch (TRL)
+    per_prompt_stat_tracking_min_count: Count = 16  # with fewer scores, a prompt is normalised by the batch (TRL)
     kl_coef: NonNegative = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO)
 
     # --- Optimisation ---
@@ -174,7 +174,7 @@ class Args:
     output_dir: Name | None = None  # folder for all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    image_steps: Count = 5  # epochs between pictures in images/: images of the initial model above those of the policy
+    image_steps: Count = 5  # epochs between pictures in images/, which show the initial model above the policy
     save_steps: Count = 10  # epochs between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of newest checkpoints to keep
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
@@ -388,17 +388,17 @@ def sample_batch(chain: Chain, examples: list[dict], args: Args) -> list[Rollout
 
 def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
     """One rollout from the parts of all processes, in the order of the examples."""
-    whole = copy(parts[0])
-    whole.examples = examples
+    joined = copy(parts[0])
+    joined.examples = examples
     for name, x in vars(parts[0]).items():
         if isinstance(x, Tensor):
             share = torch.cat([getattr(part, name) for part in parts])
-            setattr(whole, name, all_gather(share))
-    whole.rewards_by_name = {}
+            setattr(joined, name, all_gather(share))
+    joined.rewards_by_name = {}
     for name in parts[0].rewards_by_name:
         share = torch.cat([part.rewards_by_name[name] for part in parts])
-        whole.rewards_by_name[name] = all_gather(share)
-    return whole
+        joined.rewards_by_name[name] = all_gather(share)
+    return joined
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor
     require(is_given.any(0).all(), "an image has no reward at all: all functions of --reward-fn returned None or NaN")
     part.scores = weighted_sum(part.rewards_by_name, args.reward_weights)
     require(part.scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
-    part.images = None  # frees memory: the update needs the latents alone
+    part.images = None  # frees memory: the update needs only the latents
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
@@ -434,7 +434,7 @@ def normalize(scores: Tensor, others: Tensor, eps: float) -> Tensor:
 def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, list[float]], args: Args) -> Tensor:
     """(B,) scores, normalised by the recent scores of the same prompt, including these.
 
-    A prompt with fewer than `per_prompt_stat_tracking_min_count` recent scores is normalised by the whole batch (TRL).
+    A prompt with fewer than `per_prompt_stat_tracking_min_count` recent scores is normalised by the batch (TRL).
     """
     advantages = torch.empty_like(scores)
     for prompt in dict.fromkeys(prompts):
@@ -971,8 +971,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the other state between steps, besides weights and moments, as JSON values. `asked` are the
-        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -1297,7 +1297,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings from the command line; with --resume, the others are those of that run."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

@@ -36,10 +36,10 @@ Z(x). Solved for r, this gives the reward for which a policy is optimal: r = bet
 term that depends on x alone and cancels in a difference. With this r, the loss of reward_model.py (the likelihood of
 the Bradley-Terry model) becomes the loss above: fitting a reward and maximising it are one step of supervised learning.
 Compared with PPO there are no rollouts, reward, critic, advantages, ratio and clipping. The price: nothing judges the
-texts that the policy itself writes (tools/evaluate.py does so after training). Papers: Rafailov et al. 2023 (DPO, arXiv
-2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao et al. 2023 (SLiC, 2305.10425: hinge);
-Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO, 2402.01306, which needs no pairs; kto_pair, as
-in TRL 0.7, is another loss). docs/dpo.md has a glossary of the metrics.
+texts that the policy itself writes (tools/evaluate.py does so after training).
+Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao
+et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
+2402.01306, which needs no pairs; kto_pair, as in TRL 0.7, is another loss). docs/dpo.md has a glossary of the metrics.
 
   python dpo.py                                       # the toy world: offline, two minutes on two CPU cores
   python dpo.py --model ./sft --dataset pairs.jsonl   # columns chosen and rejected, with or without prompt
@@ -112,7 +112,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -552,10 +552,10 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
 
     def encode(row: dict) -> dict:
         """Encodes one row."""
-        whole = encode_preference(*read_pair(row), tokenizer, template_options(row))
-        pair = cut_to_fit(whole, limit, max_prompt_length, mode)
+        full = encode_preference(*read_pair(row), tokenizer, template_options(row))
+        pair = cut_to_fit(full, limit, max_prompt_length, mode)
         is_different = pair.chosen != pair.rejected
-        return asdict(pair) | {"length": len(pair), "is_cut": pair != whole, "is_different": is_different}
+        return asdict(pair) | {"length": len(pair), "is_cut": pair != full, "is_different": is_different}
 
     return keep_different(encode_rows(data, encode), limit)
 
@@ -1186,14 +1186,14 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
-    _, behind = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(behind)
+    _, after_end = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(after_end)
     others = [turn for turn in turns if turn["role"] != "system"]
     if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
         return text
     head = render(turns[:-1], tokenizer, options, is_prompt=True)
     short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(behind)
+    short = render(others, tokenizer, options).removesuffix(after_end)
     if text.startswith(head) or not short.startswith(short_head):
         return text
     return head + short.removeprefix(short_head)
@@ -1409,8 +1409,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the other state between steps, besides weights and moments, as JSON values. `asked` are the
-        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -1760,7 +1760,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings from the command line; with --resume, the others are those of that run."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

@@ -123,7 +123,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -384,7 +384,7 @@ class Rollout:
         return {
             "input_ids": torch.cat([self.prompts, self.responses], 1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # by default GPT-2 counts padding, too
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would also count padding
         }
 
     def select(self, index: Tensor) -> "Rollout":
@@ -656,8 +656,8 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 class Critic(nn.Module):
-    """Predicts V_t, the return from response token t on: a transformer body and a head with one output. With --critic
-    shared, there is no body, and the head reads the policy's last hidden states (B, P+T, D)."""
+    """Predicts V_t, the expected return before response token t: a transformer body and a head with one output. With
+    --critic shared, there is no body, and the head reads the policy's last hidden states (B, P+T, D)."""
 
     def __init__(self, body: nn.Module | None, head: nn.Module):
         super().__init__()
@@ -1497,7 +1497,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
 
 
 def ratio_rounding(args: Args) -> float:
-    """Returns the largest mean of |ratio - 1| before the first step that can be rounding: bfloat16 has 8 bits of
+    """Returns the largest mean of |ratio - 1| before the first step that rounding can cause: bfloat16 has 8 bits of
     precision, TF32 has 11.
 
     Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
@@ -1934,14 +1934,14 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
-    _, behind = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(behind)
+    _, after_end = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(after_end)
     others = [turn for turn in turns if turn["role"] != "system"]
     if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
         return text
     head = render(turns[:-1], tokenizer, options, is_prompt=True)
     short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(behind)
+    short = render(others, tokenizer, options).removesuffix(after_end)
     if text.startswith(head) or not short.startswith(short_head):
         return text
     return head + short.removeprefix(short_head)
@@ -2206,8 +2206,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the other state between steps, besides weights and moments, as JSON values. `asked` are the
-        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -2557,7 +2557,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings from the command line; with --resume, the others are those of that run."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

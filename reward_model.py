@@ -103,7 +103,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -481,10 +481,10 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
         """Encodes one row."""
         prompt, *texts = read_pair(row)
         options = template_options(row)
-        whole = [encode_whole(prompt, text, tokenizer, options) for text in texts]
-        chosen, rejected = (ids[:limit] for ids in whole)
+        full = [encode_whole(prompt, text, tokenizer, options) for text in texts]
+        chosen, rejected = (ids[:limit] for ids in full)
         pair = Pair(chosen, rejected, float(row.get(margin_column) or 0.0))
-        longest = max(map(len, whole))
+        longest = max(map(len, full))
         is_different = chosen != rejected
         return asdict(pair) | {"length": min(longest, limit), "is_cut": longest > limit, "is_different": is_different}
 
@@ -1086,14 +1086,14 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
-    _, behind = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(behind)
+    _, after_end = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(after_end)
     others = [turn for turn in turns if turn["role"] != "system"]
     if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
         return text
     head = render(turns[:-1], tokenizer, options, is_prompt=True)
     short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(behind)
+    short = render(others, tokenizer, options).removesuffix(after_end)
     if text.startswith(head) or not short.startswith(short_head):
         return text
     return head + short.removeprefix(short_head)
@@ -1309,8 +1309,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the other state between steps, besides weights and moments, as JSON values. `asked` are the
-        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -1660,7 +1660,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings from the command line; with --resume, the others are those of that run."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

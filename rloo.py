@@ -18,7 +18,7 @@ For each batch of prompts, K responses to each:
   1. sample     response y_1..y_T ~ pi(. | prompt), at the given temperature, up to and including the stop token
   2. score      ref_logprobs of a frozen copy of the initial policy; one score per text, minus
                 `missing_eos_penalty` if it has no stop token
-  3. reward     R_i = score_i - kl_coef * sum_t KL_t: one number for the whole response
+  3. reward     R_i = score_i - kl_coef * sum_t KL_t: one number per response
   4. advantage  A_i = R_i - mean of R over the other K-1 responses to the same prompt
   5. loss       ratio_i = exp(sum_t log pi(y_t) - log pi_old(y_t));
                 mean_i max(-A_i ratio_i, -A_i clip(ratio_i, 1-eps, 1+eps))
@@ -36,13 +36,14 @@ Tensor layout for K = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and res
 The policy pi is the language model being trained. A rollout is a batch of its responses. The KL, in nats, measures how
 far pi has moved from the reference, a frozen copy of the initial policy.
 
-Differences from PPO: the whole response is one action, and there is no critic. The baseline of a response is the mean
-reward of the other responses to its prompt. It is unbiased, because they do not depend on this response, but it needs K
-responses per prompt. If all K scores of a group are equal, only KL gives a gradient: `objective/equal_groups` is the
-share of these groups. With --token-level-kl each token is an action (REINFORCE++): A_t = A_i - kl_coef sum_{s>=t} KL_s,
-where A_i is computed from the scores alone. Papers: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740, sec. 3); Kool et al.
-2019 ("Buy 4 REINFORCE samples, get a baseline for free", the estimator); Hu 2025 (REINFORCE++, 2501.03262, sec. 3);
-Schulman et al. 2017 (clipping, 1707.06347, eq. 7). docs/rloo.md has a glossary of the metrics.
+Differences from PPO: a response is one action, and there is no critic. The baseline of a response is the mean reward of
+the other responses to its prompt. It is unbiased, because they do not depend on this response, but it needs K responses
+per prompt. If all K scores of a group are equal, only KL gives a gradient: `objective/equal_groups` is the share of
+these groups. With --token-level-kl each token is an action (REINFORCE++): A_t = A_i - kl_coef sum_{s>=t} KL_s, where
+A_i is computed from the scores alone.
+Papers: Ahmadian et al. 2024 (RLOO, arXiv 2402.14740, sec. 3); Kool et al. 2019 ("Buy 4 REINFORCE samples, get a
+baseline for free", the estimator); Hu 2025 (REINFORCE++, 2501.03262, sec. 3); Schulman et al. 2017 (clipping,
+1707.06347, eq. 7). docs/rloo.md has a glossary of the metrics.
 
   python rloo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to about 4
   python rloo.py --model gpt2 --bf16   # GPT-2 on a GPU, with the same prompts and reward (on a CPU, without --bf16)
@@ -119,7 +120,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -355,7 +356,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T), by the chosen estimator
     kl_coef: float = 0.0  # the weight of the KL in the rewards
-    advantages: Tensor | None = None  # (B, T), or (B, 1) if the whole response is the action
+    advantages: Tensor | None = None  # (B, T), or (B, 1) if a response is one action
 
     def inputs(self) -> dict[str, Tensor]:
         """Joins prompts and responses into a model input (B, P+T). Positions count real tokens only."""
@@ -363,7 +364,7 @@ class Rollout:
         return {
             "input_ids": torch.cat([self.prompts, self.responses], 1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # by default GPT-2 counts padding, too
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would also count padding
         }
 
     def select(self, index: Tensor) -> "Rollout":
@@ -1461,7 +1462,7 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
 
 
 def ratio_rounding(args: Args) -> float:
-    """Returns the largest mean of |ratio - 1| before the first step that can be rounding: bfloat16 has 8 bits of
+    """Returns the largest mean of |ratio - 1| before the first step that rounding can cause: bfloat16 has 8 bits of
     precision, TF32 has 11.
 
     Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
@@ -1898,14 +1899,14 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
-    _, behind = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(behind)
+    _, after_end = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(after_end)
     others = [turn for turn in turns if turn["role"] != "system"]
     if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
         return text
     head = render(turns[:-1], tokenizer, options, is_prompt=True)
     short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(behind)
+    short = render(others, tokenizer, options).removesuffix(after_end)
     if text.startswith(head) or not short.startswith(short_head):
         return text
     return head + short.removeprefix(short_head)
@@ -2170,8 +2171,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the other state between steps, besides weights and moments, as JSON values. `asked` are the
-        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -2521,7 +2522,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings from the command line; with --resume, the others are those of that run."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

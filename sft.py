@@ -97,7 +97,7 @@ VERSION = "2026.11"  # as in CITATION.cff
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -277,7 +277,7 @@ def encode_messages(
     turns = as_turns(messages, "user")
     if not turns:
         return [], []
-    end, behind = turn_end(tokenizer)
+    end, after_end = turn_end(tokenizer)
     text = render_whole(turns, tokenizer, options)
     check_rendered(text, turns, tokenizer, options)
     encode = lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -287,10 +287,10 @@ def encode_messages(
         if turns[i]["role"] != "assistant":
             continue
         head = render(turns[:i], tokenizer, options, is_prompt=True)  # the prompt of a rollout
-        before = render(turns[:i], tokenizer, options).removesuffix(behind)
+        before = render(turns[:i], tokenizer, options).removesuffix(after_end)
         turn = text
         if i < len(turns) - 1:
-            turn = render(turns[: i + 1], tokenizer, options).removesuffix(behind)
+            turn = render(turns[: i + 1], tokenizer, options).removesuffix(after_end)
         if not turn.startswith(before) or not text.startswith(turn):
             warnings.warn("the chat template changes turns that other turns follow: changed turns have no labels")
             continue
@@ -1124,14 +1124,14 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
-    _, behind = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(behind)
+    _, after_end = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(after_end)
     others = [turn for turn in turns if turn["role"] != "system"]
     if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
         return text
     head = render(turns[:-1], tokenizer, options, is_prompt=True)
     short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(behind)
+    short = render(others, tokenizer, options).removesuffix(after_end)
     if text.startswith(head) or not short.startswith(short_head):
         return text
     return head + short.removeprefix(short_head)
@@ -1339,8 +1339,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the other state between steps, besides weights and moments, as JSON values. `asked` are the
-        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -1690,7 +1690,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings from the command line; with --resume, the others are those of that run."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
