@@ -44,7 +44,7 @@ et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17
   python dpo.py                                       # the toy world: offline, two minutes on two CPU cores
   python dpo.py --model ./sft --dataset pairs.jsonl   # columns chosen and rejected, with or without prompt
 
-Shapes: B rows, b of a micro-batch, P prompt tokens (left-padded), T completion tokens (right-padded), V vocabulary.
+Shapes: B rows, b in a micro-batch, P prompt tokens (left-padded), T completion tokens (right-padded), V vocabulary.
 """
 
 import ctypes
@@ -149,14 +149,14 @@ class Args:
     micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding only (and kto_pair)
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Model: a folder, or a name on the hub ---
     # the initial policy, which is also the reference
     model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression that matches names of layers
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -376,8 +376,8 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses (b,), and the rewards beta log(pi / pi_ref) of chosen and rejected completions, (b,) each.
 
-    All four inputs are log-probabilities of completions (b,). In the gradient, grad log pi(y_w|x) - grad log pi(y_l|x)
-    has the weight -beta sigmoid(-beta Delta), which is largest where the policy prefers the wrong completion.
+    All four inputs are log-probabilities of completions (b,). The gradient is -beta sigmoid(-beta Delta) grad[log
+    pi(y_w|x) - log pi(y_l|x)]: largest where the policy prefers the wrong completion.
     """
     chosen_rewards = beta * (chosen - ref_chosen)
     rejected_rewards = beta * (rejected - ref_rejected)

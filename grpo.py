@@ -38,7 +38,7 @@ far pi has moved from the reference, a frozen copy of the initial policy. By def
 reference is loaded.
 
 Differences from RLOO: the group's mean includes the response itself. Division by the standard deviation raises the
-weight of prompts that are nearly always, or nearly never, answered right. Each token is an action, with its own clipped
+weight of prompts that are nearly always or nearly never answered right. Each token is an action, with its own clipped
 ratio. If all G scores of a group are equal, the group's advantages are 0, and it gives no gradient:
 `frac_reward_zero_std` is the share of these groups.
 Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and 19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025
@@ -185,7 +185,7 @@ class Args:
     micro_batch_size: Count | None = None  # responses per forward/backward pass; only bnpo depends on it
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Models: a folder, or a name on the hub ---
     # the initial policy, which is also the reference of the KL
@@ -193,10 +193,12 @@ class Args:
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
     # reward_model, or file.py:name of a function; several are added up
     reward_fn: tuple[Name, ...] = ("rewards/verifiers.py:right_number",)
-    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[
+        Weight, ...
+    ] = ()  # weights of these rewards in the sum; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression that matches names of layers
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -208,7 +210,7 @@ class Args:
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for the chat template
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to GRPO ---
@@ -613,8 +615,8 @@ def join(parts: list[Rollout]) -> Rollout:
 
 
 def can_share_prompts(model: nn.Module, args: Args) -> bool:
-    """Whether the model can compute a prompt once for all of its rows. It cannot with other layers than attention, or
-    with --gradient-checkpointing or --aux-loss-coef."""
+    """Whether the model can compute a prompt once for all of its rows. It cannot with layers other than attention, with
+    --gradient-checkpointing or with --aux-loss-coef."""
     layers = DynamicCache(config=model.config).layers
     is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
@@ -622,7 +624,7 @@ def can_share_prompts(model: nn.Module, args: Args) -> bool:
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
     """Whether to compute prompts once: if possible, and if a prompt occurs more than once in these rows. Several
-    processes always do so if possible: with sharded weights, all of them must make the same forward passes."""
+    processes do so even without repeats: with sharded weights, all of them must make the same forward passes."""
     return can_share_prompts(model, args) and (WORLD_SIZE > 1 or len(r.prompts.cpu().unique(dim=0)) < len(r.prompts))
 
 
@@ -1159,7 +1161,7 @@ def encode_answer(answer: str, game: object, example: dict, policy: nn.Module, a
         begun = write(turns).removesuffix("<think>\n")  # some templates begin every turn with this
         stops = policy.tokenizer.batch_decode([[stop] for stop in policy.stop_token_ids])
         after = write([*turns, turn, {"role": getattr(game, "role", "user"), "content": answer}])
-        before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # with the right stop
+        before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # the one that fits
         is_fit = after.startswith(before) and after != write([*turns, turn])
         require(is_fit, "--env: the chat template changes earlier turns, has another stop token, or drops an answer")
         answer = after.removeprefix(before)

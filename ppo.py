@@ -196,18 +196,20 @@ class Args:
     micro_batch_size: Count | None = None  # responses per forward/backward pass; changes only the rounding
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Models: a folder, or a name on the hub ---
     # the initial policy, which is also the reference of the KL
     model: Name = "toy/sft"
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
     reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; several are added up
-    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[
+        Weight, ...
+    ] = ()  # weights of these rewards in the sum; by default all 1 (TRL); 0: only logged
     critic: Literal["separate", "shared"] = "separate"  # a separate network, or a value head on the policy (TRL 0.7)
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression that matches names of layers
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -219,13 +221,13 @@ class Args:
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for the chat template
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to PPO ---
     # texts for PPO-ptx: folder, file or hub name; needs a column `text` and a split `train`
     pretrain_data: Name | None = None
-    ptx_coef: NonNegative = 0.0  # weight of the loss on these texts (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
+    ptx_coef: NonNegative = 0.0  # weight of the loss on pretrain_data (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
     aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss, computed per micro-batch
     num_eval_prompts: Count = 64  # number of test prompts in an evaluation
@@ -782,7 +784,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns clipped losses (B, T) (PPO, eq. 7), the ratio, and a mask that is true where the clipped loss is larger.
+    """Returns clipped losses (B, T) (PPO, eq. 7), the ratio, and a mask that is true where clipping raised the loss.
 
     The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
     the other direction, the loss is not clipped, and its gradient moves the ratio back.
@@ -796,8 +798,8 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns clipped squared errors (B, T) / 2 (TRL, OpenAI's code), and a mask that is true where the clipped one is
-    larger.
+    """Returns half the clipped squared errors (B, T) (TRL, OpenAI's code), and a mask that is true where clipping
+    raised them.
 
     The gradient is 0 where a value has moved by more than cliprange_value towards the return. This limits how far one
     noisy batch can move the critic, as the clipped ratio does for the policy.

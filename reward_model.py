@@ -27,10 +27,11 @@ their mean over the first 2,000 training pairs is 0.
 
 The loss is the negative log-likelihood of the Bradley-Terry model, in which the chosen text is preferred with the
 probability sigmoid(r_chosen - r_rejected). This probability can be compared with how often people chose the text with
-the higher reward ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al. 2020
-(2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031: the
-head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288,
-eq. 2), the centring term Eisenstein et al. 2023's (2312.09244). docs/reward_model.md has a glossary of the metrics.
+the higher reward ("calibration").
+Papers: Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al. 2020 (2009.01325); Ouyang et al. 2022
+(InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031: the head's initialisation, one epoch,
+rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288, eq. 2), the centring term Eisenstein et
+al. 2023's (2312.09244). docs/reward_model.md has a glossary of the metrics.
 
   python reward_model.py                             # the toy world: offline, a minute on a CPU
   python reward_model.py --model gpt2 --dataset D    # D has `chosen` and `rejected`, with or without `prompt`
@@ -136,14 +137,14 @@ class Args:
     micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding and dropout only
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Model: a folder, or a name on the hub ---
     # the model to start from, ideally the policy trained by sft.py; any causal architecture
     model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; all weights of the head are trained
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression that matches names of layers
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower

@@ -185,17 +185,19 @@ class Args:
     micro_batch_size: Count | None = None  # responses per forward/backward pass; changes only the rounding
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Models: a folder, or a name on the hub ---
     # the initial policy, which is also the reference of the KL
     model: Name = "toy/sft"
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
     reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; several are added up
-    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[
+        Weight, ...
+    ] = ()  # weights of these rewards in the sum; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression that matches names of layers
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -207,13 +209,13 @@ class Args:
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for the chat template
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to RLOO ---
     # texts for PPO-ptx: folder, file or hub name; needs a column `text` and a split `train`
     pretrain_data: Name | None = None
-    ptx_coef: NonNegative = 0.0  # weight of the loss on these texts (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
+    ptx_coef: NonNegative = 0.0  # weight of the loss on pretrain_data (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
     aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss, computed per micro-batch
     num_eval_prompts: Count = 64  # number of test prompts in an evaluation
@@ -558,8 +560,8 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
 
 
 def can_share_prompts(model: nn.Module, args: Args) -> bool:
-    """Whether the model can compute a prompt once for all of its rows. It cannot with other layers than attention, or
-    with --gradient-checkpointing or --aux-loss-coef."""
+    """Whether the model can compute a prompt once for all of its rows. It cannot with layers other than attention, with
+    --gradient-checkpointing or with --aux-loss-coef."""
     layers = DynamicCache(config=model.config).layers
     is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
@@ -567,7 +569,7 @@ def can_share_prompts(model: nn.Module, args: Args) -> bool:
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
     """Whether to compute prompts once: if possible, and if a prompt occurs more than once in these rows. Several
-    processes always do so if possible: with sharded weights, all of them must make the same forward passes."""
+    processes do so even without repeats: with sharded weights, all of them must make the same forward passes."""
     return can_share_prompts(model, args) and (WORLD_SIZE > 1 or len(r.prompts.cpu().unique(dim=0)) < len(r.prompts))
 
 
@@ -793,7 +795,7 @@ def action_logprobs(logprobs: Tensor, mask: Tensor, token_level_kl: bool) -> Ten
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns clipped losses (B, T) (PPO, eq. 7), the ratio, and a mask that is true where the clipped loss is larger.
+    """Returns clipped losses (B, T) (PPO, eq. 7), the ratio, and a mask that is true where clipping raised the loss.
 
     The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
     the other direction, the loss is not clipped, and its gradient moves the ratio back.

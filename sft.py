@@ -23,9 +23,9 @@ For each batch of texts x_1..x_n, each with an EOS (end of sequence) at its end:
   label          -    -    |  *    *     *    *    *       read from the logits one position to the left
 
 EOS is a label like any other: without it, the policy would never end a text, and all responses of a later RLHF run
-would be cut off. By default, prompt tokens are not labels: the policy should answer prompts, not invent them. Ouyang et
-al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+ implementation details, 2403.17031).
-docs/sft.md has a glossary of the metrics.
+would be cut off. By default, prompt tokens are not labels: the policy should answer prompts, not invent them.
+Papers: Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155, sec. 3.5); Huang et al. 2024 (the N+ implementation details,
+2403.17031). docs/sft.md has a glossary of the metrics.
 
   python sft.py                              # a small GPT-2 from scratch on the toy corpus: offline, a minute on a CPU
   python sft.py --model gpt2 --dataset D     # fine-tunes GPT-2; D has `text`, `prompt` + `completion`, or `messages`
@@ -130,7 +130,7 @@ class Args:
     micro_batch_size: Count | None = None  # rows per forward/backward pass; affects rounding and dropout only
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Model: a folder, or a name on the hub ---
     # the pretrained model to fine-tune; by default one with random weights
@@ -138,7 +138,7 @@ class Args:
     from_scratch: Name = "toy/base"  # without --model: use the config and the tokenizer of this model
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression that matches names of layers
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower

@@ -72,7 +72,7 @@ class Args:
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     split: Name = "validation"  # split with the prompts, which neither policy was trained on; a file has only one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for each tokenizer's chat template
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for chat templates
     num_prompts: Count = 1000  # number of prompts, taken from the top; 1000 give an interval of +- 3 points
 
     # --- Answers: settings stored with a model are ignored, so that both sides are sampled in the same way ---

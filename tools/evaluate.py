@@ -64,7 +64,7 @@ class Args:
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     split: Name = "validation"  # split with the prompts; a file has only one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for the chat template
     num_prompts: Count | None = None  # number of prompts, taken from the top; by default all
     num_generations: Count = 1  # answers to each prompt
     response_length: Count = 53  # maximum tokens in an answer; use the value from training
