@@ -152,9 +152,7 @@ class Args:
     model: Name = "toy/shapes/sd"
     # file.py:name of f(images, prompts, metadata), as in TRL; several are added up
     reward_fn: tuple[Name, ...] = ("toy/shapes/make.py:left_ink",)
-    reward_weights: tuple[
-        Weight, ...
-    ] = ()  # weights of these rewards in the sum; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[Weight, ...] = ()  # weights of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
     lora_alpha: Positive = 4.0  # the adapter's output is scaled by lora_alpha / lora_r
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32

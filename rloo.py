@@ -192,9 +192,7 @@ class Args:
     model: Name = "toy/sft"
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
     reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; several are added up
-    reward_weights: tuple[
-        Weight, ...
-    ] = ()  # weights of these rewards in the sum; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[Weight, ...] = ()  # weights of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
     lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
