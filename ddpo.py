@@ -271,8 +271,7 @@ class Chain:
     def predict(self, x: Tensor, t: Tensor, context: Tensor, args: Args, of: str = "policy") -> Tensor:
         """(b, C, H, W) prediction for x_t at times t (b,) and prompts (b, L, D), by the policy or the reference.
 
-        With guidance, it is u + g (c - u), where u is the prediction for the negative prompt and c the one for the
-        prompt.
+        With guidance, it is u + g (c - u), where u is predicted for the negative prompt and c for the prompt.
         """
         unet = getattr(self, of)
         adapter = nullcontext()

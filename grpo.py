@@ -561,8 +561,7 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 def sample_groups(
     policy: nn.Module, prompts: list[dict], reward_fns: RewardFns, first_draw: int, args: Args
 ) -> tuple[Rollout, int]:
-    """Steps 1 and 2: samples G responses to each prompt and scores them. Returns the rollout and the number of batches
-    drawn.
+    """Steps 1 and 2: samples G responses to each prompt and scores them. Also returns the number of batches drawn.
 
     With --dynamic-sampling, groups with equal scores, which give no gradient, are replaced by groups from further
     batches (DAPO, sec. 3.2). If there are still too few, groups with equal scores fill the batch.
@@ -1074,8 +1073,7 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
 
 
 def play_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
-    """Replaces `sample_batch` with --env. Each episode has its own environment object, made from a row of the
-    dataset."""
+    """Replaces `sample_batch` with --env. Each episode has an environment object, made from a row of the dataset."""
     prompts, prompt_mask = pad([x["input_ids"] for x in examples], policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(examples), args.response_length).to(prompts.device)
     parts = []

@@ -305,8 +305,7 @@ def pair_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tenso
 
 
 def init_reward_head(head: nn.Linear) -> None:
-    """Draws weights with standard deviation 1/sqrt(D+1), which gives the first rewards a standard deviation of about 1
-    (N+ details)."""
+    """Draws weights with std 1/sqrt(D+1), which gives the first rewards a std of about 1 (N+ details)."""
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
 
@@ -698,8 +697,7 @@ def shard_rows(n: int) -> Tensor:
 
 
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """Yields this process's share of the rows, micro_batch_size at a time, with a mask (b,) that is false on repeated
-    rows."""
+    """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows."""
     n = len(rows)
     for numbers in shard_rows(n).split(args.micro_batch_size):
         counts = numbers < n

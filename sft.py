@@ -723,8 +723,7 @@ def shard_rows(n: int) -> Tensor:
 
 
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """Yields this process's share of the rows, micro_batch_size at a time, with a mask (b,) that is false on repeated
-    rows."""
+    """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows."""
     n = len(rows)
     for numbers in shard_rows(n).split(args.micro_batch_size):
         counts = numbers < n
