@@ -124,9 +124,7 @@ def compare(args: Args) -> dict:
     """Samples both sides' answers, judges the pairs, counts wins; returns the content of compare.json."""
     require(bool(args.reward_fn) != bool(args.judge_url), "give one judge: --reward-fn or --judge-url")
     require(bool(args.judge_url) == bool(args.judge_model), "give both --judge-url and --judge-model, or neither")
-    require(
-        bool(args.other) != bool(args.reference_column), "give side B: either a second policy or --reference-column"
-    )
+    require(bool(args.other) != bool(args.reference_column), "give side B: a second policy or --reference-column")
     for side in filter(None, (args.model, args.other)):
         settings = Path(side, "args.json")
         env = settings.exists() and json.loads(settings.read_text("utf-8")).get("env")
