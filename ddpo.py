@@ -22,19 +22,19 @@ The policy gradient of ppo.py, applied to images. An image is a response, a deno
 For each epoch:
   1. sample      noise x_N, then x_{t-1} = mu + sigma_t z for each of N steps (DDIM with eta > 0), keeping all of them
                  and log pi(x_{t-1} | x_t), the log-density of the normal distribution, as a mean over pixels
-  2. score       images, prompts and metadata -> one number per image; of several rewards the weighted sum
-  3. advantage   A = (score - mean) / std, over the batch or over the last scores of the same prompt; A for every step
+  2. score       images, prompts and metadata -> one number per image, the weighted sum of all rewards
+  3. advantage   A = (score - mean) / std, over the batch or over recent scores of the prompt; the same A for all steps
   4. loss        ratio_t = pi(x_{t-1} | x_t) / pi_old(x_{t-1} | x_t);  mean max(-A ratio, -A clip(ratio, 1-eps, 1+eps))
-                 + kl_coef * KL of the step to the first model, per pixel, if asked
-  5. update      `train_num_inner_epochs` passes, each sample's steps in an order of its own; AdamW
+                 + kl_coef * KL of the step to the initial model, per pixel
+  5. update      `train_num_inner_epochs` passes with AdamW; the steps of each image are shuffled
 
 The state is the noisy image; the action is the next, less noisy image. The network predicts mu; sigma is fixed by the
-schedule. There is no critic and no discount, and only the last image has a score. Some schedules end with a step with
-sigma = 0: it is deterministic, has no density, and is not trained on. Log-probabilities are means over pixels, not
-sums, so that the ratio stays near 1; that is why eps is 1e-4 and not 0.2.
+schedule. There is no critic and no discount, and only the last image has a score. Some schedules end with sigma = 0:
+this step is deterministic, has no density, and is not trained on. Log-probabilities are means over pixels, not sums, so
+that the ratio stays near 1; that is why eps is 1e-4 and not 0.2.
 
-The KL of a step is |mu - mu_ref|^2 / (2 sigma^2), in nats; summed over pixels and steps it measures how far the policy
-is from the first model. The paper has no KL term; DPOK has it in the loss, as here.
+The KL of a step is |mu - mu_ref|^2 / (2 sigma^2), in nats; summed over pixels and steps, it measures how far the policy
+is from the initial model. The paper has no KL term; DPOK has one in the loss, as here.
 Papers: Black et al. 2023 (DDPO, arXiv 2305.13301, sec. 4); Song et al. 2020 (DDIM, 2010.02502, eq. 12 and 16); Ho &
 Salimans 2022 (classifier-free guidance, 2207.12598); Fan et al. 2023 (DPOK, 2305.16381). docs/ddpo.md has a glossary.
 
@@ -42,8 +42,8 @@ Salimans 2022 (classifier-free guidance, 2207.12598); Fan et al. 2023 (DPOK, 230
   python ddpo.py --model runwayml/stable-diffusion-v1-5 --lora-r 4 --dataset D \\
       --reward-fn rewards/jpeg.py:compressibility
 
-Shapes: B images, b of a micro-batch, N denoising steps, C channels, H and W of the latent image; an encoded
-prompt has L tokens of width D.
+Shapes: B images, b in a micro-batch, N denoising steps, C channels, H and W of the latent image; an encoded prompt has
+L tokens of width D.
 """
 
 import glob
@@ -69,7 +69,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before importing torch: limits how long idle threads spin
 
 import datasets
 import diffusers
@@ -96,12 +96,12 @@ from transformers import get_scheduler, set_seed
 
 VERSION = "2026.11"  # as in CITATION.cff
 
-# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
-# and draw the same random numbers; of every batch, each computes its share
+# The rank of this process and the number of processes under torchrun; otherwise 0 and 1. All processes read the same
+# data and draw the same random numbers; each computes its share of every batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -135,7 +135,7 @@ class Args:
     train_timestep_fraction: Share = 1.0  # fraction of each image's steps to train on, chosen at random (TRL)
     per_prompt_stat_tracking: bool = False  # normalise scores by the recent scores of the same prompt (TRL)
     per_prompt_stat_tracking_buffer_size: Count = 16  # number of recent scores to keep per prompt (TRL)
-    per_prompt_stat_tracking_min_count: Count = 16  # with fewer scores, a prompt uses those of the full batch (TRL)
+    per_prompt_stat_tracking_min_count: Count = 16  # with fewer scores, a prompt is normalised by the batch (TRL)
     kl_coef: NonNegative = 0.0  # weight of the KL to the initial model in the loss (DPOK; 0 in DDPO)
 
     # --- Optimisation ---
@@ -152,7 +152,7 @@ class Args:
     model: Name = "toy/shapes/sd"
     # file.py:name of f(images, prompts, metadata), as in TRL; several are added up
     reward_fn: tuple[Name, ...] = ("toy/shapes/make.py:left_ink",)
-    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[Weight, ...] = ()  # weights of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
     lora_alpha: Positive = 4.0  # the adapter's output is scaled by lora_alpha / lora_r
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
@@ -167,16 +167,16 @@ class Args:
     seed: Natural = 1  # seed of the noise, the order of prompts, and the adapters
 
     # --- Run ---
-    # folder of a run to continue, with its settings; settings on the command line replace them
+    # folder of a run to continue with its settings; the command line may change some
     resume: Name | None = None
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
     exp_name: Name = "ddpo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder for all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    image_steps: Count = 5  # epochs between pictures in images/: images of the initial model above those of the policy
+    image_steps: Count = 5  # epochs between pictures in images/, which show the initial model above the policy
     save_steps: Count = 10  # epochs between checkpoints, which hold the full state of the run
-    save_total_limit: Count = 2  # number of checkpoints to keep, the newest
+    save_total_limit: Count = 2  # number of newest checkpoints to keep
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
@@ -243,15 +243,15 @@ def train(args: Args) -> None:
 class Rollout:
     """B images with the denoising steps that led to them, and their scores and advantages.
 
-    First a part of this process's share of the batch; `join` makes one rollout of all parts of all processes.
+    A process samples its share of the batch in parts; `join` makes one rollout of the parts of all processes.
     """
 
     examples: list[dict]  # B rows of the dataset, with prompt and metadata
     context: Tensor  # (B, L, D) the text encoder's output
     latents: Tensor  # (B, N+1, C, H, W) from noise x_N to x_0
     old_logprobs: Tensor  # (B, N) of each step, under the policy that drew it
-    kl: Tensor  # (B, N) KL of each step to the first model, in nats
-    ref_means: Tensor | None  # (B, N, C, H, W) mean of each step under the first model, if the loss needs it
+    kl: Tensor  # (B, N) KL of each step to the initial model, in nats
+    ref_means: Tensor | None  # (B, N, C, H, W) mean of each step under the initial model, if the loss needs it
     images: Tensor | None  # (B, 3, height, width) in [0, 1], until they have scores
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) of each reward function, NaN for None
     scores: Tensor | None = None  # (B,), the weighted sum of the rewards
@@ -264,14 +264,14 @@ class Chain:
 
     pipe: "diffusers.StableDiffusionPipeline"  # its text encoder, image decoder and schedule are used
     policy: nn.Module  # its UNet, in training
-    reference: nn.Module  # the first UNet, frozen; with LoRA the policy, whose adapter is turned off
+    reference: nn.Module  # the initial UNet, frozen; with LoRA, the policy with its adapter off
     timesteps: Tensor  # (N,) descending, from 999 or less
     negative: Tensor  # (1, L, D) the text encoder's output for the negative prompt
 
     def predict(self, x: Tensor, t: Tensor, context: Tensor, args: Args, of: str = "policy") -> Tensor:
         """(b, C, H, W) prediction for x_t at times t (b,) and prompts (b, L, D), by the policy or the reference.
 
-        With guidance it is u + g (c - u), where u is the prediction for the negative prompt, c that for the prompt.
+        With guidance, it is u + g (c - u), where u is predicted for the negative prompt and c for the prompt.
         """
         unet = getattr(self, of)
         adapter = nullcontext()
@@ -298,7 +298,7 @@ def ddim_step(
 ) -> tuple[Tensor, Tensor]:
     """Mean (b, C, H, W) and standard deviation (b, 1, 1, 1) of x_{t-1}, given x_t at times t (b,).
 
-    a is the share of signal in the variance of x_t, a_prev that of x_{t-1} (DDIM, eq. 12 and 16). The network's
+    a and a_prev are the shares of signal in the variances of x_t and x_{t-1} (DDIM, eq. 12 and 16). The network's
     prediction gives an estimate of image and noise in x_t, and these give the mean of x_{t-1}:
         x_t     = sqrt(a) image + sqrt(1 - a) noise
         x_{t-1} = sqrt(a_prev) image + sqrt(1 - a_prev - sigma^2) noise + sigma z
@@ -387,17 +387,17 @@ def sample_batch(chain: Chain, examples: list[dict], args: Args) -> list[Rollout
 
 def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
     """One rollout from the parts of all processes, in the order of the examples."""
-    whole = copy(parts[0])
-    whole.examples = examples
+    joined = copy(parts[0])
+    joined.examples = examples
     for name, x in vars(parts[0]).items():
         if isinstance(x, Tensor):
             share = torch.cat([getattr(part, name) for part in parts])
-            setattr(whole, name, all_gather(share))
-    whole.rewards_by_name = {}
+            setattr(joined, name, all_gather(share))
+    joined.rewards_by_name = {}
     for name in parts[0].rewards_by_name:
         share = torch.cat([part.rewards_by_name[name] for part in parts])
-        whole.rewards_by_name[name] = all_gather(share)
-    return whole
+        joined.rewards_by_name[name] = all_gather(share)
+    return joined
 
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
@@ -407,10 +407,10 @@ def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor
     """Step 2 for a part: sets rewards_by_name and scores (b,)."""
     part.rewards_by_name = {name: function(part) for name, function in reward_fns.items()}
     is_given = torch.stack([~x.isnan() for x in part.rewards_by_name.values()])  # (K, b)
-    require(is_given.any(0).all(), "an image has no reward at all: each of --reward-fn returned None or NaN")
+    require(is_given.any(0).all(), "an image has no reward at all: all functions of --reward-fn returned None or NaN")
     part.scores = weighted_sum(part.rewards_by_name, args.reward_weights)
-    require(part.scores.isfinite().all(), "one of --reward-fn returned an infinite reward")
-    part.images = None  # frees memory: the update needs the latents alone
+    require(part.scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
+    part.images = None  # frees memory: the update needs only the latents
 
 
 def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
@@ -431,9 +431,9 @@ def normalize(scores: Tensor, others: Tensor, eps: float) -> Tensor:
 
 
 def prompt_advantages(scores: Tensor, prompts: list[str], history: dict[str, list[float]], args: Args) -> Tensor:
-    """(B,) scores, normalised by the recent scores of the same prompt, these included.
+    """(B,) scores, normalised by the recent scores of the same prompt, including these.
 
-    A prompt with fewer than `per_prompt_stat_tracking_min_count` recent scores is normalised by the whole batch (TRL).
+    A prompt with fewer than `per_prompt_stat_tracking_min_count` recent scores is normalised by the batch (TRL).
     """
     advantages = torch.empty_like(scores)
     for prompt in dict.fromkeys(prompts):
@@ -468,8 +468,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip
 def update(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
     """Steps 4 and 5: `train_num_inner_epochs` passes over the images. Returns means of the metrics.
 
-    The loss of a mini-batch is a mean over its pairs of image and step, however it is split into parts. Each process
-    takes the mean over its share of the pairs; clip_gradient averages the gradients over processes.
+    The loss of a mini-batch is the mean over its pairs of image and step, however it is split into parts. Each process
+    takes the mean over its share of the pairs, and clip_gradient averages the gradients.
     """
     B = len(rollout.scores)
     N = int(rollout.old_logprobs[0].isfinite().sum())  # leaves out a last step with sigma = 0
@@ -485,7 +485,7 @@ def update(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, arg
             num_pairs = len(mini_batch) * S / WORLD_SIZE
             sums = defaultdict(float)
             for rows in mini_batch[RANK::WORLD_SIZE].split(args.train_batch_size):  # (b,) numbers of images
-                for k in steps[rows].T:  # (b,) number of a step, another one for each image
+                for k in steps[rows].T:  # (b,) number of a step, different for each image
                     t = chain.timesteps[k]  # (b,)
                     x, x_prev = rollout.latents[rows, k], rollout.latents[rows, k + 1]  # (b, C, H, W) each
                     prediction = chain.predict(x, t, rollout.context[rows], args)  # (b, C, H, W)
@@ -517,7 +517,7 @@ def update(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, arg
     return stats | {"first_ratio_error": logs[0]["ratio_error"]}  # before any step, where the ratio should be 1
 
 
-# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
+# === End of the algorithm. Next: its metrics and options, then the code that every training script needs ============
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
@@ -531,13 +531,13 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
-    without the responses for which it returned None."""
+    """Computes mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards;
+    ignores None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
-        said = rewards[~rewards.isnan()]
-        stats[f"rewards/{name}/mean"] = said.mean().item()
-        stats[f"rewards/{name}/std"] = said.std().item()
+        known = rewards[~rewards.isnan()]
+        stats[f"rewards/{name}/mean"] = known.mean().item()
+        stats[f"rewards/{name}/std"] = known.std().item()
     return stats
 
 
@@ -551,7 +551,7 @@ def warn_about(rollout: Rollout) -> None:
 
 
 def draw_images(run: "Run", chain: Chain, prompts: list[dict], args: Args) -> None:
-    """images/epoch-N.png: eight images of the first model above eight of the policy, from the same noise."""
+    """images/epoch-N.png: eight images of the initial model above eight of the policy, from the same noise."""
     if RANK:
         return
     examples = [prompts[i % len(prompts)] for i in range(8)]
@@ -571,7 +571,7 @@ def draw_images(run: "Run", chain: Chain, prompts: list[dict], args: Args) -> No
 def load_chain(args: Args) -> Chain:
     """Policy and reference from a Stable Diffusion pipeline, with DDIM's schedule. Only the UNet is trained.
 
-    It stays in evaluation mode: with dropout, sampling and update would see different distributions.
+    It stays in evaluation mode: with dropout, sampling and update would use different distributions.
     """
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(
         locate(args.model),
@@ -598,7 +598,7 @@ def load_chain(args: Args) -> Chain:
 
 
 def add_adapter(unet: nn.Module, args: Args) -> nn.Module:
-    """The UNet, frozen, with LoRA adapters to train on its attention (Hu et al. 2021)."""
+    """Freezes the UNet and adds trainable LoRA adapters to its attention (Hu et al. 2021)."""
     from peft import LoraConfig, get_peft_model
 
     layers = ["to_k", "to_q", "to_v", "to_out.0"]
@@ -607,7 +607,7 @@ def add_adapter(unet: nn.Module, args: Args) -> nn.Module:
 
 
 def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for the trained weights of the UNet."""
+    """AdamW for the UNet's trainable weights."""
     return torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad],
         lr=args.train_learning_rate,
@@ -638,11 +638,11 @@ def decode(pipe: "diffusers.StableDiffusionPipeline", x: Tensor) -> Tensor:
 
 
 def make_reward_fns(args: Args) -> dict[str, Callable[[Rollout], Tensor]]:
-    """The functions of --reward-fn, by name: from a part of an epoch to rewards (b,), with NaN for None."""
+    """The reward functions of --reward-fn, by name. Each maps a part of an epoch to rewards (b,), NaN for None."""
     reward_fns = {}
     for spec in args.reward_fn:
         name = spec.rpartition(":")[2]
-        require(name not in reward_fns, f"--reward-fn: two functions are called {name!r}; rename one")
+        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}; rename one")
         reward_fns[name] = function_reward(spec, args)
     return reward_fns
 
@@ -651,14 +651,14 @@ def function_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
     """A user's function, with TRL's signature: f(images, prompts, metadata) -> a number or None per image.
 
     The metadata of an image is its row of the dataset. As in TRL, the function may also return a pair, the numbers and
-    more metadata, which is ignored. It gets copies of its arguments, and may change them.
+    more metadata, which is ignored. It gets copies of its arguments, so it may change them.
     """
     function = load_function(spec)
 
     def reward(part: Rollout) -> Tensor:
         """(b,) rewards of the images (b, 3, height, width) of this process; NaN for None."""
         rows = deepcopy(part.examples)
-        with torch.random.fork_rng(devices=[]):  # random numbers that it draws do not change the run's
+        with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
             rewards = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
         if isinstance(rewards, tuple):
             rewards = rewards[0]
@@ -706,7 +706,7 @@ def print_prompts(prompts: list[dict], tokenizer: transformers.CLIPTokenizer, ar
 
 
 def check_args(args: Args) -> None:
-    """Stops with an error if settings contradict each other, or if one has no effect."""
+    """Exits if settings contradict each other, or if a setting has no effect."""
     fits = len(args.reward_weights) in (0, len(args.reward_fn))
     require(
         fits, f"--reward-weights has {len(args.reward_weights)} numbers, --reward-fn {len(args.reward_fn)} functions"
@@ -719,9 +719,9 @@ def check_args(args: Args) -> None:
     fits = args.per_prompt_stat_tracking_min_count <= kept or not args.per_prompt_stat_tracking
     require(fits, f"--per-prompt-stat-tracking-min-count exceeds --per-prompt-stat-tracking-buffer-size, {kept}")
     refuse_unused(args, "lora_alpha", args.lora_r, "without --lora-r")
-    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
+    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "if --dataset is a file")
     refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
-    refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which is the whole name")
+    refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which names the folder")
     sampled = args.sample_batch_size * args.sample_num_batches_per_epoch
     trained = args.train_batch_size * args.train_gradient_accumulation_steps
     require(
@@ -742,8 +742,8 @@ def choose_sizes(args: Args, chain: Chain) -> tuple[int, int]:
 
 
 def check_first_ratio(error: float, epoch: int, args: Args) -> None:
-    """Checks the mean of |ratio - 1| before any step of an epoch. If it is more than rounding, the policy of the update
-    is not the policy that sampled: an error in the first epoch, and a warning later.
+    """Checks the mean of |ratio - 1| before any step of an epoch. If it is more than rounding, update and sampling use
+    different distributions. Exits in the first epoch of a run; later, only warns.
 
     Rounding in float32 changes the ratio by 1e-7, with --sample-eta 0.01 by 5e-6 (measured on a CPU); bfloat16 has only
     8 bits. 1e-4 is TRL's clip range."""
@@ -755,23 +755,22 @@ def check_first_ratio(error: float, epoch: int, args: Args) -> None:
     require(
         epoch > 1,
         f"the ratio pi/pi_old differs from 1 by {error:.2g} before any step (allowed: {bound:g}): sampling and update "
-        "see different distributions. Usual causes: dropout is on, or weights are not finite",
+        "use different distributions. Usual causes: dropout is on, or weights are not finite",
     )
-    warnings.warn("sampling and update see different distributions: see first_ratio_error among the metrics")
+    warnings.warn("sampling and update use different distributions: see first_ratio_error among the metrics")
 
 
-# --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
+# --- Identical in every script from here on: loading of models and data, processes, the run ---------------------------
 
 
 def require(condition: object, message: str) -> None:
-    """Exits with the message, unless the condition holds. For errors that no library reports clearly."""
+    """Exits with the message unless the condition holds. It is for errors that no library reports clearly."""
     if not condition:
         sys.exit(f"error: {message}")
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Exits if one of the named settings has no effect here, but was set to a value that is neither the default nor
-    off (0, none, False)."""
+    """Exits if a named setting has no effect, but has a value that is neither the default nor off (0, none, False)."""
     for name in names.split():
         value = getattr(args, name)
         is_default_or_off = value in (getattr(Args, name), "none") or not value
@@ -780,18 +779,18 @@ def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
 
 @cache
 def ask_hub() -> None:
-    """Tries once to reach the hub. If that fails, its libraries read their caches, instead of retrying for minutes."""
+    """Tries once to reach the hub. If that fails, the libraries use their caches instead of retrying for minutes."""
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # its type depends on the HTTP library
-        print(f"{constants.ENDPOINT} does not answer: models and data come from earlier downloads")
+        print(f"{constants.ENDPOINT} does not answer: using models and data downloaded earlier")
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
 
 
 def locate(name: str) -> str:
-    """The path of a file or folder, here or beside this script. A name of neither is returned as it is: it may be on
-    the hub."""
+    """Finds a file or folder in the working directory or beside this script. Returns any other name unchanged: it may
+    be on the hub."""
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
@@ -823,11 +822,11 @@ def import_file(path: str) -> ModuleType:
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
-    Values stay as they are in the file. The library by default reads the JSON text "2024-01-05" as a date, and 72 as
-    72.0 if another row has 3.5. A column of a csv file becomes numbers only if Python would print all of them as they
-    are written: 007 and 1.50 stay texts.
+    Values stay as they are in the file. By default, the library reads the JSON text "2024-01-05" as a date, and 72 as
+    72.0 if another row has 3.5. A csv column becomes numbers only if Python prints each of them as it is written: 007
+    and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -858,14 +857,14 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
 
 
 def csv_options(columns: Sequence[str]) -> dict:
-    """Options of the library for reading these columns of a csv file as texts. An empty cell is None; the words NA and
-    None are texts."""
+    """Returns the library's options for reading these csv columns as texts. Empty cells are None; the words NA and None
+    are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts a column of texts to numbers if Python prints each of them as it is written."""
+    """Converts each column of texts to numbers if Python prints them as they are written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
@@ -876,7 +875,7 @@ def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
-    """Batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
+    """Returns batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
     positions = range(number * size, (number + 1) * size)
     return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
 
@@ -884,7 +883,7 @@ def batch(rows: list, number: int, size: int, seed: int) -> list:
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
     """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: not the seed of a step
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: unlike the seed of a step
     return torch.randperm(n, generator=generator).tolist()
 
 
@@ -915,7 +914,7 @@ def start(args: Args) -> None:
     torch.backends.cudnn.allow_tf32 = False  # on by default in convolutions; it would move ratios out of the clip range
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        timeout = timedelta(hours=2)  # process 0 may load a large model, or a reward function may be slow in one
+        timeout = timedelta(hours=2)  # one process may load a large model, or wait for a slow reward function
         dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=timeout)
     set_seed(args.seed)
 
@@ -936,9 +935,9 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clips the gradient to the norm max_norm; returns its norm before that.
+    """Clips the gradient to max_norm. Returns its norm before clipping.
 
-    Gradients are first averaged over the processes; FSDP2 has already averaged those of shards.
+    Gradients are first averaged over processes, unless FSDP2 has already averaged them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
@@ -955,10 +954,10 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 class Run:
     """The output of a run: progress bar, metrics.jsonl, W&B, checkpoints, and at the end pipeline and curves.
 
-    A step is one epoch. To log a number, put it into the stats, under any name; names that end in grad_norm are
-    checked for NaN and infinity. A checkpoint is a folder: each process writes its shards of weights and moments, as
-    safetensors; then process 0 adds state.json and renames the folder. On a CPU a resumed run is bit for bit the same
-    as one without an interruption.
+    A step is one epoch. To log a number, put it into the stats, under any name; names that end in grad_norm are checked
+    for NaN and infinity. A checkpoint is a folder: each process writes its shards of weights and moments, as
+    safetensors; then process 0 adds state.json and renames the folder. On a CPU, a resumed run equals an uninterrupted
+    run bit for bit.
     """
 
     def __init__(
@@ -971,8 +970,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the state between steps that is not in weights or moments, as JSON values. `asked` are the
-        settings before sizes were chosen. Of the models, `model` is saved at the end, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -992,7 +991,7 @@ class Run:
             self.open_folder()
         if WORLD_SIZE > 1:
             received = [self.output]
-            dist.broadcast_object_list(received)  # overwrites the list with that of process 0: clocks may differ
+            dist.broadcast_object_list(received)  # takes the folder of process 0, since clocks may differ
             self.output = received[0]
             require(self.output.exists(), f"process {RANK} finds no {self.output}: all nodes must share this folder")
         if args.resume:
@@ -1033,8 +1032,8 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that remain. Meanwhile Ctrl-C and SIGTERM request a stop after the current step,
-        unless they are ignored (as Ctrl-C is in a shell script's background jobs)."""
+        """Yields the numbers of the remaining steps. Meanwhile, Ctrl-C and SIGTERM request a stop after the current
+        step, unless they are ignored (as Ctrl-C is in background jobs of a shell script)."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -1055,8 +1054,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the step before if
-        no weight has changed since, else none. An error in the first step saves nothing. Prints how to resume."""
+        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the previous step
+        if no weight has changed since, otherwise none. An error in the first step saves nothing. Prints how to
+        resume."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -1076,7 +1076,7 @@ class Run:
             print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
-        """Waits until all processes are here, at most 20 seconds: after an error in one, the others may never come."""
+        """Waits up to 20 seconds for all processes: after an error in one of them, the others may never get here."""
         if WORLD_SIZE > 1:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
@@ -1087,12 +1087,12 @@ class Run:
         return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
-        """Handles Ctrl-C and SIGTERM. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
+        """Handles Ctrl-C and SIGTERM. (torchrun gives the step 30 seconds to end: see its --shutdown-timeout.)"""
         self.stop_requested = True
         print("\nstopping after this step (Ctrl-\\ stops at once)", file=sys.stderr)
 
     def must_stop(self) -> bool:
-        """Whether a stop was requested from any of the processes. Then all of them stop after this step."""
+        """Whether any process was asked to stop. Then all processes stop after this step."""
         return bool(all_reduce(torch.tensor(int(self.stop_requested))))
 
     @contextmanager
@@ -1129,11 +1129,11 @@ class Run:
         )
 
     def is_due(self, every: int) -> bool:
-        """True after each `every` steps, and after the last step."""
+        """Whether this step is a multiple of `every`, or the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """All trainable weights and the optimiser's moments, by name; of sharded ones, this process's shards. Before
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
         the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
@@ -1150,7 +1150,7 @@ class Run:
         files, size = {}, 0
         for name, x in tensors.items():
             size += x.nbytes
-            files[name] = 1 + size // 2**28  # a new file each 256 MB, since the writer holds a file in memory
+            files[name] = 1 + size // 2**28  # a new file for each 256 MB, since the writer keeps a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             self.saved = self.step
@@ -1223,8 +1223,8 @@ class Run:
             print(f"to continue from step {self.step}: --resume {self.output}")
 
     def write_card(self) -> None:
-        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header is for
-        Hugging Face: the script, and the base model, if it is on the hub."""
+        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header, for Hugging
+        Face, has the script, and the base model if it is on the hub."""
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
@@ -1247,7 +1247,7 @@ class Run:
 
 
 def peak_memory_mb() -> float:
-    """Peak memory in MB: of the GPU with CUDA, else of this process; 0 on Windows, which has no such figure."""
+    """Peak memory in MB: of the GPU with CUDA, otherwise of this process; 0 on Windows, which does not report it."""
     if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 without a GPU, or if it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
@@ -1275,15 +1275,15 @@ def code_version() -> dict[str, str]:
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """The settings that depend on this machine because the user left them open. A resumed run, which may be on another
-    machine, chooses them again."""
+    """Names of settings that the user left open, so that they depend on this machine. A resumed run chooses them again,
+    since it may be on another machine."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
     return names + ["device"] * (asked.device == Args().device)
 
 
 def draw_curves(folder: Path) -> None:
-    """Draws curves.png: for each title in CURVES a panel of the metrics that match its pattern, evaluations as
+    """Draws curves.png: for each title in CURVES, a panel of the metrics that match its pattern. Evaluations are
     points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
@@ -1296,7 +1296,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings; with --resume, those of that run, unless they are on the command line."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

@@ -16,16 +16,16 @@
 
 For each batch of prompts, G responses to each (`num_generations`):
   1. sample     response y_1..y_T ~ pi(. | prompt), at the given temperature, up to and including the stop token
-  2. score      one number for the whole response, usually a check of its answer; --dynamic-sampling replaces groups
-                with equal scores
+  2. score      one number per response, usually from a check of its answer; --dynamic-sampling replaces groups with
+                equal scores
   3. advantage  A_i = score_i - mean of the group's scores, divided by their standard deviation (`scale_rewards`)
-  4. loss       ratio_t = pi(y_t) / pi_old(y_t), or for the whole response its geometric mean (GSPO);
+  4. loss       ratio_t = pi(y_t) / pi_old(y_t), or its geometric mean over the response (GSPO);
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t];
                 pi_old: the policy of step 1; KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t)
                 the loss is a weighted sum of all loss_t; `loss_type` sets the weights (`token_weights`)
-  5. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
+  5. update     `num_ppo_epochs` passes over the batch, each with `num_mini_batches` optimiser steps
 
-The layout of the tensors, for G = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
+Tensor layout for G = 2, a prompt of 3 tokens (left-padded to 4), T = 6, and responses of 4 and 6 tokens:
 
   model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  -   -      row 0; the responses to a prompt are neighbouring rows
                 PAD  p1  p2  p3 | z1  z2  z3  z4   z5  z6     row 1
@@ -33,12 +33,12 @@ The layout of the tensors, for G = 2, a prompt of 3 tokens (left-padded to 4), T
   logprobs, ratio, loss         |  *   *   *   *   .   .      one per token
   score, A                                                    one per row, the same for all of its tokens
 
-The policy pi is the language model in training. A rollout is a batch of its responses. KL, in nats, measures how far pi
-has moved from the reference, a frozen copy of the initial policy. By default the loss has no KL term, and no reference
-is loaded.
+The policy pi is the language model being trained. A rollout is a batch of its responses. The KL, in nats, measures how
+far pi has moved from the reference, a frozen copy of the initial policy. By default the loss has no KL term, and no
+reference is loaded.
 
 Differences from RLOO: the group's mean includes the response itself. Division by the standard deviation raises the
-weight of prompts that are nearly always, or nearly never, answered right. Each token is an action, with its own clipped
+weight of prompts that are nearly always or nearly never answered right. Each token is an action, with its own clipped
 ratio. If all G scores of a group are equal, the group's advantages are 0, and it gives no gradient:
 `frac_reward_zero_std` is the share of these groups.
 Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and 19); Liu et al. 2025 (Dr. GRPO, 2503.20783); Yu et al. 2025
@@ -49,7 +49,7 @@ Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and 19); Liu et al. 2025
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
       --reward-fn rewards/verifiers.py:right_number    # on one GPU; problems.jsonl has the columns prompt and answer
 
-Shapes: B rows of a batch (G per prompt), b of a micro-batch, P prompt tokens (left-padded), T response tokens
+Shapes: B rows in a batch (G per prompt), b in a micro-batch, P prompt tokens (left-padded), T response tokens
 (right-padded), S tokens of any text, V vocabulary, D hidden size.
 """
 
@@ -78,7 +78,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before importing torch: limits how long idle threads spin
 
 import datasets
 import numpy as np
@@ -117,12 +117,12 @@ from transformers.utils import ModelOutput, find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
-# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
-# and draw the same random numbers; of every batch, each computes its share
+# The rank of this process and the number of processes under torchrun; otherwise 0 and 1. All processes read the same
+# data and draw the same random numbers; each computes its share of every batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -144,17 +144,17 @@ class Args:
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
     # level of the ratio: token, or sequence (GSPO; use it with loss_type grpo)
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    # divide advantages by the deviation of the group or batch, by the group's mean (MaxRL), or by nothing (Dr. GRPO)
+    # divide advantages by the group's or batch's standard deviation, the group's mean (MaxRL), or nothing (Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     # mean: subtract the group's mean from each score; none: the scores are the advantages, without scaling (RFT)
     baseline: Literal["mean", "none"] = "mean"
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
-    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: the upper bound, 5
+    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5
     delta: Positive | None = None  # upper bound of the ratio where A < 0; by default there is none (INTELLECT-2: 4)
-    num_ppo_epochs: Count = 1  # passes over each batch (TRL: num_iterations). More: faster, and further off policy
+    num_ppo_epochs: Count = 1  # passes over each batch (TRL: num_iterations). More: faster, but further off policy
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
-    beta: NonNegative = 0.0  # weight of KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
-    use_bias_correction_kl: bool = True  # multiply KL by the ratio, for an unbiased gradient (TRL, from 1.13 on)
+    beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
+    use_bias_correction_kl: bool = True  # multiply the KL by the ratio, for an unbiased gradient (TRL, from 1.13 on)
     mask_truncated_completions: bool = False  # exclude responses without a stop token from the loss (DAPO)
     dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
 
@@ -172,8 +172,8 @@ class Args:
     # --- Optimisation ---
     # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends only on the step (TRL: linear)
-    warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
+    lr_scheduler_type: Name = "linear"  # name of a transformers schedule that depends only on the step (TRL: linear)
+    warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
     adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
@@ -185,7 +185,7 @@ class Args:
     micro_batch_size: Count | None = None  # responses per forward/backward pass; only bnpo depends on it
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Models: a folder, or a name on the hub ---
     # the initial policy, which is also the reference of the KL
@@ -193,10 +193,10 @@ class Args:
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
     # reward_model, or file.py:name of a function; several are added up
     reward_fn: tuple[Name, ...] = ("rewards/verifiers.py:right_number",)
-    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[Weight, ...] = ()  # weights of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -208,7 +208,7 @@ class Args:
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for the chat template
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to GRPO ---
@@ -217,23 +217,23 @@ class Args:
     max_turns: Count | None = None  # with --env: maximum turns in an episode; --response-length includes the answers
     # weight of a mixture of experts' load-balancing loss, computed per micro-batch
     aux_loss_coef: NonNegative = 0.0
-    num_eval_prompts: Count = 256  # number of prompts of the test split in an evaluation
+    num_eval_prompts: Count = 256  # number of test prompts in an evaluation
     eval_temperature: Positive = 0.01  # sampling temperature in evaluations (TRL: 0.01, for its tables)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run ---
-    # folder of a run to continue, with its settings; settings on the command line replace them
+    # folder of a run to continue with its settings; the command line may change some
     resume: Name | None = None
     total_episodes: Count = 12_800  # number of responses sampled in the run; 12,800 are one pass over the toy prompts
     num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
     exp_name: Name = "grpo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder for all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     save_steps: Count = 50  # updates between checkpoints, which hold the full state of the run
-    save_total_limit: Count = 2  # number of checkpoints to keep, the newest
+    save_total_limit: Count = 2  # number of newest checkpoints to keep
     eval_steps: Count = 50  # updates between evaluations; the last one follows the last update
-    num_sample_generations: Natural = 10  # number of tables of responses to print, besides one after update 1 (TRL)
+    num_sample_generations: Natural = 10  # number of tables of responses to print, plus one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
@@ -256,7 +256,7 @@ def train(args: Args) -> None:
     asked = args
 
     policy = load_policy(args)
-    reference = place(make_reference(args, policy) if args.beta else None, args)  # before the next, to save memory
+    reference = place(make_reference(args, policy) if args.beta else None, args)  # before the next model: saves memory
     place(policy, args)
     reward_model = place(load_reward_model(args, policy), args)
 
@@ -344,11 +344,11 @@ class Rollout:
     old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
     examples: list[dict]  # the B rows of the dataset that the prompts come from
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty. From here on: set by later steps
+    scores: Tensor | None = None  # (B,), weighted sum of rewards, minus the penalty
     ref_logprobs: Tensor | None = None  # (B, T), if KL is in the loss
     advantages: Tensor | None = None  # (B, 1), the same for all tokens of a response
-    written: Tensor | None = None  # (B, T), true on the policy's own tokens: with --env, the mask without the answers
-    loss_mask: Tensor | None = None  # (B, T), true on the tokens in the loss: all or some of those in `written`
+    written: Tensor | None = None  # (B, T), true on tokens from the policy, not from the environment (--env)
+    loss_mask: Tensor | None = None  # (B, T), true on tokens in the loss, which are a subset of `written`
     rewards: Tensor | None = None  # (B, T), with --env: the reward of a turn, on its last token
     num_turns: Tensor | None = None  # (B,), with --env
 
@@ -362,11 +362,11 @@ class Rollout:
         return {
             "input_ids": torch.cat([self.prompts, self.responses], 1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # by default GPT-2 counts padding, too
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would also count padding
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """Returns the episodes with these row numbers, without the padding columns that none of them needs.
+        """Selects episodes by row number, and removes columns that are padding in all of them.
 
         Widths are rounded up to multiples of 8: on some devices each new shape costs time.
         """
@@ -387,8 +387,8 @@ class Rollout:
         return part
 
     def by_length(self, rows: Tensor) -> Tensor:
-        """Sorts row numbers by length, so that neighbours need little padding. The rows of a prompt stay together; the
-        longest of them counts."""
+        """Sorts row numbers by length, so that neighbouring rows need little padding. Rows with the same prompt stay
+        together, in the place of their longest row."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         prompt_of = self.prompts.cpu().unique(dim=0, return_inverse=True)[1].to(rows.device)  # (B,)
         longest = torch.zeros_like(lengths).scatter_reduce(0, prompt_of, lengths, "amax")[prompt_of]
@@ -418,7 +418,7 @@ class Rollout:
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
         result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # a process has zeros in the rows of the others
+        return all_reduce(result)  # each process has zeros in the other rows
 
 
 RewardFns = dict[str, Callable[[Rollout], Tensor]]  # reward functions by name: each returns rewards (B,), NaN for none
@@ -434,7 +434,7 @@ def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
     """Returns a mask (B, T), true up to and including the first stop token, and (B,) true if there is a stop token.
 
-    It depends only on the first stop token, so it is right even if the pad token is the stop token. With stop token 0:
+    The pad token plays no role, so it may be equal to the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -446,8 +446,8 @@ def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     """Samples one token per row of logits (B, V), from uniform numbers (B,). Returns tokens and logprobs (B,).
 
     The token is the first whose cumulative probability exceeds the uniform number. With probabilities .2 .5 .3, the
-    number .6 gives the second token, since .2 <= .6 < .7. torch.multinomial draws its own random numbers. Here the
-    caller draws one per token, so a response does not depend on the other rows or on the size of the batch.
+    number .6 gives the second token, since .2 <= .6 < .7. torch.multinomial would draw its own random numbers. Here the
+    caller draws one per token, so a response does not depend on the other rows or the batch size.
     """
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
@@ -499,7 +499,7 @@ def sample(
     has_stopped = torch.zeros_like(prompt_mask[:, 0])  # (B,)
     stops = prompts.new_tensor(policy.stop_token_ids)
     cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once, at full size
-    if P > 1:  # all but the last token: the loop starts with that
+    if P > 1:  # all but the last token, with which the loop starts
         read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass, and in the cache
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps between checks; each check waits for the GPU
@@ -518,9 +518,9 @@ def sample(
         if (t + 1) % look_every:
             continue
         left = (~has_stopped[rows]).nonzero().squeeze(1)
-        if not all_reduce(torch.tensor(len(left))):  # together: sharded weights need all processes in each pass
+        if not all_reduce(torch.tensor(len(left))):  # sharded weights need all processes in each pass
             break
-        if 0 < len(left) < 0.75 * len(rows):  # copying the cache once costs less than computing ended rows again
+        if 0 < len(left) < 0.75 * len(rows):  # copying the cache costs less than computing ended rows
             cache.reorder_cache(left)
             rows = rows[left]
     responses = tokens[:, 1:]
@@ -561,10 +561,10 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 def sample_groups(
     policy: nn.Module, prompts: list[dict], reward_fns: RewardFns, first_draw: int, args: Args
 ) -> tuple[Rollout, int]:
-    """Steps 1 and 2: samples G responses to each prompt and scores them. Returns them, and the number of batches drawn.
+    """Steps 1 and 2: samples G responses to each prompt and scores them. Also returns the number of batches drawn.
 
-    With --dynamic-sampling, groups with equal scores, which give no gradient, are replaced by groups from more batches
-    (DAPO, sec. 3.2). If these do not have enough other groups, groups with equal scores fill up the batch.
+    With --dynamic-sampling, groups with equal scores, which give no gradient, are replaced by groups from further
+    batches (DAPO, sec. 3.2). If there are still too few, groups with equal scores fill the batch.
     """
     G = args.num_generations
     num_groups = args.batch_size // G
@@ -588,7 +588,7 @@ def sample_groups(
 
 
 def join(parts: list[Rollout]) -> Rollout:
-    """Joins several rollouts into one. All are padded to the width of the widest."""
+    """Joins rollouts into one, padded to the greatest width."""
     joined = copy(parts[0])
     joined.examples = [row for part in parts for row in part.examples]
     joined.rewards_by_name = {}
@@ -612,16 +612,16 @@ def join(parts: list[Rollout]) -> Rollout:
 
 
 def can_share_prompts(model: nn.Module, args: Args) -> bool:
-    """Whether this model can compute a prompt once for all of its rows: unless it has layers that are not attention, or
-    --gradient-checkpointing or --aux-loss-coef is set."""
+    """Whether the model can compute a prompt once for all of its rows. It cannot with layers other than attention, with
+    --gradient-checkpointing or with --aux-loss-coef."""
     layers = DynamicCache(config=model.config).layers
     is_attention = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return is_attention and not args.gradient_checkpointing and not args.aux_loss_coef
 
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
-    """Whether it can, and some prompt occurs more than once in these rows. Several processes always do: with sharded
-    weights, all of them must make the same forward passes."""
+    """Whether to compute prompts once: if possible, and if a prompt occurs more than once in these rows. Several
+    processes do so even without repeats: with sharded weights, all of them must make the same forward passes."""
     return can_share_prompts(model, args) and (WORLD_SIZE > 1 or len(r.prompts.cpu().unique(dim=0)) < len(r.prompts))
 
 
@@ -631,7 +631,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
 
     The logits at position P-1+t predict response token t, counted from 0. Each token attends only to earlier tokens, so
     all rows of a group have the same states on the prompt. If `shares_prompts`, each prompt goes through the model
-    once, and its keys and values are copied to its rows. The backward pass of the copy adds up the gradients of these
+    once, and its keys and values are copied to its rows. The backward pass of the copy sums the gradients of these
     rows.
     """
     P = r.prompts.shape[1]
@@ -659,7 +659,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns token_logprobs, and the entropy (B, T) in nats, without gradient."""
+    """Returns token_logprobs, and the entropy (B, T) in nats, which has no gradient."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
@@ -673,7 +673,7 @@ def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
-    """Returns the micro-batches of the first epoch of `update`, in the same order. Keeps the random state."""
+    """Returns the micro-batches of the first epoch of `update`, in the same order. Does not change the random state."""
     with torch.random.fork_rng(devices=[]):
         order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
     mini_batches = order.split(len(order) // args.num_mini_batches)
@@ -683,9 +683,9 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_again(
     policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
 ) -> tuple[Tensor, float]:
-    """Computes log-probabilities (B, T) as the update does: whole responses at once, in the same micro-batches, with
-    the same padding. The rounding is then the same, so that the ratio before the first step is exactly 1. Also returns
-    the mean of |ratio - 1|, with the ratio to the sampler's log-probabilities."""
+    """Computes log-probabilities (B, T) as the update does: complete responses, in the same micro-batches with the same
+    padding. The rounding is then the same, so the ratio before the first step is exactly 1. Also returns the mean of
+    |ratio - 1| for the ratio to the sampler's log-probabilities."""
     logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
@@ -696,16 +696,16 @@ def score_responses(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Returns the rewards (B,) of each reward function, by name, and the scores (B,), for G rows per prompt.
 
-    A score is the weighted sum of the rewards, less the penalty for a missing stop token.
+    A score is the weighted sum of the rewards, minus the penalty for a missing stop token.
     """
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
     is_unscored = unscored(rewards)
     scores = weighted_sum(rewards, args.reward_weights)
-    require(scores.isfinite().all(), "one of --reward-fn returned an infinite reward")
+    require(scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
     if args.stop_token != ("none",):  # with none, no response has a stop token
         scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
     if is_unscored.any():
-        require(not is_unscored.all(), "no response has a reward: each of --reward-fn returned None or NaN for all")
+        require(not is_unscored.all(), "no response has a reward: all functions of --reward-fn returned None or NaN")
         scores = fill_in(scores, is_unscored, G)
     return rewards, scores
 
@@ -716,8 +716,8 @@ def unscored(rewards: dict[str, Tensor]) -> Tensor:
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
-    """Replaces the scores (B,) of unscored responses by the mean score of the other responses to the same prompt, or of
-    the batch if there are none, which does not change the group's mean. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    """Gives unscored responses the mean score of the other responses to the same prompt, or of the batch if there are
+    none. The group's mean does not change. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
     known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
     means = means.where(means.isfinite(), known.nanmean())
@@ -792,9 +792,9 @@ def surrogate_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, args: Ar
     """Returns the clipped loss of each token (B, T), or of each response (B, 1) with sequence-level ratios.
 
     Its gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
-    direction it is not clipped, and for A < 0 has no upper limit, unless `delta` is set. CISPO keeps the gradient of
-    every token: the loss is an ordinary policy gradient, weighted by the clipped ratio, which is detached (MiniMax-M1,
-    eq. 4; without a lower bound, as in TRL).
+    direction, the loss is not clipped; for A < 0, it has no upper limit unless `delta` is set. CISPO keeps the gradient
+    of every token: an ordinary policy gradient, weighted by the clipped and detached ratio (MiniMax-M1, eq. 4; without
+    a lower bound, as in TRL).
     """
     lower, upper = clip_bounds(args)
     clipped_ratio = ratio.clamp(lower, upper)
@@ -844,8 +844,9 @@ def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tupl
     """Splits a mini-batch into micro-batches. Returns those of this process, and whether each needs a backward pass.
 
     Rows with advantage 0 (groups with equal scores) have no gradient, unless KL or the router's loss is added. They
-    come last, and only have a forward pass, for their metrics. With bnpo this order would change the weights of tokens,
-    so all rows count. The first micro-batch always has a backward pass: each weight gets a gradient, even if it is 0.
+    come last, and have only a forward pass, for their metrics. With bnpo, this order would change the weights of
+    tokens, so all rows have a backward pass. The first micro-batch always has one, so that each weight has a gradient,
+    even if it is 0.
     """
     has_gradient = rollout.advantages[:, 0] != 0
     if args.beta or args.aux_loss_coef or args.loss_type == "bnpo":
@@ -872,7 +873,8 @@ def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, T
 
 
 def row_share(where: Tensor, mask: Tensor) -> Tensor:
-    """Returns the share (b,) of a row's tokens where `where`, (b, T) or (b, 1), is true. NaN in rows without tokens."""
+    """Returns the share (b,) of each row's tokens for which `where`, (b, T) or (b, 1), is true; NaN in rows without
+    tokens."""
     return (where & mask).sum(1) / mask.sum(1)
 
 
@@ -880,9 +882,9 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
     """Steps 4 and 5: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
     over the steps, the number of skipped steps, and the error of the first ratio.
 
-    The gradient of a mini-batch is a weighted sum over its tokens, so (except with bnpo) it does not depend on how the
-    mini-batch is cut into micro-batches. Each process computes the gradient of its share. clip_gradient averages over
-    the processes, so the weights use the numbers of rows and tokens per process.
+    The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches (except with
+    bnpo). Each process computes the gradient of its share. clip_gradient averages over processes, so the weights use
+    the numbers of rows and tokens per process.
     """
     B, device = len(rollout.mask), rollout.mask.device
     num_parts = args.num_mini_batches * WORLD_SIZE
@@ -890,7 +892,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
     lower, upper = clip_bounds(args)
     logs = []  # a dict for each mini-batch
-    steps = 0  # optimiser steps made
+    steps = 0  # number of optimiser steps
     for _ in range(args.num_ppo_epochs):
         for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
@@ -906,7 +908,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
                 losses = surrogate_loss(ratio, logprobs, r.advantages, args)
                 kl = torch.zeros_like(logprobs)
                 if args.beta:
-                    kl = k3_estimate(logprobs, r.ref_logprobs.where(mask, logprobs))  # 0 where nothing is learned
+                    kl = k3_estimate(logprobs, r.ref_logprobs.where(mask, logprobs))  # 0 outside the loss
                     if args.use_bias_correction_kl:
                         kl = kl * ratio  # its gradient is then an unbiased estimate of the gradient of the KL
                 weights = token_weights(mask, num_rows, num_tokens, args)  # (b, T)
@@ -915,9 +917,8 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
                     (loss + args.aux_loss_coef * aux_loss * len(index) / num_rows).backward()
 
                 total_loss += loss.detach()
-                is_low = (ratio < lower) & (
-                    r.advantages < 0
-                )  # clipped: no gradient from the advantage, except with cispo
+                # Clipped: no gradient from the advantage, except with cispo
+                is_low = (ratio < lower) & (r.advantages < 0)
                 is_high = (ratio > upper) & (r.advantages > 0)
                 shares.append(torch.stack([row_share(is_low, mask), row_share(is_high, mask)], 1))
                 seen = {
@@ -947,11 +948,11 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
             logs.append(stats)
     optimizer.zero_grad()
     means = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
-    means["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # only rounding: no step was made before
+    means["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # only rounding: before any step
     return means | {"val/skipped_steps": len(logs) - steps}
 
 
-# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
+# === End of the algorithm. Next: its metrics and options, then the code that every training script needs ============
 
 
 def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
@@ -982,21 +983,21 @@ def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
-    without the responses for which it returned None."""
+    """Computes mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards;
+    ignores None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
-        said = rewards[~rewards.isnan()]
-        stats[f"rewards/{name}/mean"] = said.mean().item()
-        stats[f"rewards/{name}/std"] = said.std().item()
+        known = rewards[~rewards.isnan()]
+        stats[f"rewards/{name}/mean"] = known.mean().item()
+        stats[f"rewards/{name}/std"] = known.std().item()
     return stats
 
 
 def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args: Args) -> dict[str, float]:
-    """Scores answers to the prompts of the test split: one answer at a low temperature, and G answers at the training
-    temperature. pass@G is the share of prompts with at least one right answer among the G."""
+    """Scores answers to the test prompts: one answer at a low temperature, and G answers at the training temperature.
+    pass@G is the share of prompts with at least one right answer among the G."""
     G = args.num_generations
-    seed = torch.initial_seed()  # a seed for each of the two, since the number of rows depends on the processes
+    seed = torch.initial_seed()  # one seed each, since the number of rows depends on the number of processes
     torch.manual_seed(seed + 1)
     likeliest = scored_answers(policy, reward_fns, prompts, 1, args.eval_temperature, args)
     torch.manual_seed(seed + 1 + G)
@@ -1024,7 +1025,7 @@ def scored_answers(
     """Samples and scores k answers to each of N prompts: N * k rows."""
     N = len(prompts)
     eval_args = replace(args, temperature=temperature, response_length_min=None)
-    extra = -N % WORLD_SIZE  # so that all processes have the same number of prompts
+    extra = -N % WORLD_SIZE  # all processes need the same number of prompts
     examples = (prompts * WORLD_SIZE)[: N + extra]
     rollout = (play_batch if args.env else sample_batch)(policy, repeat(examples, k), eval_args)
     rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
@@ -1046,7 +1047,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
-    """Prints a few episodes as a table. Saves all their tensors in a file, which tools/xray.py can show."""
+    """Prints a few episodes as a table. Saves all their tensors in a file for tools/xray.py."""
     texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
@@ -1065,18 +1066,18 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
             "or check that the policy was trained to end its texts"
         )
     if rollout.scores.std(correction=0) < 1e-6:
-        warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
+        warnings.warn("all scores of the batch are equal, so there is nothing to learn from: check the reward")
 
 
 # --- Additions: --env, several turns, as in lecture/agent.py ----------------------------------------------------------
 
 
 def play_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout:
-    """Replaces `sample_batch` with --env. Each episode is an environment object, made from a row of the dataset."""
+    """Replaces `sample_batch` with --env. Each episode has an environment object, made from a row of the dataset."""
     prompts, prompt_mask = pad([x["input_ids"] for x in examples], policy.tokenizer, args, "left")  # (B, P)
     uniforms = torch.rand(len(examples), args.response_length).to(prompts.device)
     parts = []
-    with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # as in `function_reward`
+    with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # see `function_reward`
         for index in torch.arange(len(examples))[RANK::WORLD_SIZE].split(args.local_rollout_forward_batch_size):
             rows = [examples[i] for i in index]
             parts.append(play(policy, rows, prompts[index], prompt_mask[index], uniforms[index], args))
@@ -1092,23 +1093,22 @@ def play(
 ) -> list[Tensor]:
     """Replaces `sample` with --env. Returns responses (B, T), mask, ended, logprobs, written, rewards and num_turns.
 
-    In each step, the next token of a row is sampled, or is the next token of an answer, or is padding after the end of
+    In each step, a row's next token is sampled, comes from an answer of the environment, or is padding after the end of
     the episode. So all rows share one cache, and no text is encoded again. A turn ends with the stop token, or at
-    --response-length. An episode that is cut off by a limit, even in its last turn, is not `ended`, but keeps its
-    rewards.
+    --response-length. An episode that a limit cuts off, even in its last turn, is not `ended`, but keeps its rewards.
     """
     B, T = uniforms.shape
     games = [policy.environment(deepcopy(example)) for example in examples]
     queues = [[] for _ in games]  # for each row, the tokens of an answer that are still to be added
     starts = [0] * B  # for each row, the position where its turn starts
-    going = torch.ones(B, dtype=torch.bool)  # on the CPU, like the environments, which need each token
-    ended = ~going
+    active = torch.ones(B, dtype=torch.bool)  # on the CPU, like the environments, which need each token
+    ended = ~active
     num_turns, rewards, logprobs = torch.zeros(B), torch.zeros(B, T), torch.zeros_like(uniforms)
     responses = torch.zeros(B, T, dtype=torch.long)
     mask, written = responses > 0, responses > 0
     stops = responses.new_tensor(policy.stop_token_ids)
     cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once, at full size
-    if prompts.shape[1] > 1:  # all but the last token: the loop starts with that
+    if prompts.shape[1] > 1:  # all but the last token, with which the loop starts
         read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     tokens = prompts[:, -1:]  # (B, 1), like `positions`
@@ -1117,22 +1117,22 @@ def play(
     for t in range(T):
         output = policy(input_ids=tokens, attention_mask=attention_mask, position_ids=positions, **options)
         drawn, logprobs[:, t] = sample_categorical(output.logits[:, -1].float() / args.temperature, uniforms[:, t])
-        told = torch.tensor([queue.pop(0) if queue else -1 for queue in queues])  # (B,)
-        responses[:, t] = torch.where(told < 0, drawn.cpu(), told)
-        mask[:, t] = going
-        written[:, t] = going & (told < 0)
+        given = torch.tensor([queue.pop(0) if queue else -1 for queue in queues])  # (B,)
+        responses[:, t] = torch.where(given < 0, drawn.cpu(), given)
+        mask[:, t] = active
+        written[:, t] = active & (given < 0)
         ends = written[:, t] & (torch.isin(responses[:, t], stops) | (t == T - 1))
         for i in ends.nonzero().flatten().tolist():
-            said = policy.tokenizer.decode(responses[i, starts[i] : t + 1], skip_special_tokens=True)
-            answer, reward, is_over = games[i].step(said)
+            text = policy.tokenizer.decode(responses[i, starts[i] : t + 1], skip_special_tokens=True)
+            answer, reward, is_over = games[i].step(text)
             rewards[i, t] = reward or 0.0  # None counts as 0
             num_turns[i] += 1
             ended[i] = is_over and int(responses[i, t]) in policy.stop_token_ids
-            going[i] = not is_over and num_turns[i] != args.max_turns
-            if going[i]:
+            active[i] = not is_over and num_turns[i] != args.max_turns
+            if active[i]:
                 queues[i] = encode_answer(answer, games[i], examples[i], policy, args)
             starts[i] = t + 1 + len(queues[i])
-        if not all_reduce(going.sum()):  # together: sharded weights need all processes in each pass
+        if not all_reduce(active.sum()):  # sharded weights need all processes in each pass
             break
         tokens = responses[:, [t]].to(prompts.device)
         positions = positions + 1
@@ -1146,18 +1146,18 @@ def encode_answer(answer: str, game: object, example: dict, policy: nn.Module, a
     """Encodes an answer of the environment. In a conversation, adds the chat template's text around it.
 
     To find this text, the template renders a conversation with and without the answer. A placeholder stands for the
-    policy's turn. It contains a thought, because some templates delete thoughts from earlier turns. The role of the
-    answer is "user", or the environment's `role`.
+    policy's turn; it contains a thought, because some templates delete thoughts from earlier turns. The answer has the
+    environment's `role`, by default "user".
     """
     prompt = example[args.prompt_column]
     if isinstance(prompt, list):
         write = partial(render, tokenizer=policy.tokenizer, options=template_options(example), is_prompt=True)
         turns = as_turns(prompt, "user")
         turn = {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}
-        begun = write(turns).removesuffix("<think>\n")  # some templates start every turn with it
+        begun = write(turns).removesuffix("<think>\n")  # some templates begin every turn with this
         stops = policy.tokenizer.batch_decode([[stop] for stop in policy.stop_token_ids])
         after = write([*turns, turn, {"role": getattr(game, "role", "user"), "content": answer}])
-        before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # its stop token
+        before = max((begun + turn["content"] + stop for stop in stops), key=after.startswith)  # the one that fits
         is_fit = after.startswith(before) and after != write([*turns, turn])
         require(is_fit, "--env: the chat template changes earlier turns, has another stop token, or drops an answer")
         answer = after.removeprefix(before)
@@ -1191,7 +1191,7 @@ def load_policy(args: Args) -> nn.Module:
     stored = policy.generation_config  # saved with the policy, for programs that sample from it later
     stored.eos_token_id = policy.stop_token_ids or None
     try:
-        stored.validate(strict=True)  # raises now what saving the policy would raise at the end
+        stored.validate(strict=True)  # fails now rather than when the policy is saved
     except ValueError:
         stored.do_sample = True  # the library saves a temperature, a top_p, ... only with do_sample
         stored.validate(strict=True)
@@ -1214,7 +1214,7 @@ def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
             found += eos_tokens(policy)
             continue
         ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_special_tokens=False)
-        # a word that the tokenizer lacks becomes unk_token; in GPT-2 and SmolLM2, unk_token itself is their EOS
+        # an unknown word becomes unk_token, which is also the EOS token in GPT-2 and SmolLM2
         is_known = text.isdecimal() or text == tokenizer.unk_token or ids != [tokenizer.unk_token_id]
         is_one_token = len(ids) == 1 and ids[0] < len(tokenizer)
         require(
@@ -1240,7 +1240,7 @@ def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
 
 
 def make_optimizer(args: Args, policy: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for the policy's trainable parameters."""
+    """AdamW for the policy's trainable weights."""
     return torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad],
         lr=args.learning_rate,
@@ -1258,11 +1258,11 @@ def make_reference(args: Args, policy: nn.Module) -> nn.Module:
 
 @contextmanager
 def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
-    """With LoRA the policy is also the reference: its adapter is off within this context."""
+    """With LoRA, turns off the policy's adapter within this context, which makes the policy the reference."""
     if reference is not policy:
         yield
         return
-    reshard(policy)  # switching adapters sets requires_grad, which shards must get, and not gathered weights
+    reshard(policy)  # switching sets requires_grad, which has to happen on shards, not on gathered weights
     policy.disable_adapters()
     try:
         yield
@@ -1293,8 +1293,8 @@ def make_reward_fns(args: Args, policy: nn.Module, reward_model: nn.Module | Non
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """The reward model's output, as a reward function. If its tokenizer or chat template is not the policy's, the texts
-    are encoded again for it. Of a text that exceeds its context length, it reads the end."""
+    """Makes a reward function of a reward model. If its tokenizer or chat template is not the policy's, texts are
+    encoded again. If a text exceeds its context length, it reads only the end."""
     templates = (None, policy.tokenizer.chat_template)
 
     def reward(r: Rollout) -> Tensor:
@@ -1341,7 +1341,7 @@ def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Ar
 
 
 def response_texts(r: Rollout, tokenizer: AutoTokenizer, args: Args) -> list[str]:
-    """Decodes the responses, without special tokens; in conversations also without the white space that some chat
+    """Decodes the responses without special tokens; in conversations, also without the white space that some chat
     templates write before an answer."""
     blank = ""
     if isinstance(r.examples[0][args.prompt_column], list):
@@ -1365,10 +1365,10 @@ def blank_before_answer(tokenizer: AutoTokenizer) -> str:
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> Tensor:
     """(B,) output of a reward model's head at the last real token of texts (B, S), or of their last S tokens if a cache
-    holds the tokens before them. The attention mask covers all of them.
+    has the tokens before them. The attention mask covers all tokens.
 
-    The library's classifiers look for the last token that is not the pad token. Where the pad token is EOS, this is the
-    token before EOS.
+    transformers' classifiers read the last token that is not the pad token. If the pad token is EOS, this is the token
+    before EOS.
     """
     S = input_ids.shape[1]
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -S:]
@@ -1385,16 +1385,16 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, cac
 def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
     """A user's reward function, with TRL's signature: f(prompts, completions, **columns) -> a number or None per row.
 
-    All arguments are keywords, and lists with one value per row: prompts, prompts_text (as the policy read them),
-    completions, completion_ids, the prompts' input_ids, and the columns of the dataset. If the prompts are messages, so
-    are the completions. The function gets copies, which it may change.
+    All arguments are passed by keyword, as lists with one value per row: prompts, prompts_text (as the policy read
+    them), completions, completion_ids, the prompts' input_ids, and the columns of the dataset. If the prompts are
+    messages, so are the completions. The function gets copies, so it may change them.
     """
     function = load_function(spec)
 
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, NaN for None. Each process calls the function for its share of the rows."""
         r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
-        rows = [deepcopy(example) for example in r.examples]  # the rows of a group are one object
+        rows = [deepcopy(example) for example in r.examples]  # the rows of a group share one object
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
         given["prompts_text"] = policy.tokenizer.batch_decode([row["input_ids"] for row in rows])
@@ -1402,7 +1402,7 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         given["completions"] = response_texts(r, policy.tokenizer, args)
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        with torch.random.fork_rng(devices=[]):  # if the function draws random numbers, the run's stay the same
+        with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
             values = function(**given)
         return all_gather(torch.tensor(read_rewards(values, len(rows), spec), device=args.device))
 
@@ -1420,7 +1420,7 @@ def read_rewards(values: object, n: int, spec: str) -> list[float]:
 
 
 def try_reward_fns(reward_fns: RewardFns, prompts: datasets.Dataset, policy: nn.Module, args: Args) -> None:
-    """Calls each reward function once, with a prompt as its response, to find errors before the first rollout."""
+    """Calls each reward function once, with a prompt as the response, to find errors before the first rollout."""
     example = prompts[0]
     ids = torch.tensor([example["input_ids"]] * WORLD_SIZE, device=args.device)  # (WORLD_SIZE, P), one row per process
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -1454,7 +1454,7 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 
 
 def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[datasets.Dataset, list[dict]]:
-    """The rows to train on, and the rows to evaluate on. Each has its prompt's token ids as `input_ids`."""
+    """Returns the training rows and the test rows, each with its prompt's token ids as `input_ids`."""
     train, test = load_data(args)
     prompts = encode_prompts(train, policy.tokenizer, args)
     test_prompts = encode_prompts(test, policy.tokenizer, args) if test else prompts.select([])
@@ -1509,7 +1509,7 @@ def longest_prompt(prompts: datasets.Dataset) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Exits if settings contradict each other, or if one setting makes another one useless."""
+    """Exits if settings contradict each other, or if a setting has no effect."""
     check_common_args(args)
     can_end = args.stop_token != ("none",) or not (args.mask_truncated_completions or args.env)
     require(can_end, "--stop-token none: no response ends, but --mask-truncated-completions and --env need an end")
@@ -1552,10 +1552,10 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     fitting = rows_that_fit(policy, longest, args)
     is_shared = can_share_prompts(policy, args)
     if is_shared:
-        # a row adds its part of the prompt, and the prompt's keys and values, which need a fifth of the prompt's memory
+        # a row adds its share of the prompt, and its keys and values, which need a fifth of the prompt's memory
         per_row = math.ceil(prompt_length * min(1.0, args.num_mini_batches / G + 0.2)) + args.response_length
         fitting = rows_that_fit(policy, per_row, args, num_targets=args.response_length)
-        limit = max(fitting, min(G, 2 * fitting))  # a group that is cut computes its prompt twice
+        limit = max(fitting, min(G, 2 * fitting))  # a group that is split computes its prompt twice
         fitting = max([n for n in range(G, limit + 1, G) if rows % n == 0], default=fitting)
     fitting = min(rows, fitting)
     micro_batch_size = args.micro_batch_size or per_device or fitting
@@ -1585,8 +1585,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
 
 
 def ratio_rounding(args: Args) -> float:
-    """Returns the tolerance for the mean of |ratio - 1| before the first step. More than this is not rounding: bfloat16
-    has 8 bits of precision, TF32 has 11.
+    """Returns the largest mean of |ratio - 1| before the first step that rounding can cause: bfloat16 has 8 bits of
+    precision, TF32 has 11.
 
     Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
     with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to
@@ -1604,24 +1604,23 @@ def check_first_ratio(error: float, update: int, args: Args) -> None:
     require(
         update > 1,
         f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {ratio_rounding(args):g}): "
-        "rollout and update see different distributions. Usual causes: a model that ignores position_ids or the "
+        "rollout and update use different distributions. Usual causes: a model that ignores position_ids or the "
         "attention mask, dropout that is on, different temperatures, weights that are not finite; with bf16, rounding",
     )
-    warnings.warn("rollout and update see different distributions: see policy/first_ratio_error and sampler_error")
+    warnings.warn("rollout and update use different distributions: see policy/first_ratio_error and sampler_error")
 
 
-# --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
+# --- Identical in every script from here on: loading of models and data, processes, the run ---------------------------
 
 
 def require(condition: object, message: str) -> None:
-    """Exits with the message, unless the condition holds. For errors that no library reports clearly."""
+    """Exits with the message unless the condition holds. It is for errors that no library reports clearly."""
     if not condition:
         sys.exit(f"error: {message}")
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Exits if one of the named settings has no effect here, but was set to a value that is neither the default nor
-    off (0, none, False)."""
+    """Exits if a named setting has no effect, but has a value that is neither the default nor off (0, none, False)."""
     for name in names.split():
         value = getattr(args, name)
         is_default_or_off = value in (getattr(Args, name), "none") or not value
@@ -1629,8 +1628,8 @@ def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
 
 
 def check_common_args(args: Args) -> None:
-    """check_args for settings that sft.py, reward_model.py, dpo.py, ppo.py, rloo.py and grpo.py share. A resumed run
-    may have both --batch-size and the settings from which it was computed."""
+    """Checks the settings that all scripts but ddpo.py share. A resumed run may have both --batch-size and the settings
+    from which it was computed."""
     sets_batch_size = args.resume or not args.batch_size
     is_used = sets_batch_size or not args.micro_batch_size
     refuse_unused(args, "per_device_train_batch_size", is_used, "beside --batch-size and --micro-batch-size")
@@ -1638,28 +1637,28 @@ def check_common_args(args: Args) -> None:
     per_device = args.per_device_train_batch_size
     refuse_unused(args, "gradient_accumulation_steps", per_device, "without --per-device-train-batch-size")
     is_constant = args.lr_scheduler_type == "constant"
-    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant (constant_with_warmup)")
+    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant: use constant_with_warmup")
     refuse_unused(args, "lora_alpha lora_target_modules", args.lora_r, "without --lora-r")
     refuse_unused(args, "eval_steps", args.dataset_test_split != "none", "with --dataset-test-split none")
-    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
+    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "if --dataset is a file")
     refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
     refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which names the folder")
 
 
 @cache
 def ask_hub() -> None:
-    """Tries once to reach the hub. If that fails, its libraries read their caches, instead of retrying for minutes."""
+    """Tries once to reach the hub. If that fails, the libraries use their caches instead of retrying for minutes."""
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # its type depends on the HTTP library
-        print(f"{constants.ENDPOINT} does not answer: models and data come from earlier downloads")
+        print(f"{constants.ENDPOINT} does not answer: using models and data downloaded earlier")
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
 
 
 def locate(name: str) -> str:
-    """The path of a file or folder, here or beside this script. A name of neither is returned as it is: it may be on
-    the hub."""
+    """Finds a file or folder in the working directory or beside this script. Returns any other name unchanged: it may
+    be on the hub."""
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
@@ -1671,14 +1670,14 @@ def locate(name: str) -> str:
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """Loads a model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
+    """Loads a model from a folder or the hub, with weights in float32 and its tokenizer as `model.tokenizer`.
 
-    Exits if weights are missing, which the library would initialise at random, or if there are others. With `new_head`,
-    weights of the head may be missing.
+    Exits if weights are missing (the library would initialise them at random) or unexpected. With `new_head`, weights
+    of the head may be missing.
     """
     path = locate(name)
     adapter = find_adapter_config_file(path)
-    require(adapter is None, f"{name} is an adapter: use the merged model (a run of these scripts has {name}/merged)")
+    require(adapter is None, f"{name} is an adapter: use the merged model (these scripts save it in {name}/merged)")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # only process 0 reads the weights; `place` sends them to the others
         with torch.device("meta"):
@@ -1690,14 +1689,14 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
         if new_head:
             wrong = [key for key in wrong if key.startswith(f"{model.base_model_prefix}.")]
-        require(not wrong, f"{name!r} is not a {type(model).__name__}: it lacks weights, or has others: {wrong[:3]}")
+        require(not wrong, f"{name!r} is not a {type(model).__name__}: missing or unexpected weights: {wrong[:3]}")
     model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     words = set(model.tokenizer.get_vocab()) - set(model.tokenizer.all_special_tokens)
     require(words, f"{name} has no tokenizer: save its base model's tokenizer beside the weights")
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do: masks mark padding by its position
+        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since masks mark padding
     return model.eval()
 
 
@@ -1748,7 +1747,7 @@ def use_bfloat16(model: nn.Module) -> None:
 
 
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
-    """Freezes the model and adds LoRA adapters, which are trained (Hu et al. 2021)."""
+    """Freezes the model and adds trainable LoRA adapters (Hu et al. 2021)."""
     from peft import LoraConfig
 
     shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
@@ -1763,7 +1762,7 @@ def context_length(model: nn.Module) -> int:
 
 def eos_tokens(model: nn.Module) -> list[int]:
     """Ids of the tokens that end a text: the tokenizer's EOS, the chat template's end of a turn, and the EOS tokens of
-    the generation config. Others than special tokens are left out: the config's default can be any token."""
+    the generation config. Only special tokens count: the config's default can be any token."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -1777,7 +1776,7 @@ def eos_tokens(model: nn.Module) -> list[int]:
 def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
     """The special token that ends a turn in the chat template, and the text after it; both are empty if there is none.
 
-    Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so these are "<|im_end|>" and "\\n". The text
+    Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so this returns "<|im_end|>" and "\\n". The text
     after the token is not part of an answer: it is not sampled, not trained on, and not read by a reward model.
     """
     if not tokenizer.chat_template:
@@ -1812,11 +1811,11 @@ def import_file(path: str) -> ModuleType:
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
-    Values stay as they are in the file. The library by default reads the JSON text "2024-01-05" as a date, and 72 as
-    72.0 if another row has 3.5. A column of a csv file becomes numbers only if Python would print all of them as they
-    are written: 007 and 1.50 stay texts.
+    Values stay as they are in the file. By default, the library reads the JSON text "2024-01-05" as a date, and 72 as
+    72.0 if another row has 3.5. A csv column becomes numbers only if Python prints each of them as it is written: 007
+    and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -1847,14 +1846,14 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
 
 
 def csv_options(columns: Sequence[str]) -> dict:
-    """Options of the library for reading these columns of a csv file as texts. An empty cell is None; the words NA and
-    None are texts."""
+    """Returns the library's options for reading these csv columns as texts. Empty cells are None; the words NA and None
+    are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts a column of texts to numbers if Python prints each of them as it is written."""
+    """Converts each column of texts to numbers if Python prints them as they are written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
@@ -1865,7 +1864,7 @@ def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Loads the split to train on, and the split to evaluate on: by default `validation`, or None if there is none."""
+    """Loads the training split and the test split, which is by default `validation`, or None if there is none."""
     train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
     test = args.dataset_test_split
     if test is None:
@@ -1963,13 +1962,13 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
         if content is None and "tool_calls" in turn:
             content = ""
         is_message = isinstance(role, str) and isinstance(content, str)
-        require(is_message, f"a message needs a role and a content, both of them texts, unlike {message!r:.80}")
+        require(is_message, f"{message!r:.80} is not a message: it needs a role and a content, both texts")
         turns.append(turn | {"role": standard.get(role, role), "content": content})
     return turns
 
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
-    """Renders a conversation with the chat template; a prompt up to where the assistant's answer begins."""
+    """Renders a conversation with the chat template. A prompt ends where the assistant's answer begins."""
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1978,14 +1977,14 @@ def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt
 
 
 def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
-    """Exits if the chat template dropped a content, a tool call, a tool, or an option. The thoughts of earlier answers
-    may be missing, since most templates remove them. Warns about other keys of messages that are missing."""
+    """Exits if the chat template drops a content, a tool call, a tool or an option. It may drop the thoughts of earlier
+    answers, as most templates do. Warns if it drops other keys of messages."""
     written = "".join(text.split())
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x is in the rendered text, apart from white space; of a list or dict, whether all of its parts are.
-        A list or dict as Python prints it does not count."""
+        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. A list or dict as
+        Python prints it does not count."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -2023,24 +2022,24 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
-    _, behind = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(behind)
+    _, after_end = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(after_end)
     others = [turn for turn in turns if turn["role"] != "system"]
     if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
         return text
     head = render(turns[:-1], tokenizer, options, is_prompt=True)
     short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(behind)
+    short = render(others, tokenizer, options).removesuffix(after_end)
     if text.startswith(head) or not short.startswith(short_head):
         return text
     return head + short.removeprefix(short_head)
 
 
 def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text that can be continued: with one BOS, if the tokenizer adds one, and without the EOS that some
+    """Token ids of a text that can be continued: with one BOS if the tokenizer adds it, and without the EOS that some
     tokenizers add."""
     ids = tokenizer(text)["input_ids"]
-    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has a BOS of its own
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text already starts with BOS
         ids = ids[1:]
     for end in (tokenizer.eos_token, tokenizer.sep_token):
         is_of_text = end and text.endswith(end) and ids[-2:-1] != ids[-1:]
@@ -2081,7 +2080,7 @@ def show_first_row(columns: dict[str, Text]) -> None:
 
 
 def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] = ()) -> Text:
-    """Decodes a text with its special tokens, some tokens in green; leaves out the middle of a long text."""
+    """Decodes tokens, including special ones, with some in green. Leaves out the middle of a long text."""
     text = Text()
     start = 0
     for green, tokens in groupby(is_green or [False] * len(ids)):
@@ -2104,7 +2103,7 @@ def text_behind(prompt: list[int], response: list[int], tokenizer: AutoTokenizer
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
-    """Batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
+    """Returns batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
     positions = range(number * size, (number + 1) * size)
     return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
 
@@ -2112,7 +2111,7 @@ def batch(rows: list, number: int, size: int, seed: int) -> list:
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
     """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: not the seed of a step
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: unlike the seed of a step
     return torch.randperm(n, generator=generator).tolist()
 
 
@@ -2155,7 +2154,7 @@ def start(args: Args) -> None:
         keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        timeout = timedelta(hours=2)  # process 0 may load a large model, or a reward function may be slow in one
+        timeout = timedelta(hours=2)  # one process may load a large model, or wait for a slow reward function
         dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=timeout)
     set_seed(args.seed)  # for adapters and heads; each step sets its own seed
 
@@ -2224,7 +2223,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Ties weights that share one tensor again, since a move from `meta` separates them."""
+    """Ties shared weights again, since a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -2246,7 +2245,7 @@ def shard_layers(model: nn.Module, args: Args) -> None:
 
 @contextmanager
 def gathered(model: nn.Module, args: Args) -> Iterator[None]:
-    """Within this context each process holds all weights of a sharded model: they are sent once, not for each token."""
+    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule) and args.gather_for_rollout]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
@@ -2260,9 +2259,9 @@ def gathered(model: nn.Module, args: Args) -> Iterator[None]:
 
 
 def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clips the gradient to the norm max_norm; returns its norm before that.
+    """Clips the gradient to max_norm. Returns its norm before clipping.
 
-    Gradients are first averaged over the processes; FSDP2 has already averaged those of shards.
+    Gradients are first averaged over processes, unless FSDP2 has already averaged them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
@@ -2281,8 +2280,8 @@ class Run:
 
     A step is one update. To log a number, put it into the stats, under any name; names that end in grad_norm are
     checked for NaN and infinity. A checkpoint is a folder: each process writes its shards of weights and moments, as
-    safetensors; then process 0 adds state.json and renames the folder. On a CPU a resumed run is bit for bit the same
-    as one without an interruption.
+    safetensors; then process 0 adds state.json and renames the folder. On a CPU, a resumed run equals an uninterrupted
+    run bit for bit.
     """
 
     def __init__(
@@ -2295,8 +2294,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the state between steps that is not in weights or moments, as JSON values. `asked` are the
-        settings before sizes were chosen. Of the models, `model` is saved at the end, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -2316,7 +2315,7 @@ class Run:
             self.open_folder()
         if WORLD_SIZE > 1:
             received = [self.output]
-            dist.broadcast_object_list(received)  # overwrites the list with that of process 0: clocks may differ
+            dist.broadcast_object_list(received)  # takes the folder of process 0, since clocks may differ
             self.output = received[0]
             require(self.output.exists(), f"process {RANK} finds no {self.output}: all nodes must share this folder")
         if args.resume:
@@ -2357,8 +2356,8 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that remain. Meanwhile Ctrl-C and SIGTERM request a stop after the current step,
-        unless they are ignored (as Ctrl-C is in a shell script's background jobs)."""
+        """Yields the numbers of the remaining steps. Meanwhile, Ctrl-C and SIGTERM request a stop after the current
+        step, unless they are ignored (as Ctrl-C is in background jobs of a shell script)."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -2379,8 +2378,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the step before if
-        no weight has changed since, else none. An error in the first step saves nothing. Prints how to resume."""
+        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the previous step
+        if no weight has changed since, otherwise none. An error in the first step saves nothing. Prints how to
+        resume."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -2400,7 +2400,7 @@ class Run:
             print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
-        """Waits until all processes are here, at most 20 seconds: after an error in one, the others may never come."""
+        """Waits up to 20 seconds for all processes: after an error in one of them, the others may never get here."""
         if WORLD_SIZE > 1:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
@@ -2411,12 +2411,12 @@ class Run:
         return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
-        """Handles Ctrl-C and SIGTERM. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
+        """Handles Ctrl-C and SIGTERM. (torchrun gives the step 30 seconds to end: see its --shutdown-timeout.)"""
         self.stop_requested = True
         print("\nstopping after this step (Ctrl-\\ stops at once)", file=sys.stderr)
 
     def must_stop(self) -> bool:
-        """Whether a stop was requested from any of the processes. Then all of them stop after this step."""
+        """Whether any process was asked to stop. Then all processes stop after this step."""
         return bool(all_reduce(torch.tensor(int(self.stop_requested))))
 
     @contextmanager
@@ -2453,11 +2453,11 @@ class Run:
         )
 
     def is_due(self, every: int) -> bool:
-        """True after each `every` steps, and after the last step."""
+        """Whether this step is a multiple of `every`, or the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
     def is_one_of(self, times: int) -> bool:
-        """True after `times` evenly spread steps, including the last one."""
+        """Whether this is one of `times` evenly spaced steps, which include the last one."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
     def show(self, columns: dict[str, list[str]], tensors: dict[str, object]) -> None:
@@ -2475,7 +2475,7 @@ class Run:
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """All trainable weights and the optimiser's moments, by name; of sharded ones, this process's shards. Before
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
         the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
@@ -2493,7 +2493,7 @@ class Run:
         files, size = {}, 0
         for name, x in tensors.items():
             size += x.nbytes
-            files[name] = 1 + size // 2**28  # a new file each 256 MB, since the writer holds a file in memory
+            files[name] = 1 + size // 2**28  # a new file for each 256 MB, since the writer keeps a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             self.saved = self.step
@@ -2566,8 +2566,8 @@ class Run:
             print(f"to continue from step {self.step}: --resume {self.output}")
 
     def write_card(self) -> None:
-        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header is for
-        Hugging Face: the script, and the base model, if it is on the hub."""
+        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header, for Hugging
+        Face, has the script, and the base model if it is on the hub."""
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
@@ -2590,7 +2590,7 @@ class Run:
 
 
 def peak_memory_mb() -> float:
-    """Peak memory in MB: of the GPU with CUDA, else of this process; 0 on Windows, which has no such figure."""
+    """Peak memory in MB: of the GPU with CUDA, otherwise of this process; 0 on Windows, which does not report it."""
     if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 without a GPU, or if it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
@@ -2624,15 +2624,15 @@ def code_version() -> dict[str, str]:
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """The settings that depend on this machine because the user left them open. A resumed run, which may be on another
-    machine, chooses them again."""
+    """Names of settings that the user left open, so that they depend on this machine. A resumed run chooses them again,
+    since it may be on another machine."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
     return names + ["device"] * (asked.device == Args().device)
 
 
 def draw_curves(folder: Path) -> None:
-    """Draws curves.png: for each title in CURVES a panel of the metrics that match its pattern, evaluations as
+    """Draws curves.png: for each title in CURVES, a panel of the metrics that match its pattern. Evaluations are
     points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
@@ -2645,7 +2645,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings; with --resume, those of that run, unless they are on the command line."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

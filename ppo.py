@@ -16,19 +16,19 @@
 
 For each batch of prompts:
   1. sample     response y_1..y_T ~ pi(. | prompt), at the given temperature, up to and including the stop token
-  2. score      ref_logprobs of a frozen copy of the initial policy; values V_old,t of the critic; one score for the
-                whole text, less `missing_eos_penalty` if the response never stops
+  2. score      ref_logprobs of a frozen copy of the initial policy; values V_old,t of the critic; one score per
+                text, minus `missing_eos_penalty` if it has no stop token
   3. reward     r_t = -kl_coef * KL_t; the score is added to r at the last real token
   4. advantage  delta_t = r_t + gamma V_old,t+1 - V_old,t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_old,t
                 whiten A
   5. loss       ratio_t = pi(y_t) / pi_old(y_t);  policy: mean_t max(-A_t ratio_t, -A_t clip(ratio_t, 1-eps, 1+eps))
                 value: mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ eps_v) - R_t)^2)
-                minimised: policy + vf_coef * value
-  6. update     `num_ppo_epochs` passes over the batch, one optimiser step for each of its `num_mini_batches`
-  7. adapt      kl_coef, with --adaptive-kl, so that the KL approaches a target
+                total: policy + vf_coef * value
+  6. update     `num_ppo_epochs` passes over the batch, each with `num_mini_batches` optimiser steps
+  7. adapt      with --adaptive-kl: kl_coef, to keep the KL near a target
 
-The layout of the tensors, for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens.
-A dot is padding: it may hold any number, and is masked.
+Tensor layout for a prompt of 3 tokens (left-padded to 4), T = 6, and a response that stops after 4 tokens. A dot is
+padding, which may have any value and is masked.
 
   model input   PAD  p1  p2  p3 | y1  y2  y3  EOS  .   .      prompts (B, P) and responses (B, T)
   mask                          |  1   1   1   1   0   0      true up to and including the stop token
@@ -37,22 +37,22 @@ A dot is padding: it may hold any number, and is masked.
   -kl_coef*KL                   |  *   *   *   *   .   .      one per token
   score                         |              *              one per response, on its last real token
 
-The policy pi is the language model in training. A rollout is a batch of its responses. The critic is a network that
-predicts the rewards still to come. KL, in nats, measures how far pi has moved from the reference, a frozen copy of the
-initial policy. Here it is subtracted from the reward (InstructGPT), so a token's advantage includes its own KL and that
-of later tokens. GRPO adds a KL term to the loss instead, which acts on each token alone.
+The policy pi is the language model being trained. A rollout is a batch of its responses. The critic predicts the sum of
+future rewards. The KL, in nats, measures how far pi has moved from the reference, a frozen copy of the initial policy.
+Here the KL is subtracted from the reward (InstructGPT), so a token's advantage includes the KL of this token and of all
+later ones. GRPO instead adds a KL term to the loss, which acts on each token alone.
 
 Differences from textbook PPO: there is no environment; an episode is one response, and the state is the text so far.
-Every token has an advantage, although there is only one score. Means over tokens exclude padding. Tokens are drawn from
-softmax(logits / temperature), without top-k or top-p, because the loss uses that distribution.
-Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2016 (GAE, 1506.02438, eq. 16);
-Ziegler et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024
-(the N+ implementation details, 2403.17031).
+Every token has an advantage, although there is only one score. Means over tokens exclude padding. Tokens are sampled
+from softmax(logits / temperature) without top-k or top-p, because the loss uses that distribution.
+Papers: Schulman et al. 2017 (arXiv 1707.06347, eq. 7, 11-12); Schulman et al. 2016 (GAE, 1506.02438, eq. 16); Ziegler
+et al. 2019 (1909.08593, sec. 2.2); Ouyang et al. 2022 (InstructGPT, 2203.02155, sec. 3.5); Huang et al. 2024 (the N+
+implementation details, 2403.17031).
 
   python ppo.py                       # the toy world: offline, half a minute on two CPU cores, score from 0 to about 5
   python ppo.py --model gpt2 --bf16   # GPT-2 on a GPU, with the same prompts and reward (on a CPU, without --bf16)
 
-Shapes: B rows of a batch, b of a micro-batch, P prompt tokens (left-padded), T response tokens (right-padded), S tokens
+Shapes: B rows in a batch, b in a micro-batch, P prompt tokens (left-padded), T response tokens (right-padded), S tokens
 of any text, V vocabulary, D hidden size.
 """
 
@@ -81,7 +81,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before importing torch: limits how long idle threads spin
 
 import datasets
 import numpy as np
@@ -118,12 +118,12 @@ from transformers.utils import ModelOutput, find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
-# Under torchrun, the number of this process and the number of processes; otherwise 0 and 1. All processes read the same
+# The rank of this process and the number of processes under torchrun; otherwise 0 and 1. All processes read the same
 # data and draw the same random numbers; each computes its share of every batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -139,30 +139,29 @@ Pattern = Name  # a regular expression
 @pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- PPO ---
-    # passes over each batch. More: each batch teaches more, until most ratios are clipped (TRL: 4)
+    # passes over each batch. More: faster learning, until most ratios are clipped (TRL: 4)
     num_ppo_epochs: Count = 4
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     cliprange: Positive = 0.2  # eps of the clipped ratio (PPO, eq. 7)
     cliprange_value: Positive = 0.2  # eps_v of the clipped value (TRL, N+ details)
-    # weight of the value loss (TRL); nearly irrelevant for a separate critic, since AdamW rescales its gradient
+    # weight of the value loss (TRL); has little effect on a separate critic, since AdamW rescales its gradient
     vf_coef: NonNegative = 0.1
     gamma: Share = 1.0  # discount; 1 because an episode is short
-    lam: Share = 0.95  # GAE's lambda: 0 trusts the critic, 1 the sampled return
+    lam: Share = 0.95  # GAE's lambda: 0 relies on the critic, 1 on the sampled return
     whiten_rewards: bool = False  # scale per-token rewards to variance 1, keeping their mean (TRL)
     whiten_advantages: bool = True  # shift and scale advantages to mean 0, variance 1 over the batch (TRL: always)
     use_score_scaling: bool = False  # divide scores by their running standard deviation (TRL 0.7)
     use_score_norm: bool = False  # with use_score_scaling: first subtract their running mean (TRL 0.7)
-    score_clip: Positive | None = None  # clip scores, scaled or not, to +- this (TRL 0.7)
-    ratio_threshold: Positive = 10.0  # skip and count the step of a mini-batch whose mean ratio exceeds this (TRL 0.7)
-    # stop the update on a batch once policy/approxkl_avg, the KL since it was sampled, exceeds 1.5 times this (TRL 0.7)
-    target_kl: Positive | None = None
+    score_clip: Positive | None = None  # clip scores, after any scaling, to +- this (TRL 0.7)
+    ratio_threshold: Positive = 10.0  # skip the step of a mini-batch if its mean ratio exceeds this (TRL 0.7)
+    target_kl: Positive | None = None  # end an update once policy/approxkl_avg exceeds 1.5 times this (TRL 0.7)
 
     # --- KL to the reference ---
-    # weight of KL in the reward (TRL 0.16). 0: the reward is exploited; high: the policy hardly moves
+    # weight of the KL in the reward (TRL 0.16). Too low: the policy exploits the reward; too high: it hardly moves
     kl_coef: NonNegative = 0.05
     # per token, with d = log(pi/ref): k1 or kl: d; abs: |d|; k2 or mse: d^2 / 2; k3: exp(-d) - 1 + d; full: exact
     kl_estimator: Literal["k1", "kl", "abs", "k2", "mse", "k3", "full"] = "k1"
-    adaptive_kl: bool = False  # adapt kl_coef so that the KL approaches kl_target (Ziegler et al. 2019, sec. 2.2)
+    adaptive_kl: bool = False  # adapt kl_coef to keep the KL near kl_target (Ziegler et al. 2019, sec. 2.2)
     kl_target: Positive = 6.0  # with adaptive_kl: the target, in nats per response (TRL 0.7)
     kl_horizon: Count = 10_000  # with adaptive_kl: kl_coef changes by up to about 20 % in this many episodes (TRL 0.7)
 
@@ -173,7 +172,7 @@ class Args:
     temperature: Positive = 0.7  # divides the logits in rollout, reference and loss (TRL 0.16). Lower: less exploration
     # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
-    # subtracted from the score of a response without a stop token (TRL's examples: 1). 0: it may never learn to stop
+    # subtracted from the score if there is no stop token (TRL's examples: 1). 0: the policy may never learn to stop
     missing_eos_penalty: NonNegative = 1.0
     # responses sampled at once (TRL); by default computed from free memory; changes only the rounding
     local_rollout_forward_batch_size: Count | None = None
@@ -181,11 +180,11 @@ class Args:
     # --- Optimisation ---
     # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
-    # learning rate of the critic; by default the policy's; with LoRA and a separate critic, a tenth of the policy's
+    # learning rate of the critic; by default the policy's, or a tenth of it with LoRA and a separate critic
     critic_learning_rate: Positive | None = None
-    critic_warmup_updates: Natural = 0  # number of updates at the start that train only the critic
-    lr_scheduler_type: Name = "linear"  # any of transformers.get_scheduler that depends only on the step (TRL: linear)
-    warmup_ratio: Share = 0.0  # share of the run in which the learning rate rises from 0 to its value
+    critic_warmup_updates: Natural = 0  # number of first updates that train only the critic
+    lr_scheduler_type: Name = "linear"  # name of a transformers schedule that depends only on the step (TRL: linear)
+    warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
     adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
@@ -197,18 +196,18 @@ class Args:
     micro_batch_size: Count | None = None  # responses per forward/backward pass; changes only the rounding
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Models: a folder, or a name on the hub ---
     # the initial policy, which is also the reference of the KL
     model: Name = "toy/sft"
     reward_model: Name = "toy/reward_model"  # a classifier with one label; its tokenizer may differ from the policy's
     reward_fn: tuple[Name, ...] = ("reward_model",)  # reward_model, or file.py:name of a function; several are added up
-    reward_weights: tuple[Weight, ...] = ()  # their weights in the sum; by default all 1 (TRL); 0: only logged
+    reward_weights: tuple[Weight, ...] = ()  # weights of these rewards; by default all 1 (TRL); 0: only logged
     critic: Literal["separate", "shared"] = "separate"  # a separate network, or a value head on the policy (TRL 0.7)
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -220,32 +219,32 @@ class Args:
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for the chat template
     max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
 
     # --- Additions to PPO ---
-    # texts for PPO-ptx: folder, file or hub name, with a column text and a split train
+    # texts for PPO-ptx: folder, file or hub name; needs a column `text` and a split `train`
     pretrain_data: Name | None = None
-    ptx_coef: NonNegative = 0.0  # weight of the loss on these texts (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
+    ptx_coef: NonNegative = 0.0  # weight of the loss on pretrain_data (InstructGPT, eq. 2: 27.8; OpenRLHF: 0.05)
     ema_decay: Decay = 0.0  # keep a moving average of the policy, saved in ema/; 0 for none (InstructGPT: 0.992)
     aux_loss_coef: NonNegative = 0.0  # weight of a mixture of experts' load-balancing loss, computed per micro-batch
-    num_eval_prompts: Count = 64  # number of prompts of the test split in an evaluation
+    num_eval_prompts: Count = 64  # number of test prompts in an evaluation
     eval_temperature: Positive = 0.01  # sampling temperature in evaluations (TRL: 0.01, for its tables)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run ---
-    # folder of a run to continue, with its settings; settings on the command line replace them
+    # folder of a run to continue with its settings; the command line may change some
     resume: Name | None = None
     total_episodes: Count = 2048  # number of responses sampled in the run
     num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
     exp_name: Name = "ppo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder for all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     save_steps: Count = 10  # updates between checkpoints, which hold the full state of the run
-    save_total_limit: Count = 2  # number of checkpoints to keep, the newest
+    save_total_limit: Count = 2  # number of newest checkpoints to keep
     eval_steps: Count = 10  # updates between evaluations; the last one follows the last update
-    num_sample_generations: Natural = 10  # number of tables of responses to print, besides one after update 1 (TRL)
+    num_sample_generations: Natural = 10  # number of tables of responses to print, plus one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
@@ -277,7 +276,7 @@ def train(args: Args) -> None:
 
     prompts, eval_prompts = load_prompts(args, policy, reward_model)
     texts = load_pretrain_texts(args, policy)
-    args = choose_sizes(args, policy, prompts, 1)  # from here on no size is None
+    args = choose_sizes(args, policy, prompts, 1)  # from here on, all sizes are set
     reward_fns = make_reward_fns(args, policy, reward_model)
     try_reward_fns(reward_fns, prompts, policy, args)
     show_first_row({"prompt": as_read(prompts[0]["input_ids"], policy.tokenizer).append("⟨answer⟩", "green")})
@@ -286,12 +285,12 @@ def train(args: Args) -> None:
     optimizer = make_optimizer(args, policy, critic)
     policy_group, _ = optimizer.param_groups
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {"scores": [0, 0.0, 0.0]}  # saved in checkpoints. Number, mean and squared deviations; step 7 adds kl_coef
+    memory = {"scores": [0, 0.0, 0.0]}  # in checkpoints: count, mean, squared deviations; step 7 adds kl_coef
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, critic=critic, ema=ema)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
         if step <= args.critic_warmup_updates:
-            # The policy's weights stay as they are; only its Adam moments change. schedule.step() sets the rate again
+            # The policy's weights do not change, only its Adam moments. schedule.step() resets the rate
             policy_group["lr"] = 0.0
 
         # 1. Sample
@@ -322,7 +321,7 @@ def train(args: Args) -> None:
         rollout.kl_coef = memory.get("kl_coef", args.kl_coef)
         rewards = shape_rewards(scores, kl, mask, rollout.kl_coef)  # (B, T)
         if args.whiten_rewards:
-            rewards = masked_whiten(rewards, mask) + masked_mean(rewards, mask) * mask  # which keeps their mean
+            rewards = masked_whiten(rewards, mask) + masked_mean(rewards, mask) * mask  # with the old mean
 
         # 4. Advantage
         advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)  # (B, T) each
@@ -370,10 +369,10 @@ class Rollout:
     old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
     examples: list[dict]  # the B rows of the dataset that the prompts come from
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), weighted sum of rewards, less the penalty. From here on: set by later steps
+    scores: Tensor | None = None  # (B,), weighted sum of rewards, minus the penalty
     ref_logprobs: Tensor | None = None  # (B, T)
     kl: Tensor | None = None  # (B, T), by the chosen estimator
-    kl_coef: float = 0.0  # the weight of KL when these responses were rewarded
+    kl_coef: float = 0.0  # the weight of the KL in the rewards
     rewards: Tensor | None = None  # (B, T)
     values: Tensor | None = None  # (B, T)
     advantages: Tensor | None = None  # (B, T)
@@ -385,11 +384,11 @@ class Rollout:
         return {
             "input_ids": torch.cat([self.prompts, self.responses], 1),
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # by default GPT-2 counts padding, too
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would also count padding
         }
 
     def select(self, index: Tensor) -> "Rollout":
-        """Returns the episodes with these row numbers, without the padding columns that none of them needs.
+        """Selects episodes by row number, and removes columns that are padding in all of them.
 
         Widths are rounded up to multiples of 8: on some devices each new shape costs time.
         """
@@ -410,7 +409,7 @@ class Rollout:
         return part
 
     def by_length(self, rows: Tensor) -> Tensor:
-        """Sorts row numbers by the lengths of the rows, so that neighbouring rows need little padding."""
+        """Sorts row numbers by length, so that neighbouring rows need little padding."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         return rows[lengths[rows].argsort(stable=True)]
 
@@ -437,7 +436,7 @@ class Rollout:
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
         result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # a process has zeros in the rows of the others
+        return all_reduce(result)  # each process has zeros in the other rows
 
 
 RewardFns = dict[str, Callable[[Rollout], Tensor]]  # reward functions by name: each returns rewards (B,), NaN for none
@@ -453,7 +452,7 @@ def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
     """Returns a mask (B, T), true up to and including the first stop token, and (B,) true if there is a stop token.
 
-    It depends only on the first stop token, so it is right even if the pad token is the stop token. With stop token 0:
+    The pad token plays no role, so it may be equal to the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
     """
     is_stop = torch.isin(responses, responses.new_tensor(stop_token_ids)).long()
@@ -465,8 +464,8 @@ def sample_categorical(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     """Samples one token per row of logits (B, V), from uniform numbers (B,). Returns tokens and logprobs (B,).
 
     The token is the first whose cumulative probability exceeds the uniform number. With probabilities .2 .5 .3, the
-    number .6 gives the second token, since .2 <= .6 < .7. torch.multinomial draws its own random numbers. Here the
-    caller draws one per token, so a response does not depend on the other rows or on the size of the batch.
+    number .6 gives the second token, since .2 <= .6 < .7. torch.multinomial would draw its own random numbers. Here the
+    caller draws one per token, so a response does not depend on the other rows or the batch size.
     """
     logprobs = logits.log_softmax(1)
     cdf = logprobs.exp().cumsum(1)
@@ -518,7 +517,7 @@ def sample(
     has_stopped = torch.zeros_like(prompt_mask[:, 0])  # (B,)
     stops = prompts.new_tensor(policy.stop_token_ids)
     cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once, at full size
-    if P > 1:  # all but the last token: the loop starts with that
+    if P > 1:  # all but the last token, with which the loop starts
         read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass, and in the cache
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps between checks; each check waits for the GPU
@@ -537,9 +536,9 @@ def sample(
         if (t + 1) % look_every:
             continue
         left = (~has_stopped[rows]).nonzero().squeeze(1)
-        if not all_reduce(torch.tensor(len(left))):  # together: sharded weights need all processes in each pass
+        if not all_reduce(torch.tensor(len(left))):  # sharded weights need all processes in each pass
             break
-        if 0 < len(left) < 0.75 * len(rows):  # copying the cache once costs less than computing ended rows again
+        if 0 < len(left) < 0.75 * len(rows):  # copying the cache costs less than computing ended rows
             cache.reorder_cache(left)
             rows = rows[left]
     responses = tokens[:, 1:]
@@ -587,7 +586,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_logprobs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns token_logprobs, and the entropy (B, T) in nats, without gradient."""
+    """Returns token_logprobs, and the entropy (B, T) in nats, which has no gradient."""
     logprobs = logits.log_softmax(-1)  # once for both
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
@@ -601,7 +600,7 @@ def logprobs_under(model: nn.Module, r: Rollout, args: Args) -> Tensor:
 
 
 def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
-    """Returns the micro-batches of the first epoch of `update`, in the same order. Keeps the random state."""
+    """Returns the micro-batches of the first epoch of `update`, in the same order. Does not change the random state."""
     with torch.random.fork_rng(devices=[]):
         order = torch.randperm(len(rollout.mask)).to(rollout.mask.device)
     micro_batches = []
@@ -613,19 +612,19 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_again(
     policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
 ) -> tuple[Tensor, float]:
-    """Computes log-probabilities (B, T) as the update does: whole responses at once, in the same micro-batches, with
-    the same padding. The rounding is then the same, so that the ratio before the first step is exactly 1. Also returns
-    the mean of |ratio - 1|, with the ratio to the sampler's log-probabilities."""
+    """Computes log-probabilities (B, T) as the update does: complete responses, in the same micro-batches with the same
+    padding. The rounding is then the same, so the ratio before the first step is exactly 1. Also returns the mean of
+    |ratio - 1| for the ratio to the sampler's log-probabilities."""
     logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args, micro_batches)
     ratio = (logprobs - rollout.old_logprobs)[mask].exp()
     return logprobs, (ratio - 1).abs().mean().item()
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """(B, T) estimate of KL(policy || reference) from the drawn token alone (Schulman 2020, "Approximating KL").
+    """(B, T) estimate of KL(policy || reference) from the sampled token alone (Schulman 2020, "Approximating KL").
 
     k1 is unbiased and often negative; k2 is biased and has little variance; k3 is unbiased and never negative. Padding
-    is not masked: fill it with 0 before the estimate enters a loss.
+    is not masked: set it to 0 before you use the estimate in a loss.
     """
     d = logprobs - ref_logprobs
     match estimator:
@@ -640,7 +639,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def response_kl(policy: nn.Module, reference: nn.Module, r: Rollout, args: Args) -> Tensor:
-    """(b, T) KL of policy and reference for some episodes, by the chosen estimator."""
+    """(b, T) KL between policy and reference, by the chosen estimator."""
     if args.kl_estimator != "full":
         return kl_estimate(r.old_logprobs, r.ref_logprobs, args.kl_estimator)
     logits, _ = response_forward(policy, r, args)  # (b, T, V)
@@ -657,8 +656,8 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 class Critic(nn.Module):
-    """V_t, the expected return before response token t is drawn: a transformer body and a head with one output. With
-    --critic shared there is no body, and the head reads the last hidden states (B, P+T, D) of the policy."""
+    """Predicts V_t, the expected return before response token t: a transformer body and a head with one output. With
+    --critic shared, there is no body, and the head reads the policy's last hidden states (B, P+T, D)."""
 
     def __init__(self, body: nn.Module | None, head: nn.Module):
         super().__init__()
@@ -688,16 +687,16 @@ def score_responses(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Returns the rewards (B,) of each reward function, by name, and the scores (B,), for G rows per prompt.
 
-    A score is the weighted sum of the rewards, less the penalty for a missing stop token.
+    A score is the weighted sum of the rewards, minus the penalty for a missing stop token.
     """
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
     is_unscored = unscored(rewards)
     scores = weighted_sum(rewards, args.reward_weights)
-    require(scores.isfinite().all(), "one of --reward-fn returned an infinite reward")
+    require(scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
     if args.stop_token != ("none",):  # with none, no response has a stop token
         scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
     if is_unscored.any():
-        require(not is_unscored.all(), "no response has a reward: each of --reward-fn returned None or NaN for all")
+        require(not is_unscored.all(), "no response has a reward: all functions of --reward-fn returned None or NaN")
         scores = fill_in(scores, is_unscored, G)
     return rewards, scores
 
@@ -708,8 +707,8 @@ def unscored(rewards: dict[str, Tensor]) -> Tensor:
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
-    """Replaces the scores (B,) of unscored responses by the mean score of the other responses to the same prompt, or of
-    the batch if there are none, which does not change the group's mean. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    """Gives unscored responses the mean score of the other responses to the same prompt, or of the batch if there are
+    none. The group's mean does not change. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
     known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
     means = means.where(means.isfinite(), known.nanmean())
@@ -744,16 +743,16 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) shifted and scaled to mean 0 and variance 1 over real tokens (TRL); 0 on padding."""
+    """Shifts and scales x (B, T) to mean 0 and variance 1 over real tokens (TRL). Padding becomes 0."""
     real = x[mask]
-    variance = real.var(correction=min(1, len(real) - 1))  # Bessel's, but 0 for a single token
+    variance = real.var(correction=min(1, len(real) - 1))  # Bessel's correction, but 0 for a single token
     return ((x - real.mean()) * torch.rsqrt(variance + 1e-8)).masked_fill(~mask, 0.0)
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """(B, T) rewards: -kl_coef * KL for each token, plus the score (B,) on the last real token; 0 on padding.
 
-    OpenAI's code and TRL 0.7 put the score on the same token, TRL 0.16 one position further.
+    OpenAI's code and TRL 0.7 put the score on the same token, TRL 0.16 one position later.
     """
     is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]  # (B, T) true where the next position is padding or the end
     return (scores[:, None] * is_last - kl_coef * kl).masked_fill(~mask, 0.0)
@@ -765,8 +764,8 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): advantages and returns (B, T), 0 on padding.
 
-    The episode is over after the last real token, so the value after it is 0. With lam = 1 the returns are discounted
-    sums of rewards and do not depend on the critic. For gamma = 1, lam = .5, values of .5:
+    The episode ends with the last real token, so the value after it is 0. With lam = 1 the returns are discounted sums
+    of rewards and do not depend on the critic. For gamma = 1, lam = .5, values of .5:
         rewards [0, 0, 1]  ->  deltas [0, 0, .5], advantages [.125, .25, .5], returns [.625, .75, 1]
     """
     rewards = rewards.masked_fill(~mask, 0.0)
@@ -783,10 +782,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
+    """Returns clipped losses (B, T) (PPO, eq. 7), the ratio, and a mask that is true where clipping raised the loss.
 
-    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. Where it has
-    left in the other direction, the loss is not clipped, and its gradient moves the ratio back.
+    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
+    the other direction, the loss is not clipped, and its gradient moves the ratio back.
     """
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
@@ -797,10 +796,11 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared errors (B, T), with the factor 1/2 (TRL, OpenAI's code), and where the clipped one was larger.
+    """Returns half the clipped squared errors (B, T) (TRL, OpenAI's code), and a mask that is true where clipping
+    raised them.
 
-    The gradient is 0 where a value has moved further than cliprange_value from its old value towards the return. This
-    limits how far one noisy batch can move the critic, as the clipped ratio does for the policy.
+    The gradient is 0 where a value has moved by more than cliprange_value towards the return. This limits how far one
+    noisy batch can move the critic, as the clipped ratio does for the policy.
     """
     near_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns).masked_fill(~mask, 0.0) ** 2
@@ -823,9 +823,9 @@ def update(
     """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch. Returns means
     over tokens or optimiser steps, and the number of skipped steps.
 
-    The gradient of a mini-batch is a sum over its tokens, divided by their number, so it does not depend on how the
-    mini-batch is cut into micro-batches. Each process computes the gradient of its share. clip_gradient averages over
-    the processes, so each divides by the tokens of the whole mini-batch / WORLD_SIZE.
+    The gradient of a mini-batch is the mean over its tokens, however it is split into micro-batches. Each process
+    computes the gradient of its share. clip_gradient averages over processes, so each process divides by the number of
+    tokens in the mini-batch / WORLD_SIZE.
     """
     B, device = len(rollout.mask), rollout.mask.device
     policy_group, critic_group = optimizer.param_groups
@@ -836,7 +836,7 @@ def update(
         options["output_hidden_states"] = True
     totals = Counter()  # sums over tokens
     per_step = Counter()  # sums over optimiser steps
-    steps = 0  # optimiser steps made
+    steps = 0  # number of optimiser steps
     for _ in range(args.num_ppo_epochs):
         for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) row numbers
             optimizer.zero_grad()
@@ -851,7 +851,7 @@ def update(
                 states = output.hidden_states[-1] if args.critic == "shared" else None  # (b, P+T, D)
                 del logits, output  # the largest tensor of the update: the graph only needs its log-softmax
                 pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
-                # aux_loss is one number: added to every token, it counts by the micro-batch's share of the tokens
+                # aux_loss is a scalar: added to every token, it is weighted by the micro-batch's share of the tokens
                 policy_term = masked_sum(pg_loss + args.aux_loss_coef * aux_loss, r.mask) / num_tokens
                 if args.critic == "separate":
                     policy_term.backward()  # frees the policy's activations before the critic's forward pass
@@ -882,7 +882,7 @@ def update(
                 first_error = means["ratio_error"]  # only rounding, since no step has been made
             totals.update(sums)  # a Counter adds
             is_too_far = args.target_kl and means["policy/approxkl_avg"] > 1.5 * args.target_kl
-            if is_too_far:  # from the policy that sampled: ends the outer loop, too
+            if is_too_far:  # also ends the outer loop
                 break
             if means["val/ratio"] > args.ratio_threshold:
                 continue
@@ -906,13 +906,13 @@ def update(
     return means | {name: x / max(1, steps) for name, x in per_step.items()}
 
 
-# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
+# === End of the algorithm. Next: its metrics and options, then the code that every training script needs ============
 
 
 def rollout_stats(rollout: Rollout) -> dict[str, float]:
     """Computes the metrics of a batch before the update, under TRL's names.
 
-    They repeat the formulas of step 3: change both together. Scores are those before scaling and clipping.
+    The formulas are those of step 3: change both together. Scores are not scaled or clipped.
     """
     per_row = lambda x: x.masked_fill(~rollout.mask, 0.0).sum(1).mean().item()  # noqa: E731
     kl = per_row(rollout.kl)
@@ -934,13 +934,13 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_stats(rollout: Rollout) -> dict[str, float]:
-    """Computes the mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards,
-    without the responses for which it returned None."""
+    """Computes mean and standard deviation (with Bessel's correction, as in TRL) of each reward function's rewards;
+    ignores None."""
     stats = {}
     for name, rewards in rollout.rewards_by_name.items():
-        said = rewards[~rewards.isnan()]
-        stats[f"rewards/{name}/mean"] = said.mean().item()
-        stats[f"rewards/{name}/std"] = said.std().item()
+        known = rewards[~rewards.isnan()]
+        stats[f"rewards/{name}/mean"] = known.mean().item()
+        stats[f"rewards/{name}/std"] = known.std().item()
     return stats
 
 
@@ -954,13 +954,13 @@ def explained_variance(rollout: Rollout) -> float:
 def evaluate(
     policy: nn.Module, reference: nn.Module, reward_fns: RewardFns, prompts: list[dict], args: Args
 ) -> dict[str, float]:
-    """Scores answers to the prompts of the test split, sampled at a low temperature, as a user would sample them.
+    """Scores answers to the test prompts, sampled at a low temperature, as a user might sample them.
 
     The log-ratio to the reference is computed at the training temperature, since at a low temperature nearly all
-    probability is on one token. It is not a KL, because the answers were not sampled at the training temperature.
+    probability is on one token. It is not a KL, because the answers were sampled at another temperature.
     """
     eval_args = replace(args, temperature=args.eval_temperature, response_length_min=None)
-    extra = -len(prompts) % WORLD_SIZE  # so that all processes have the same number of prompts
+    extra = -len(prompts) % WORLD_SIZE  # all processes need the same number of prompts
     rollout = sample_batch(policy, (prompts * WORLD_SIZE)[: len(prompts) + extra], eval_args)
     rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
     with adapter_off(policy, reference):
@@ -991,7 +991,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
-    """Prints a few episodes as a table. Saves all their tensors in a file, which tools/xray.py can show."""
+    """Prints a few episodes as a table. Saves all their tensors in a file for tools/xray.py."""
     texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
         "prompt": texts(rollout.prompts, rollout.prompt_mask),
@@ -1010,25 +1010,25 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
             "or check that the policy was trained to end its texts"
         )
     if rollout.scores.std(correction=0) < 1e-6:
-        warnings.warn("all scores of the batch are equal, so there is nothing to learn from: look at the reward")
+        warnings.warn("all scores of the batch are equal, so there is nothing to learn from: check the reward")
 
 
 # --- Additions to PPO: score scaling, adaptive KL, pretraining texts, a moving average --------------------------------
 
 
 def scale_scores(scores: Tensor, moments: list[float], args: Args) -> Tensor:
-    """Scales and clips scores (B,) for the reward (TRL 0.7). Without these options, returns them unchanged.
+    """Scales and clips scores (B,) for the reward (TRL 0.7). By default, returns them unchanged.
 
-    --use-score-scaling divides by the standard deviation of all scores so far, --use-score-norm subtracts their mean
-    first. `moments` are updated in place: the number of scores, their mean, and the sum of squared deviations from it.
+    --use-score-scaling divides by the standard deviation of all scores so far; --use-score-norm subtracts their mean
+    first. Updates `moments` in place: the number of scores, their mean, and the sum of squared deviations.
     """
     if args.use_score_scaling:
         count, mean, squares = moments
         new = scores.cpu().double()
-        ahead = new.mean().item() - mean
+        shift = new.mean().item() - mean
         total = count + len(new)
-        squares += new.var(correction=0).item() * len(new) + ahead**2 * count * len(new) / total
-        mean += ahead * len(new) / total
+        squares += new.var(correction=0).item() * len(new) + shift**2 * count * len(new) / total
+        mean += shift * len(new) / total
         moments[:] = total, mean, squares
         if args.use_score_norm:
             scores = scores - mean
@@ -1097,7 +1097,7 @@ def load_policy(args: Args) -> nn.Module:
     stored = policy.generation_config  # saved with the policy, for programs that sample from it later
     stored.eos_token_id = policy.stop_token_ids or None
     try:
-        stored.validate(strict=True)  # raises now what saving the policy would raise at the end
+        stored.validate(strict=True)  # fails now rather than when the policy is saved
     except ValueError:
         stored.do_sample = True  # the library saves a temperature, a top_p, ... only with do_sample
         stored.validate(strict=True)
@@ -1119,7 +1119,7 @@ def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
             found += eos_tokens(policy)
             continue
         ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_special_tokens=False)
-        # a word that the tokenizer lacks becomes unk_token; in GPT-2 and SmolLM2, unk_token itself is their EOS
+        # an unknown word becomes unk_token, which is also the EOS token in GPT-2 and SmolLM2
         is_known = text.isdecimal() or text == tokenizer.unk_token or ids != [tokenizer.unk_token_id]
         is_one_token = len(ids) == 1 and ids[0] < len(tokenizer)
         require(
@@ -1145,13 +1145,13 @@ def load_reward_model(args: Args, policy: nn.Module) -> nn.Module | None:
 
 
 def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> Critic:
-    """Makes the critic: a copy of the reward model if that has the policy's tokenizer (N+ details), else of the initial
-    policy; with --critic shared, a head on the policy's trunk. In the last two cases V starts at 0."""
-    head = nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)  # OPT-350m: half its hidden_size
+    """Makes the critic: a copy of the reward model if it has the policy's tokenizer (N+ details), otherwise of the
+    initial policy; with --critic shared, only a head on the policy. In the last two cases, V starts at 0."""
+    head = nn.Linear(policy.get_output_embeddings().weight.shape[1], 1)  # in OPT-350m, half of hidden_size
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     if args.critic == "shared":
-        print("critic: a value head on the policy's trunk")
+        print("critic: a value head on the policy")
         body = None
     elif same_tokens(policy, reward_model):
         print("critic: starts from the reward model")
@@ -1160,7 +1160,7 @@ def make_critic(args: Args, policy: nn.Module, reward_model: nn.Module | None) -
             critic.score.bias = nn.Parameter(torch.tensor([getattr(reward_model.config, "reward_bias", 0.0)]))
         body, head = critic.base_model, critic.score
     else:
-        print("critic: starts from the policy, as there is no reward model with the policy's tokenizer")
+        print("critic: starts from the policy, since no reward model has the policy's tokenizer")
         body = load_model(AutoModelForCausalLM, args.model, args).base_model
     if body is not None and args.gradient_checkpointing:
         checkpoint_layers(body)
@@ -1189,11 +1189,11 @@ def make_reference(args: Args, policy: nn.Module) -> nn.Module:
 
 @contextmanager
 def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
-    """With LoRA the policy is also the reference: its adapter is off within this context."""
+    """With LoRA, turns off the policy's adapter within this context, which makes the policy the reference."""
     if reference is not policy:
         yield
         return
-    reshard(policy)  # switching adapters sets requires_grad, which shards must get, and not gathered weights
+    reshard(policy)  # switching sets requires_grad, which has to happen on shards, not on gathered weights
     policy.disable_adapters()
     try:
         yield
@@ -1224,8 +1224,8 @@ def make_reward_fns(args: Args, policy: nn.Module, reward_model: nn.Module | Non
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """The reward model's output, as a reward function. If its tokenizer or chat template is not the policy's, the texts
-    are encoded again for it. Of a text that exceeds its context length, it reads the end."""
+    """Makes a reward function of a reward model. If its tokenizer or chat template is not the policy's, texts are
+    encoded again. If a text exceeds its context length, it reads only the end."""
     templates = (None, policy.tokenizer.chat_template)
 
     def reward(r: Rollout) -> Tensor:
@@ -1267,7 +1267,7 @@ def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Ar
 
 
 def response_texts(r: Rollout, tokenizer: AutoTokenizer, args: Args) -> list[str]:
-    """Decodes the responses, without special tokens; in conversations also without the white space that some chat
+    """Decodes the responses without special tokens; in conversations, also without the white space that some chat
     templates write before an answer."""
     blank = ""
     if isinstance(r.examples[0][args.prompt_column], list):
@@ -1292,8 +1292,8 @@ def blank_before_answer(tokenizer: AutoTokenizer) -> str:
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """(B,) output of a reward model's head at the last real token, found by the attention mask (B, S).
 
-    The library's classifiers look for the last token that is not the pad token. Where the pad token is EOS, this is the
-    token before EOS.
+    transformers' classifiers read the last token that is not the pad token. If the pad token is EOS, this is the token
+    before EOS.
     """
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.base_model(
@@ -1308,16 +1308,16 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
 def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
     """A user's reward function, with TRL's signature: f(prompts, completions, **columns) -> a number or None per row.
 
-    All arguments are keywords, and lists with one value per row: prompts, prompts_text (as the policy read them),
-    completions, completion_ids, the prompts' input_ids, and the columns of the dataset. If the prompts are messages, so
-    are the completions. The function gets copies, which it may change.
+    All arguments are passed by keyword, as lists with one value per row: prompts, prompts_text (as the policy read
+    them), completions, completion_ids, the prompts' input_ids, and the columns of the dataset. If the prompts are
+    messages, so are the completions. The function gets copies, so it may change them.
     """
     function = load_function(spec)
 
     def reward(rollout: Rollout) -> Tensor:
         """(B,) rewards of a rollout, NaN for None. Each process calls the function for its share of the rows."""
         r = rollout.select(torch.arange(RANK, len(rollout.mask), WORLD_SIZE, device=rollout.mask.device))
-        rows = [deepcopy(example) for example in r.examples]  # the rows of a group are one object
+        rows = [deepcopy(example) for example in r.examples]  # the rows of a group share one object
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
         given["prompts_text"] = policy.tokenizer.batch_decode([row["input_ids"] for row in rows])
@@ -1325,7 +1325,7 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         given["completions"] = response_texts(r, policy.tokenizer, args)
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        with torch.random.fork_rng(devices=[]):  # if the function draws random numbers, the run's stay the same
+        with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
             values = function(**given)
         return all_gather(torch.tensor(read_rewards(values, len(rows), spec), device=args.device))
 
@@ -1343,7 +1343,7 @@ def read_rewards(values: object, n: int, spec: str) -> list[float]:
 
 
 def try_reward_fns(reward_fns: RewardFns, prompts: datasets.Dataset, policy: nn.Module, args: Args) -> None:
-    """Calls each reward function once, with a prompt as its response, to find errors before the first rollout."""
+    """Calls each reward function once, with a prompt as the response, to find errors before the first rollout."""
     example = prompts[0]
     ids = torch.tensor([example["input_ids"]] * WORLD_SIZE, device=args.device)  # (WORLD_SIZE, P), one row per process
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -1381,7 +1381,7 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 
 
 def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) -> tuple[datasets.Dataset, list[dict]]:
-    """The rows to train on, and the rows to evaluate on. Each has its prompt's token ids as `input_ids`."""
+    """Returns the training rows and the test rows, each with its prompt's token ids as `input_ids`."""
     train, test = load_data(args)
     prompts = encode_prompts(train, policy.tokenizer, args)
     test_prompts = encode_prompts(test, policy.tokenizer, args) if test else prompts.select([])
@@ -1436,7 +1436,7 @@ def longest_prompt(prompts: datasets.Dataset) -> int:
 
 
 def check_args(args: Args) -> None:
-    """Exits if settings contradict each other, or if one setting makes another one useless."""
+    """Exits if settings contradict each other, or if a setting has no effect."""
     check_common_args(args)
     require(bool(args.pretrain_data) == bool(args.ptx_coef), "--ptx-coef and --pretrain-data: give both, or neither")
     refuse_unused(args, "reward_model", "reward_model" in args.reward_fn, "unless --reward-fn names reward_model")
@@ -1497,8 +1497,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
 
 
 def ratio_rounding(args: Args) -> float:
-    """Returns the tolerance for the mean of |ratio - 1| before the first step. More than this is not rounding: bfloat16
-    has 8 bits of precision, TF32 has 11.
+    """Returns the largest mean of |ratio - 1| before the first step that rounding can cause: bfloat16 has 8 bits of
+    precision, TF32 has 11.
 
     Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
     with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to
@@ -1516,24 +1516,23 @@ def check_first_ratio(error: float, update: int, args: Args) -> None:
     require(
         update > 1,
         f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {ratio_rounding(args):g}): "
-        "rollout and update see different distributions. Usual causes: a model that ignores position_ids or the "
+        "rollout and update use different distributions. Usual causes: a model that ignores position_ids or the "
         "attention mask, dropout that is on, different temperatures, weights that are not finite; with bf16, rounding",
     )
-    warnings.warn("rollout and update see different distributions: see policy/first_ratio_error and sampler_error")
+    warnings.warn("rollout and update use different distributions: see policy/first_ratio_error and sampler_error")
 
 
-# --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
+# --- Identical in every script from here on: loading of models and data, processes, the run ---------------------------
 
 
 def require(condition: object, message: str) -> None:
-    """Exits with the message, unless the condition holds. For errors that no library reports clearly."""
+    """Exits with the message unless the condition holds. It is for errors that no library reports clearly."""
     if not condition:
         sys.exit(f"error: {message}")
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Exits if one of the named settings has no effect here, but was set to a value that is neither the default nor
-    off (0, none, False)."""
+    """Exits if a named setting has no effect, but has a value that is neither the default nor off (0, none, False)."""
     for name in names.split():
         value = getattr(args, name)
         is_default_or_off = value in (getattr(Args, name), "none") or not value
@@ -1541,8 +1540,8 @@ def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
 
 
 def check_common_args(args: Args) -> None:
-    """check_args for settings that sft.py, reward_model.py, dpo.py, ppo.py, rloo.py and grpo.py share. A resumed run
-    may have both --batch-size and the settings from which it was computed."""
+    """Checks the settings that all scripts but ddpo.py share. A resumed run may have both --batch-size and the settings
+    from which it was computed."""
     sets_batch_size = args.resume or not args.batch_size
     is_used = sets_batch_size or not args.micro_batch_size
     refuse_unused(args, "per_device_train_batch_size", is_used, "beside --batch-size and --micro-batch-size")
@@ -1550,28 +1549,28 @@ def check_common_args(args: Args) -> None:
     per_device = args.per_device_train_batch_size
     refuse_unused(args, "gradient_accumulation_steps", per_device, "without --per-device-train-batch-size")
     is_constant = args.lr_scheduler_type == "constant"
-    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant (constant_with_warmup)")
+    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant: use constant_with_warmup")
     refuse_unused(args, "lora_alpha lora_target_modules", args.lora_r, "without --lora-r")
     refuse_unused(args, "eval_steps", args.dataset_test_split != "none", "with --dataset-test-split none")
-    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
+    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "if --dataset is a file")
     refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
     refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which names the folder")
 
 
 @cache
 def ask_hub() -> None:
-    """Tries once to reach the hub. If that fails, its libraries read their caches, instead of retrying for minutes."""
+    """Tries once to reach the hub. If that fails, the libraries use their caches instead of retrying for minutes."""
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # its type depends on the HTTP library
-        print(f"{constants.ENDPOINT} does not answer: models and data come from earlier downloads")
+        print(f"{constants.ENDPOINT} does not answer: using models and data downloaded earlier")
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
 
 
 def locate(name: str) -> str:
-    """The path of a file or folder, here or beside this script. A name of neither is returned as it is: it may be on
-    the hub."""
+    """Finds a file or folder in the working directory or beside this script. Returns any other name unchanged: it may
+    be on the hub."""
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
@@ -1583,14 +1582,14 @@ def locate(name: str) -> str:
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """Loads a model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
+    """Loads a model from a folder or the hub, with weights in float32 and its tokenizer as `model.tokenizer`.
 
-    Exits if weights are missing, which the library would initialise at random, or if there are others. With `new_head`,
-    weights of the head may be missing.
+    Exits if weights are missing (the library would initialise them at random) or unexpected. With `new_head`, weights
+    of the head may be missing.
     """
     path = locate(name)
     adapter = find_adapter_config_file(path)
-    require(adapter is None, f"{name} is an adapter: use the merged model (a run of these scripts has {name}/merged)")
+    require(adapter is None, f"{name} is an adapter: use the merged model (these scripts save it in {name}/merged)")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # only process 0 reads the weights; `place` sends them to the others
         with torch.device("meta"):
@@ -1602,14 +1601,14 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
         if new_head:
             wrong = [key for key in wrong if key.startswith(f"{model.base_model_prefix}.")]
-        require(not wrong, f"{name!r} is not a {type(model).__name__}: it lacks weights, or has others: {wrong[:3]}")
+        require(not wrong, f"{name!r} is not a {type(model).__name__}: missing or unexpected weights: {wrong[:3]}")
     model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     words = set(model.tokenizer.get_vocab()) - set(model.tokenizer.all_special_tokens)
     require(words, f"{name} has no tokenizer: save its base model's tokenizer beside the weights")
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do: masks mark padding by its position
+        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since masks mark padding
     return model.eval()
 
 
@@ -1660,7 +1659,7 @@ def use_bfloat16(model: nn.Module) -> None:
 
 
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
-    """Freezes the model and adds LoRA adapters, which are trained (Hu et al. 2021)."""
+    """Freezes the model and adds trainable LoRA adapters (Hu et al. 2021)."""
     from peft import LoraConfig
 
     shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
@@ -1675,7 +1674,7 @@ def context_length(model: nn.Module) -> int:
 
 def eos_tokens(model: nn.Module) -> list[int]:
     """Ids of the tokens that end a text: the tokenizer's EOS, the chat template's end of a turn, and the EOS tokens of
-    the generation config. Others than special tokens are left out: the config's default can be any token."""
+    the generation config. Only special tokens count: the config's default can be any token."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -1689,7 +1688,7 @@ def eos_tokens(model: nn.Module) -> list[int]:
 def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
     """The special token that ends a turn in the chat template, and the text after it; both are empty if there is none.
 
-    Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so these are "<|im_end|>" and "\\n". The text
+    Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so this returns "<|im_end|>" and "\\n". The text
     after the token is not part of an answer: it is not sampled, not trained on, and not read by a reward model.
     """
     if not tokenizer.chat_template:
@@ -1724,11 +1723,11 @@ def import_file(path: str) -> ModuleType:
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
-    Values stay as they are in the file. The library by default reads the JSON text "2024-01-05" as a date, and 72 as
-    72.0 if another row has 3.5. A column of a csv file becomes numbers only if Python would print all of them as they
-    are written: 007 and 1.50 stay texts.
+    Values stay as they are in the file. By default, the library reads the JSON text "2024-01-05" as a date, and 72 as
+    72.0 if another row has 3.5. A csv column becomes numbers only if Python prints each of them as it is written: 007
+    and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -1759,14 +1758,14 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
 
 
 def csv_options(columns: Sequence[str]) -> dict:
-    """Options of the library for reading these columns of a csv file as texts. An empty cell is None; the words NA and
-    None are texts."""
+    """Returns the library's options for reading these csv columns as texts. Empty cells are None; the words NA and None
+    are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts a column of texts to numbers if Python prints each of them as it is written."""
+    """Converts each column of texts to numbers if Python prints them as they are written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
@@ -1777,7 +1776,7 @@ def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Loads the split to train on, and the split to evaluate on: by default `validation`, or None if there is none."""
+    """Loads the training split and the test split, which is by default `validation`, or None if there is none."""
     train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
     test = args.dataset_test_split
     if test is None:
@@ -1875,13 +1874,13 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
         if content is None and "tool_calls" in turn:
             content = ""
         is_message = isinstance(role, str) and isinstance(content, str)
-        require(is_message, f"a message needs a role and a content, both of them texts, unlike {message!r:.80}")
+        require(is_message, f"{message!r:.80} is not a message: it needs a role and a content, both texts")
         turns.append(turn | {"role": standard.get(role, role), "content": content})
     return turns
 
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
-    """Renders a conversation with the chat template; a prompt up to where the assistant's answer begins."""
+    """Renders a conversation with the chat template. A prompt ends where the assistant's answer begins."""
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1890,14 +1889,14 @@ def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt
 
 
 def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
-    """Exits if the chat template dropped a content, a tool call, a tool, or an option. The thoughts of earlier answers
-    may be missing, since most templates remove them. Warns about other keys of messages that are missing."""
+    """Exits if the chat template drops a content, a tool call, a tool or an option. It may drop the thoughts of earlier
+    answers, as most templates do. Warns if it drops other keys of messages."""
     written = "".join(text.split())
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x is in the rendered text, apart from white space; of a list or dict, whether all of its parts are.
-        A list or dict as Python prints it does not count."""
+        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. A list or dict as
+        Python prints it does not count."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -1935,24 +1934,24 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
-    _, behind = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(behind)
+    _, after_end = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(after_end)
     others = [turn for turn in turns if turn["role"] != "system"]
     if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
         return text
     head = render(turns[:-1], tokenizer, options, is_prompt=True)
     short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(behind)
+    short = render(others, tokenizer, options).removesuffix(after_end)
     if text.startswith(head) or not short.startswith(short_head):
         return text
     return head + short.removeprefix(short_head)
 
 
 def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text that can be continued: with one BOS, if the tokenizer adds one, and without the EOS that some
+    """Token ids of a text that can be continued: with one BOS if the tokenizer adds it, and without the EOS that some
     tokenizers add."""
     ids = tokenizer(text)["input_ids"]
-    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has a BOS of its own
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text already starts with BOS
         ids = ids[1:]
     for end in (tokenizer.eos_token, tokenizer.sep_token):
         is_of_text = end and text.endswith(end) and ids[-2:-1] != ids[-1:]
@@ -1993,7 +1992,7 @@ def show_first_row(columns: dict[str, Text]) -> None:
 
 
 def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] = ()) -> Text:
-    """Decodes a text with its special tokens, some tokens in green; leaves out the middle of a long text."""
+    """Decodes tokens, including special ones, with some in green. Leaves out the middle of a long text."""
     text = Text()
     start = 0
     for green, tokens in groupby(is_green or [False] * len(ids)):
@@ -2016,7 +2015,7 @@ def text_behind(prompt: list[int], response: list[int], tokenizer: AutoTokenizer
 
 
 def batch(rows: list, number: int, size: int, seed: int) -> list:
-    """Batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
+    """Returns batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
     positions = range(number * size, (number + 1) * size)
     return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
 
@@ -2024,7 +2023,7 @@ def batch(rows: list, number: int, size: int, seed: int) -> list:
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
     """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: not the seed of a step
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: unlike the seed of a step
     return torch.randperm(n, generator=generator).tolist()
 
 
@@ -2067,7 +2066,7 @@ def start(args: Args) -> None:
         keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        timeout = timedelta(hours=2)  # process 0 may load a large model, or a reward function may be slow in one
+        timeout = timedelta(hours=2)  # one process may load a large model, or wait for a slow reward function
         dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=timeout)
     set_seed(args.seed)  # for adapters and heads; each step sets its own seed
 
@@ -2136,7 +2135,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Ties weights that share one tensor again, since a move from `meta` separates them."""
+    """Ties shared weights again, since a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -2158,7 +2157,7 @@ def shard_layers(model: nn.Module, args: Args) -> None:
 
 @contextmanager
 def gathered(model: nn.Module, args: Args) -> Iterator[None]:
-    """Within this context each process holds all weights of a sharded model: they are sent once, not for each token."""
+    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule) and args.gather_for_rollout]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
@@ -2172,9 +2171,9 @@ def gathered(model: nn.Module, args: Args) -> Iterator[None]:
 
 
 def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clips the gradient to the norm max_norm; returns its norm before that.
+    """Clips the gradient to max_norm. Returns its norm before clipping.
 
-    Gradients are first averaged over the processes; FSDP2 has already averaged those of shards.
+    Gradients are first averaged over processes, unless FSDP2 has already averaged them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
@@ -2193,8 +2192,8 @@ class Run:
 
     A step is one update. To log a number, put it into the stats, under any name; names that end in grad_norm are
     checked for NaN and infinity. A checkpoint is a folder: each process writes its shards of weights and moments, as
-    safetensors; then process 0 adds state.json and renames the folder. On a CPU a resumed run is bit for bit the same
-    as one without an interruption.
+    safetensors; then process 0 adds state.json and renames the folder. On a CPU, a resumed run equals an uninterrupted
+    run bit for bit.
     """
 
     def __init__(
@@ -2207,8 +2206,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the state between steps that is not in weights or moments, as JSON values. `asked` are the
-        settings before sizes were chosen. Of the models, `model` is saved at the end, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -2228,7 +2227,7 @@ class Run:
             self.open_folder()
         if WORLD_SIZE > 1:
             received = [self.output]
-            dist.broadcast_object_list(received)  # overwrites the list with that of process 0: clocks may differ
+            dist.broadcast_object_list(received)  # takes the folder of process 0, since clocks may differ
             self.output = received[0]
             require(self.output.exists(), f"process {RANK} finds no {self.output}: all nodes must share this folder")
         if args.resume:
@@ -2269,8 +2268,8 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that remain. Meanwhile Ctrl-C and SIGTERM request a stop after the current step,
-        unless they are ignored (as Ctrl-C is in a shell script's background jobs)."""
+        """Yields the numbers of the remaining steps. Meanwhile, Ctrl-C and SIGTERM request a stop after the current
+        step, unless they are ignored (as Ctrl-C is in background jobs of a shell script)."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -2291,8 +2290,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the step before if
-        no weight has changed since, else none. An error in the first step saves nothing. Prints how to resume."""
+        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the previous step
+        if no weight has changed since, otherwise none. An error in the first step saves nothing. Prints how to
+        resume."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -2312,7 +2312,7 @@ class Run:
             print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
-        """Waits until all processes are here, at most 20 seconds: after an error in one, the others may never come."""
+        """Waits up to 20 seconds for all processes: after an error in one of them, the others may never get here."""
         if WORLD_SIZE > 1:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
@@ -2323,12 +2323,12 @@ class Run:
         return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
-        """Handles Ctrl-C and SIGTERM. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
+        """Handles Ctrl-C and SIGTERM. (torchrun gives the step 30 seconds to end: see its --shutdown-timeout.)"""
         self.stop_requested = True
         print("\nstopping after this step (Ctrl-\\ stops at once)", file=sys.stderr)
 
     def must_stop(self) -> bool:
-        """Whether a stop was requested from any of the processes. Then all of them stop after this step."""
+        """Whether any process was asked to stop. Then all processes stop after this step."""
         return bool(all_reduce(torch.tensor(int(self.stop_requested))))
 
     @contextmanager
@@ -2365,11 +2365,11 @@ class Run:
         )
 
     def is_due(self, every: int) -> bool:
-        """True after each `every` steps, and after the last step."""
+        """Whether this step is a multiple of `every`, or the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
     def is_one_of(self, times: int) -> bool:
-        """True after `times` evenly spread steps, including the last one."""
+        """Whether this is one of `times` evenly spaced steps, which include the last one."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
     def show(self, columns: dict[str, list[str]], tensors: dict[str, object]) -> None:
@@ -2387,7 +2387,7 @@ class Run:
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """All trainable weights and the optimiser's moments, by name; of sharded ones, this process's shards. Before
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
         the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
@@ -2405,7 +2405,7 @@ class Run:
         files, size = {}, 0
         for name, x in tensors.items():
             size += x.nbytes
-            files[name] = 1 + size // 2**28  # a new file each 256 MB, since the writer holds a file in memory
+            files[name] = 1 + size // 2**28  # a new file for each 256 MB, since the writer keeps a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             self.saved = self.step
@@ -2478,8 +2478,8 @@ class Run:
             print(f"to continue from step {self.step}: --resume {self.output}")
 
     def write_card(self) -> None:
-        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header is for
-        Hugging Face: the script, and the base model, if it is on the hub."""
+        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header, for Hugging
+        Face, has the script, and the base model if it is on the hub."""
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
@@ -2502,7 +2502,7 @@ class Run:
 
 
 def peak_memory_mb() -> float:
-    """Peak memory in MB: of the GPU with CUDA, else of this process; 0 on Windows, which has no such figure."""
+    """Peak memory in MB: of the GPU with CUDA, otherwise of this process; 0 on Windows, which does not report it."""
     if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 without a GPU, or if it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
@@ -2536,15 +2536,15 @@ def code_version() -> dict[str, str]:
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """The settings that depend on this machine because the user left them open. A resumed run, which may be on another
-    machine, chooses them again."""
+    """Names of settings that the user left open, so that they depend on this machine. A resumed run chooses them again,
+    since it may be on another machine."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
     return names + ["device"] * (asked.device == Args().device)
 
 
 def draw_curves(folder: Path) -> None:
-    """Draws curves.png: for each title in CURVES a panel of the metrics that match its pattern, evaluations as
+    """Draws curves.png: for each title in CURVES, a panel of the metrics that match its pattern. Evaluations are
     points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
@@ -2557,7 +2557,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings; with --resume, those of that run, unless they are on the command line."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

@@ -12,25 +12,26 @@
 #     "tqdm==4.70.1",
 # ]
 # ///
-"""Reward modelling: pairs of a preferred and a rejected text -> a model that gives any text a number.
+"""Reward modelling: pairs of a preferred and a rejected text -> a model that scores any text.
 
 For each batch of pairs (chosen, rejected) with the same prompt:
   1. encode   both texts, each with its EOS (end of sequence)
   2. read     r = w . h, with h the last hidden state at the last real token and w a new head
   3. loss     -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
   4. update   one AdamW step; the learning rate is warmed up, then annealed
-The loss depends only on differences of rewards (if c is 0). At the end, a constant is added to all rewards that makes
-their mean over the first 2,000 training pairs 0.
+The loss depends only on differences of rewards (if c is 0). At the end, a constant is added to all rewards, so that
+their mean over the first 2,000 training pairs is 0.
 
   text          The  film  |  is   a    joy   .   EOS   -   -
   reward                                           *             one per text, on its last real token
 
 The loss is the negative log-likelihood of the Bradley-Terry model, in which the chosen text is preferred with the
 probability sigmoid(r_chosen - r_rejected). This probability can be compared with how often people chose the text with
-the higher reward ("calibration"). Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al. 2020
-(2009.01325); Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031: the
-head's initialisation, one epoch, rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288,
-eq. 2), the centring term Eisenstein et al. 2023's (2312.09244). docs/reward_model.md has a glossary of the metrics.
+the higher reward ("calibration").
+Papers: Christiano et al. 2017 (arXiv 1706.03741, sec. 2.2.3); Stiennon et al. 2020 (2009.01325); Ouyang et al. 2022
+(InstructGPT, 2203.02155, eq. 1); Huang et al. 2024 (the N+ details, 2403.17031: the head's initialisation, one epoch,
+rewards of mean 0). The margin is Llama 2's (Touvron et al. 2023, 2307.09288, eq. 2), the centring term Eisenstein et
+al. 2023's (2312.09244). docs/reward_model.md has a glossary of the metrics.
 
   python reward_model.py                             # the toy world: offline, a minute on a CPU
   python reward_model.py --model gpt2 --dataset D    # D has `chosen` and `rejected`, with or without `prompt`
@@ -61,7 +62,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: waiting threads would spin, and starve a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before importing torch: limits how long idle threads spin
 
 import datasets
 import numpy as np
@@ -98,12 +99,12 @@ from transformers.utils import find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
 
-# Under torchrun, the number of this process and how many there are; one alone is number 0 of 1. All read the same data
-# and draw the same random numbers; of every batch, each computes its share
+# The rank of this process and the number of processes under torchrun; otherwise 0 and 1. All processes read the same
+# data and draw the same random numbers; each computes its share of every batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# --- Arguments. The type of a setting limits its values; the comment beside or above it is its help text
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
 
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -120,13 +121,13 @@ class Args:
     # c of the loss: pulls each pair's rewards towards a sum of 0 (TRL)
     center_rewards_coefficient: NonNegative = 0.0
     eos_dropout: Share = 0.0  # share of training texts without EOS, so that the model learns to judge cut-off responses
-    max_length: Count = 512  # longer texts lose their end (how many is printed; TRL drops them)
+    max_length: Count = 512  # longer texts are cut at the end, and counted (TRL drops them)
 
     # --- Optimisation ---
     # learning rate of AdamW; by default computed from the model's size, and ten times as high with LoRA
     learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "cosine"  # any of transformers.get_scheduler that depends only on the step (N+ details)
-    warmup_ratio: Share = 0.03  # share of the run in which the learning rate rises from 0 to its value
+    lr_scheduler_type: Name = "cosine"  # name of a transformers schedule that depends only on the step (N+ details)
+    warmup_ratio: Share = 0.03  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
@@ -136,14 +137,14 @@ class Args:
     micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding and dropout only
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
     per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size (TRL)
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
     # --- Model: a folder, or a name on the hub ---
     # the model to start from, ideally the policy trained by sft.py; any causal architecture
     model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (Hu et al. 2021), 0 for none; all weights of the head are trained
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # or a regular expression for the names of the layers to adapt
+    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -162,17 +163,17 @@ class Args:
     seed: Natural = 1  # seed of the order of pairs, of dropout, and of the new head
 
     # --- Run ---
-    # folder of a run to continue, with its settings; settings on the command line replace them
+    # folder of a run to continue with its settings; the command line may change some
     resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the pairs (N+ details: 1; large models overfit with more)
     exp_name: Name = "reward_model"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # folder of all output; by default a new folder runs/NAME__SEED__TIME
+    output_dir: Name | None = None  # folder for all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
-    save_total_limit: Count = 2  # number of checkpoints to keep, the newest
+    save_total_limit: Count = 2  # number of newest checkpoints to keep
     eval_steps: Count = 100  # steps between evaluations; the last one follows the last step
-    num_sample_generations: Natural = 2  # number of times a table of pairs with their rewards is printed
+    num_sample_generations: Natural = 2  # number of tables of pairs with their rewards to print
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
     wandb_entity: Name | None = None  # W&B team, with --track
@@ -207,7 +208,7 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, model)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    memory = {"reward_bias": model.config.reward_bias}  # what checkpoints hold besides weights and moments
+    memory = {"reward_bias": model.config.reward_bias}  # in checkpoints, besides weights and moments
     run = Run(args, num_steps, optimizer, schedule, memory, asked, model=model)
     model.config.reward_bias = memory["reward_bias"]
     for step in run.steps():
@@ -257,8 +258,8 @@ class Pair:
 def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[Pair]:
     """Removes EOS, or the token that ends a turn, from a random share of the texts.
 
-    The two texts of a pair are drawn separately, so that some pairs have a complete and a cut-off text: the model
-    learns that the end alone makes no text better or worse."""
+    Each text is drawn separately, so some pairs have one complete and one cut-off text: the model learns that the end
+    alone makes a text neither better nor worse."""
     end, _ = turn_end(tokenizer)
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end or tokenizer.eos_token)}
 
@@ -282,8 +283,8 @@ def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """(B,) output of a reward model's head at the last real token, found by the attention mask (B, S).
 
-    The library's classifiers look for the last token that is not the pad token. Where the pad token is EOS, this is the
-    token before EOS.
+    transformers' classifiers read the last token that is not the pad token. If the pad token is EOS, this is the token
+    before EOS.
     """
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.base_model(
@@ -304,7 +305,7 @@ def pair_rewards(model: nn.Module, pairs: list[Pair], args: Args) -> tuple[Tenso
 
 
 def init_reward_head(head: nn.Linear) -> None:
-    """Draws weights with standard deviation 1/sqrt(D+1), which gives first rewards one of about 1 (N+ details)."""
+    """Draws weights with std 1/sqrt(D+1), which gives the first rewards a std of about 1 (N+ details)."""
     nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
 
 
@@ -331,7 +332,7 @@ def shift_rewards(model: nn.Module, shift: float) -> None:
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, center_rewards_coefficient: float) -> Tensor:
-    """(B,) losses of pairs. The margin (B,) says how much better the chosen text is, where people were asked."""
+    """(B,) losses of pairs. The margin (B,) is how much better people rated the chosen text; 0 if unknown."""
     centring = center_rewards_coefficient * (chosen + rejected) ** 2
     return -F.logsigmoid(chosen - rejected - margin) + centring
 
@@ -340,10 +341,9 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, center_rew
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Pair], args: Args) -> dict[str, float]:
-    """Makes one optimizer step on a batch of pairs. Returns its metrics.
+    """Makes one optimiser step on a batch of pairs. Returns its metrics.
 
-    The loss is a mean over all pairs of the batch. It does not depend on how the batch is divided into micro-batches
-    and among processes.
+    The loss is the mean over all pairs of the batch, however they are split into micro-batches and among processes.
     """
     model.train()
     sums = defaultdict(float)
@@ -365,7 +365,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Pair]
     return dict(zip(sums, means)) | {"grad_norm": grad_norm.item()}
 
 
-# === The algorithm ends here. Next: its metrics and options, then what every program of this kind needs =============
+# === End of the algorithm. Next: its metrics and options, then the code that every training script needs ============
 
 
 @torch.no_grad()
@@ -474,17 +474,17 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
     """Encodes the pairs of a split, and cuts them to `limit` tokens: rows of `Pair` with their lengths."""
     read_pair = pair_reader(data, args)
     margin_column = args.margin_column
-    if margin_column != Args.margin_column:  # a column that was named must exist
+    if margin_column != Args.margin_column:  # a column that the user names must exist
         check_columns(data, {"--margin-column": margin_column})
 
     def encode(row: dict) -> dict:
         """Encodes one row."""
         prompt, *texts = read_pair(row)
         options = template_options(row)
-        whole = [encode_whole(prompt, text, tokenizer, options) for text in texts]
-        chosen, rejected = (ids[:limit] for ids in whole)
+        full = [encode_whole(prompt, text, tokenizer, options) for text in texts]
+        chosen, rejected = (ids[:limit] for ids in full)
         pair = Pair(chosen, rejected, float(row.get(margin_column) or 0.0))
-        longest = max(map(len, whole))
+        longest = max(map(len, full))
         is_different = chosen != rejected
         return asdict(pair) | {"length": min(longest, limit), "is_cut": longest > limit, "is_different": is_different}
 
@@ -521,7 +521,7 @@ def default_rate(args: Args, model: nn.Module) -> float:
     return float(f"{rate:.2g}")
 
 
-# --- The same text in sft.py, reward_model.py and dpo.py --------------------------------------------------------------
+# --- Identical in sft.py, reward_model.py and dpo.py ------------------------------------------------------------------
 
 
 def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
@@ -534,7 +534,7 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
 
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
     """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
-    conversations, `whole_turns` checks this row by row."""
+    conversations, `whole_turns` checks each row."""
     if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
         return False
     prompts = [str(prompt).strip() for prompt in data[prompt_column]]
@@ -543,12 +543,12 @@ def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str)
         count += sum(str(text).lstrip().startswith(prompt) for prompt, text in zip(prompts, data[column]) if prompt)
     num_texts = len(columns) * sum(map(bool, prompts))
     if 0 < count < num_texts:
-        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, which is taken for part of a completion")
+        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, which becomes part of the completion")
     return 0 < count == num_texts
 
 
 def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
-    """A conversation: the turns of the prompt and of the text; only those of the text if it contains the prompt."""
+    """Joins the turns of the prompt and of the text, unless the text already contains the prompt."""
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
     holds_prompt = answer[: len(turns)] == turns
@@ -575,7 +575,7 @@ def encode_whole(
 
 
 def load_pairs(args: Args, model: nn.Module) -> tuple[datasets.Dataset, list]:
-    """Loads the pairs to train on, and those to evaluate on."""
+    """Loads the training pairs and the test pairs."""
     train, test = load_data(args)
     limit = min(args.max_length, context_length(model))
     pairs = encode_pairs(train, model.tokenizer, args, limit)
@@ -585,16 +585,16 @@ def load_pairs(args: Args, model: nn.Module) -> tuple[datasets.Dataset, list]:
 
 
 def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
-    """Returns a function that reads prompt, chosen and rejected text of a row; without a prompt column, the prompt is
-    an empty text."""
+    """Returns a function that reads prompt, chosen and rejected text of a row. Without a prompt column, prompts are
+    empty."""
     chosen = args.chosen_column
     rejected = args.rejected_column
     check_columns(data, {"--chosen-column": chosen, "--rejected-column": rejected})
-    if args.prompt_column != Args.prompt_column:  # a column that was named must exist
+    if args.prompt_column != Args.prompt_column:  # a column that the user names must exist
         check_columns(data, {"--prompt-column": args.prompt_column})
     prompt = args.prompt_column if args.prompt_column in data.column_names else None
     if prompt is None:
-        print(f"no column {args.prompt_column!r}: each text is taken for a prompt with its completion")
+        print(f"no column {args.prompt_column!r}: each text is a prompt with its completion")
     hold_prompt = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
 
     def read_pair(row: dict) -> tuple:
@@ -629,7 +629,7 @@ def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
 
 
 def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
-    """The row numbers of a batch, which are of similar length. Batches are counted from 0 through all passes.
+    """Returns the numbers of a batch's rows, which have similar lengths. Batches are counted from 0 across passes.
 
     For each pass, the rows are shuffled and split into groups of 50 batches. Each group is sorted by length, so that a
     batch needs little padding. Then the batches are shuffled, so that lengths come in random order.
@@ -647,7 +647,7 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
 
 
 def default_batch_size(num_rows: float) -> int:
-    """The power of two, from 4 to 64, that makes 100 steps or more of num_rows rows, counted in all epochs."""
+    """The largest power of two, from 4 to 64, that gives at least 100 steps. num_rows are the rows of all epochs."""
     sizes = [size for size in (4, 8, 16, 32, 64) if num_rows / size >= 100]
     return max(sizes, default=4)
 
@@ -666,12 +666,12 @@ def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -
     num_steps = math.ceil(args.num_train_epochs * math.ceil(num_rows / batch_size))
     print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time, {num_steps} steps")
     if num_steps < 50:
-        warnings.warn(f"few optimizer steps ({num_steps}): choose a smaller --batch-size, or more data or epochs")
+        warnings.warn(f"few optimiser steps ({num_steps}): choose a smaller --batch-size, or more data or epochs")
     return replace(args, learning_rate=learning_rate, batch_size=batch_size, micro_batch_size=micro_batch_size)
 
 
 def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW on the trained weights of the model."""
+    """AdamW for the model's trainable weights."""
     weights = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         weights,
@@ -682,7 +682,7 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def separate_dropout(args: Args, step: int) -> None:
-    """From here to the end of the step, processes draw different random numbers."""
+    """Makes processes draw different random numbers for the rest of the step."""
     if RANK:
         set_seed(make_seed(args.seed, step, 2, RANK))
 
@@ -691,13 +691,13 @@ def shard_rows(n: int) -> Tensor:
     """(m,) numbers of the rows, out of n, that this process computes: every WORLD_SIZE-th.
 
     m is the same for all processes, because sharded weights need the same number of passes in each. If WORLD_SIZE does
-    not divide n, the last numbers are n or more: they stand for rows 0, 1, ... again, which are not counted twice.
+    not divide n, the last numbers are n or more: they repeat rows 0, 1, ..., which are not counted twice.
     """
     return torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)
 
 
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """Yields this process's share of the rows, micro_batch_size at a time, each part with (b,) whether a row counts."""
+    """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows."""
     n = len(rows)
     for numbers in shard_rows(n).split(args.micro_batch_size):
         counts = numbers < n
@@ -705,18 +705,17 @@ def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
         yield some, counts.to(args.device)
 
 
-# --- The same text in every script, from here to the end: models and data by name, processes, the run -----------------
+# --- Identical in every script from here on: loading of models and data, processes, the run ---------------------------
 
 
 def require(condition: object, message: str) -> None:
-    """Exits with the message, unless the condition holds. For errors that no library reports clearly."""
+    """Exits with the message unless the condition holds. It is for errors that no library reports clearly."""
     if not condition:
         sys.exit(f"error: {message}")
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Exits if one of the named settings has no effect here, but was set to a value that is neither the default nor
-    off (0, none, False)."""
+    """Exits if a named setting has no effect, but has a value that is neither the default nor off (0, none, False)."""
     for name in names.split():
         value = getattr(args, name)
         is_default_or_off = value in (getattr(Args, name), "none") or not value
@@ -724,8 +723,8 @@ def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
 
 
 def check_common_args(args: Args) -> None:
-    """check_args for settings that sft.py, reward_model.py, dpo.py, ppo.py, rloo.py and grpo.py share. A resumed run
-    may have both --batch-size and the settings from which it was computed."""
+    """Checks the settings that all scripts but ddpo.py share. A resumed run may have both --batch-size and the settings
+    from which it was computed."""
     sets_batch_size = args.resume or not args.batch_size
     is_used = sets_batch_size or not args.micro_batch_size
     refuse_unused(args, "per_device_train_batch_size", is_used, "beside --batch-size and --micro-batch-size")
@@ -733,28 +732,28 @@ def check_common_args(args: Args) -> None:
     per_device = args.per_device_train_batch_size
     refuse_unused(args, "gradient_accumulation_steps", per_device, "without --per-device-train-batch-size")
     is_constant = args.lr_scheduler_type == "constant"
-    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant (constant_with_warmup)")
+    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant: use constant_with_warmup")
     refuse_unused(args, "lora_alpha lora_target_modules", args.lora_r, "without --lora-r")
     refuse_unused(args, "eval_steps", args.dataset_test_split != "none", "with --dataset-test-split none")
-    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "where --dataset is a file")
+    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "if --dataset is a file")
     refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
     refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which names the folder")
 
 
 @cache
 def ask_hub() -> None:
-    """Tries once to reach the hub. If that fails, its libraries read their caches, instead of retrying for minutes."""
+    """Tries once to reach the hub. If that fails, the libraries use their caches instead of retrying for minutes."""
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # its type depends on the HTTP library
-        print(f"{constants.ENDPOINT} does not answer: models and data come from earlier downloads")
+        print(f"{constants.ENDPOINT} does not answer: using models and data downloaded earlier")
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
 
 
 def locate(name: str) -> str:
-    """The path of a file or folder, here or beside this script. A name of neither is returned as it is: it may be on
-    the hub."""
+    """Finds a file or folder in the working directory or beside this script. Returns any other name unchanged: it may
+    be on the hub."""
     for folder in (Path(), Path(__file__).resolve().parent):
         if (folder / name).exists():
             return str(folder / name)
@@ -766,14 +765,14 @@ def locate(name: str) -> str:
 
 
 def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """Loads a model from a folder or the hub, with float32 weights, and with its tokenizer as `model.tokenizer`.
+    """Loads a model from a folder or the hub, with weights in float32 and its tokenizer as `model.tokenizer`.
 
-    Exits if weights are missing, which the library would initialise at random, or if there are others. With `new_head`,
-    weights of the head may be missing.
+    Exits if weights are missing (the library would initialise them at random) or unexpected. With `new_head`, weights
+    of the head may be missing.
     """
     path = locate(name)
     adapter = find_adapter_config_file(path)
-    require(adapter is None, f"{name} is an adapter: use the merged model (a run of these scripts has {name}/merged)")
+    require(adapter is None, f"{name} is an adapter: use the merged model (these scripts save it in {name}/merged)")
     options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
     if RANK and args.zero_stage:  # only process 0 reads the weights; `place` sends them to the others
         with torch.device("meta"):
@@ -785,14 +784,14 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
         wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
         if new_head:
             wrong = [key for key in wrong if key.startswith(f"{model.base_model_prefix}.")]
-        require(not wrong, f"{name!r} is not a {type(model).__name__}: it lacks weights, or has others: {wrong[:3]}")
+        require(not wrong, f"{name!r} is not a {type(model).__name__}: missing or unexpected weights: {wrong[:3]}")
     model.auto_class = auto_class
     model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     words = set(model.tokenizer.get_vocab()) - set(model.tokenizer.all_special_tokens)
     require(words, f"{name} has no tokenizer: save its base model's tokenizer beside the weights")
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do: masks mark padding by its position
+        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since masks mark padding
     return model.eval()
 
 
@@ -843,7 +842,7 @@ def use_bfloat16(model: nn.Module) -> None:
 
 
 def add_adapter(model: nn.Module, args: Args, **options) -> None:
-    """Freezes the model and adds LoRA adapters, which are trained (Hu et al. 2021)."""
+    """Freezes the model and adds trainable LoRA adapters (Hu et al. 2021)."""
     from peft import LoraConfig
 
     shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
@@ -860,7 +859,7 @@ def context_length(model: nn.Module) -> int:
 def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
     """The special token that ends a turn in the chat template, and the text after it; both are empty if there is none.
 
-    Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so these are "<|im_end|>" and "\\n". The text
+    Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so this returns "<|im_end|>" and "\\n". The text
     after the token is not part of an answer: it is not sampled, not trained on, and not read by a reward model.
     """
     if not tokenizer.chat_template:
@@ -875,11 +874,11 @@ def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (which is its split train), or a hub name.
+    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
-    Values stay as they are in the file. The library by default reads the JSON text "2024-01-05" as a date, and 72 as
-    72.0 if another row has 3.5. A column of a csv file becomes numbers only if Python would print all of them as they
-    are written: 007 and 1.50 stay texts.
+    Values stay as they are in the file. By default, the library reads the JSON text "2024-01-05" as a date, and 72 as
+    72.0 if another row has 3.5. A csv column becomes numbers only if Python prints each of them as it is written: 007
+    and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -910,14 +909,14 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
 
 
 def csv_options(columns: Sequence[str]) -> dict:
-    """Options of the library for reading these columns of a csv file as texts. An empty cell is None; the words NA and
-    None are texts."""
+    """Returns the library's options for reading these csv columns as texts. Empty cells are None; the words NA and None
+    are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts a column of texts to numbers if Python prints each of them as it is written."""
+    """Converts each column of texts to numbers if Python prints them as they are written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
@@ -928,7 +927,7 @@ def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Loads the split to train on, and the split to evaluate on: by default `validation`, or None if there is none."""
+    """Loads the training split and the test split, which is by default `validation`, or None if there is none."""
     train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
     test = args.dataset_test_split
     if test is None:
@@ -1026,13 +1025,13 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
         if content is None and "tool_calls" in turn:
             content = ""
         is_message = isinstance(role, str) and isinstance(content, str)
-        require(is_message, f"a message needs a role and a content, both of them texts, unlike {message!r:.80}")
+        require(is_message, f"{message!r:.80} is not a message: it needs a role and a content, both texts")
         turns.append(turn | {"role": standard.get(role, role), "content": content})
     return turns
 
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
-    """Renders a conversation with the chat template; a prompt up to where the assistant's answer begins."""
+    """Renders a conversation with the chat template. A prompt ends where the assistant's answer begins."""
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1041,14 +1040,14 @@ def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt
 
 
 def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
-    """Exits if the chat template dropped a content, a tool call, a tool, or an option. The thoughts of earlier answers
-    may be missing, since most templates remove them. Warns about other keys of messages that are missing."""
+    """Exits if the chat template drops a content, a tool call, a tool or an option. It may drop the thoughts of earlier
+    answers, as most templates do. Warns if it drops other keys of messages."""
     written = "".join(text.split())
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x is in the rendered text, apart from white space; of a list or dict, whether all of its parts are.
-        A list or dict as Python prints it does not count."""
+        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. A list or dict as
+        Python prints it does not count."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -1086,24 +1085,24 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
     """
-    _, behind = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(behind)
+    _, after_end = turn_end(tokenizer)
+    text = render(turns, tokenizer, options).removesuffix(after_end)
     others = [turn for turn in turns if turn["role"] != "system"]
     if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
         return text
     head = render(turns[:-1], tokenizer, options, is_prompt=True)
     short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(behind)
+    short = render(others, tokenizer, options).removesuffix(after_end)
     if text.startswith(head) or not short.startswith(short_head):
         return text
     return head + short.removeprefix(short_head)
 
 
 def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text that can be continued: with one BOS, if the tokenizer adds one, and without the EOS that some
+    """Token ids of a text that can be continued: with one BOS if the tokenizer adds it, and without the EOS that some
     tokenizers add."""
     ids = tokenizer(text)["input_ids"]
-    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has a BOS of its own
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text already starts with BOS
         ids = ids[1:]
     for end in (tokenizer.eos_token, tokenizer.sep_token):
         is_of_text = end and text.endswith(end) and ids[-2:-1] != ids[-1:]
@@ -1126,7 +1125,7 @@ def show_first_row(columns: dict[str, Text]) -> None:
 
 
 def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] = ()) -> Text:
-    """Decodes a text with its special tokens, some tokens in green; leaves out the middle of a long text."""
+    """Decodes tokens, including special ones, with some in green. Leaves out the middle of a long text."""
     text = Text()
     start = 0
     for green, tokens in groupby(is_green or [False] * len(ids)):
@@ -1141,7 +1140,7 @@ def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] =
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
     """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: not the seed of a step
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: unlike the seed of a step
     return torch.randperm(n, generator=generator).tolist()
 
 
@@ -1184,7 +1183,7 @@ def start(args: Args) -> None:
         keep_freed_memory()
     if "RANK" in os.environ and not dist.is_initialized():
         backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        timeout = timedelta(hours=2)  # process 0 may load a large model, or a reward function may be slow in one
+        timeout = timedelta(hours=2)  # one process may load a large model, or wait for a slow reward function
         dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=timeout)
     set_seed(args.seed)  # for adapters and heads; each step sets its own seed
 
@@ -1253,7 +1252,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Ties weights that share one tensor again, since a move from `meta` separates them."""
+    """Ties shared weights again, since a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1274,9 +1273,9 @@ def shard_layers(model: nn.Module, args: Args) -> None:
 
 
 def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clips the gradient to the norm max_norm; returns its norm before that.
+    """Clips the gradient to max_norm. Returns its norm before clipping.
 
-    Gradients are first averaged over the processes; FSDP2 has already averaged those of shards.
+    Gradients are first averaged over processes, unless FSDP2 has already averaged them.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
@@ -1295,8 +1294,8 @@ class Run:
 
     A step is one update. To log a number, put it into the stats, under any name; names that end in grad_norm are
     checked for NaN and infinity. A checkpoint is a folder: each process writes its shards of weights and moments, as
-    safetensors; then process 0 adds state.json and renames the folder. On a CPU a resumed run is bit for bit the same
-    as one without an interruption.
+    safetensors; then process 0 adds state.json and renames the folder. On a CPU, a resumed run equals an uninterrupted
+    run bit for bit.
     """
 
     def __init__(
@@ -1309,8 +1308,8 @@ class Run:
         asked: Args | None = None,
         **models: nn.Module | None,
     ):
-        """`memory` is the state between steps that is not in weights or moments, as JSON values. `asked` are the
-        settings before sizes were chosen. Of the models, `model` is saved at the end, and `ema` beside it."""
+        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
+        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
         self.asked = asked or args
         self.num_steps = num_steps
@@ -1330,7 +1329,7 @@ class Run:
             self.open_folder()
         if WORLD_SIZE > 1:
             received = [self.output]
-            dist.broadcast_object_list(received)  # overwrites the list with that of process 0: clocks may differ
+            dist.broadcast_object_list(received)  # takes the folder of process 0, since clocks may differ
             self.output = received[0]
             require(self.output.exists(), f"process {RANK} finds no {self.output}: all nodes must share this folder")
         if args.resume:
@@ -1371,8 +1370,8 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that remain. Meanwhile Ctrl-C and SIGTERM request a stop after the current step,
-        unless they are ignored (as Ctrl-C is in a shell script's background jobs)."""
+        """Yields the numbers of the remaining steps. Meanwhile, Ctrl-C and SIGTERM request a stop after the current
+        step, unless they are ignored (as Ctrl-C is in background jobs of a shell script)."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -1393,8 +1392,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the step before if
-        no weight has changed since, else none. An error in the first step saves nothing. Prints how to resume."""
+        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the previous step
+        if no weight has changed since, otherwise none. An error in the first step saves nothing. Prints how to
+        resume."""
         if self.saved == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -1414,7 +1414,7 @@ class Run:
             print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
-        """Waits until all processes are here, at most 20 seconds: after an error in one, the others may never come."""
+        """Waits up to 20 seconds for all processes: after an error in one of them, the others may never get here."""
         if WORLD_SIZE > 1:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
@@ -1425,12 +1425,12 @@ class Run:
         return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
-        """Handles Ctrl-C and SIGTERM. (torchrun waits 30 seconds for the end of the step: --shutdown-timeout.)"""
+        """Handles Ctrl-C and SIGTERM. (torchrun gives the step 30 seconds to end: see its --shutdown-timeout.)"""
         self.stop_requested = True
         print("\nstopping after this step (Ctrl-\\ stops at once)", file=sys.stderr)
 
     def must_stop(self) -> bool:
-        """Whether a stop was requested from any of the processes. Then all of them stop after this step."""
+        """Whether any process was asked to stop. Then all processes stop after this step."""
         return bool(all_reduce(torch.tensor(int(self.stop_requested))))
 
     @contextmanager
@@ -1467,11 +1467,11 @@ class Run:
         )
 
     def is_due(self, every: int) -> bool:
-        """True after each `every` steps, and after the last step."""
+        """Whether this step is a multiple of `every`, or the last one."""
         return self.step % every == 0 or self.step == self.num_steps
 
     def is_one_of(self, times: int) -> bool:
-        """True after `times` evenly spread steps, including the last one."""
+        """Whether this is one of `times` evenly spaced steps, which include the last one."""
         return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
 
     def show(self, columns: dict[str, list[str]], tensors: dict[str, object]) -> None:
@@ -1489,7 +1489,7 @@ class Run:
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """All trainable weights and the optimiser's moments, by name; of sharded ones, this process's shards. Before
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
         the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
@@ -1507,7 +1507,7 @@ class Run:
         files, size = {}, 0
         for name, x in tensors.items():
             size += x.nbytes
-            files[name] = 1 + size // 2**28  # a new file each 256 MB, since the writer holds a file in memory
+            files[name] = 1 + size // 2**28  # a new file for each 256 MB, since the writer keeps a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
             self.saved = self.step
@@ -1580,8 +1580,8 @@ class Run:
             print(f"to continue from step {self.step}: --resume {self.output}")
 
     def write_card(self) -> None:
-        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header is for
-        Hugging Face: the script, and the base model, if it is on the hub."""
+        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header, for Hugging
+        Face, has the script, and the base model if it is on the hub."""
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
@@ -1604,7 +1604,7 @@ class Run:
 
 
 def peak_memory_mb() -> float:
-    """Peak memory in MB: of the GPU with CUDA, else of this process; 0 on Windows, which has no such figure."""
+    """Peak memory in MB: of the GPU with CUDA, otherwise of this process; 0 on Windows, which does not report it."""
     if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 without a GPU, or if it is not used
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
@@ -1638,15 +1638,15 @@ def code_version() -> dict[str, str]:
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """The settings that depend on this machine because the user left them open. A resumed run, which may be on another
-    machine, chooses them again."""
+    """Names of settings that the user left open, so that they depend on this machine. A resumed run chooses them again,
+    since it may be on another machine."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
     return names + ["device"] * (asked.device == Args().device)
 
 
 def draw_curves(folder: Path) -> None:
-    """Draws curves.png: for each title in CURVES a panel of the metrics that match its pattern, evaluations as
+    """Draws curves.png: for each title in CURVES, a panel of the metrics that match its pattern. Evaluations are
     points."""
     figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
@@ -1659,7 +1659,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def read_command_line() -> Args:
-    """Reads the settings; with --resume, those of that run, unless they are on the command line."""
+    """Reads the settings from the command line; with --resume, the others come from that run."""
     flags = [word.partition("=") for word in sys.argv[1:]]
     words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
     read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])

@@ -3,7 +3,7 @@
   python tools/chat.py runs/my-run
 
 With a chat template this is a conversation; once it is too long, its first turns are removed. Without one, the policy
-continues each text by itself.
+continues each text separately.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
     stored = policy.generation_config
     with suppress(OSError):  # with an adapter, use its own file and not that of its base model
         stored = GenerationConfig.from_pretrained(args.model)
-    policy.generation_config = GenerationConfig()  # else stored options would be added to ours
+    policy.generation_config = GenerationConfig()  # otherwise stored options would be added to these
     stops = tokenizer.eos_token_id if stored.eos_token_id is None else stored.eos_token_id
     options = {"do_sample": args.temperature > 0, "temperature": args.temperature or 1.0, "top_k": 0, "top_p": 1.0}
     options |= {"eos_token_id": stops, "pad_token_id": tokenizer.eos_token_id}
@@ -70,7 +70,7 @@ def main() -> None:
                 prompt = encode(messages, tokenizer, template)
             length = min(args.response_length, limit - len(prompt))
             if length < 1:
-                print(f"that is too long: {len(prompt)} tokens, but the model can read {limit}")
+                print(f"that is too long: {len(prompt)} tokens, but the model reads at most {limit}")
                 messages = []
                 continue
             if tokenizer.unk_token_id not in (None, tokenizer.eos_token_id) and tokenizer.unk_token_id in prompt:

@@ -15,11 +15,11 @@ chooses the same position twice, the pair is a tie:
   b shown first, a second   judge says  B   A   B   A
                             winner      a  tie tie  b
 
-The share of such ties is `order_disagreement`. Two equal texts are a tie without a question to the judge.
+The share of such ties is `order_disagreement`. Equal texts are a tie without asking the judge.
 
 The confidence interval is Wilson's (1927, JASA 22). It stays between 0 and 1 and is valid for few pairs; with many ties
-it is too wide. It covers the choice of prompts, not the seed of the training. Judges also prefer long answers (Dubois
-et al. 2024, 2404.04475), so there is a second win rate, over the pairs in which A is not longer.
+it is too wide. It reflects the choice of prompts, not the training seed. Judges also prefer long answers (Dubois et al.
+2024, 2404.04475), so there is a second win rate, over the pairs in which A is not longer.
 
   python tools/compare.py runs/my-ppo toy/sft --reward-fn toy/make.py:gold_score
   OPENAI_API_KEY=... python tools/compare.py ./ppo --dataset tldr.jsonl --reference-column completion \\
@@ -72,13 +72,13 @@ class Args:
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     split: Name = "validation"  # split with the prompts, which neither policy was trained on; a file has only one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for each tokenizer's chat template
-    num_prompts: Count = 1000  # number of prompts, from the top; 1000 give an interval of +- 3 points
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for chat templates
+    num_prompts: Count = 1000  # number of prompts, taken from the top; 1000 give an interval of +- 3 points
 
     # --- Answers: settings stored with a model are ignored, so that both sides are sampled in the same way ---
-    response_length: Count = 53  # maximum tokens in an answer; use that of the training
+    response_length: Count = 53  # maximum tokens in an answer; use the value from training
     temperature: NonNegative = 0.01  # divides the logits (TRL evaluates at 0.01); 0 takes the most likely token
-    seed: Natural = 1  # seed of A's answers; B's have the next seed, so a policy against itself has other answers
+    seed: Natural = 1  # seed of A's answers; B has seed + 1, so a policy compared with itself gives other answers
     batch_size: Count = 64  # answers sampled, or pairs scored, at once
 
     # --- The judge: one of the first two ---
@@ -89,7 +89,7 @@ class Args:
     judge_model: Name | None = None  # name of the judge at that address
     # file with the question, which contains {prompt}, {first} and {second}, and asks for A or B
     judge_template: Name | None = None
-    judge_timeout: Positive = 60.0  # seconds until a request fails if the reply is not complete
+    judge_timeout: Positive = 60.0  # seconds after which a request without a complete reply fails
     judge_retries: Natural = 3  # retries of a failed request, after 1, 2, 4 ... s; then there is no verdict
     judge_concurrency: Count = 8  # pairs judged at the same time
 
@@ -124,7 +124,7 @@ def compare(args: Args) -> dict:
     """Samples both sides' answers, judges the pairs, counts wins; returns the content of compare.json."""
     require(bool(args.reward_fn) != bool(args.judge_url), "give one judge: --reward-fn or --judge-url")
     require(bool(args.judge_url) == bool(args.judge_model), "give both --judge-url and --judge-model, or neither")
-    require(bool(args.other) != bool(args.reference_column), "give one side B: a second policy or --reference-column")
+    require(bool(args.other) != bool(args.reference_column), "give side B: a second policy or --reference-column")
     for side in filter(None, (args.model, args.other)):
         settings = Path(side, "args.json")
         env = settings.exists() and json.loads(settings.read_text("utf-8")).get("env")
@@ -192,7 +192,7 @@ def references(answers: list[Answer], args: Args) -> list[Answer]:
 
 
 def answer_tokens(answer: Answer, text: str, tokenizer: AutoTokenizer, args: Args) -> list[int]:
-    """Token ids of another answer to the same prompt, encoded behind that prompt, with the token that ends it."""
+    """Token ids of another answer to the same prompt, encoded after the prompt, with the token that ends it."""
     prompt = answer.row[args.prompt_column]
     end = tokenizer.eos_token or ""
     if isinstance(prompt, list) and tokenizer.chat_template:
@@ -277,7 +277,7 @@ async def ask_both_orders(client: httpx2.AsyncClient, pair: Pair, template: str,
         if letter is None:
             raise NoVerdict(f"neither A nor B in the answer {reply[-100:]!r}")
         pair.verdicts.append(letter)
-    # A letter is a position, so that two different letters mean the same answer
+    # A letter is a position, so two different letters mean the same answer
     pair.winner = {("A", "B"): "a", ("B", "A"): "b"}.get(tuple(pair.verdicts), "tie")
 
 

@@ -13,8 +13,8 @@
       --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:worked
 
 A policy that was trained with grpo.py --env plays episodes: an answer is then an episode, and the environment gives its
-reward; KL and length cover what the policy wrote. Environment, limits and data are those of the training, unless the
-command line sets them:
+reward; KL and length count only what the policy wrote. By default, environment, limits and data are those of the
+training:
 
   python tools/evaluate.py runs/my-player --num-generations 8
   python tools/evaluate.py toy/guess/sft --env toy/guess/make.py:Game --dataset toy/guess/data/prompts --split train \\
@@ -56,7 +56,7 @@ Reward = Callable[[list["Answer"]], list[float | None]]
 @pydantic.dataclasses.dataclass  # checks the values
 class Args:
     model: tyro.conf.Positional[Name]  # the policy: a folder, or a name on the hub
-    reference: Name | None = None  # the policy that KL is measured against, such as the training's initial policy
+    reference: Name | None = None  # the policy to measure the KL against, such as the initial policy of the training
     # rewards: file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
     reward_fn: tuple[Name, ...] = ()
     env: Name | None = None  # instead of rewards: file.py:name of a class that answers the policy (grpo.py --env)
@@ -64,11 +64,11 @@ class Args:
     dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     split: Name = "validation"  # split with the prompts; a file has only one
-    prompt_column: Name = "prompt"  # texts, or lists of {role, content} messages for the tokenizer's chat template
-    num_prompts: Count | None = None  # number of prompts, from the top; by default all
+    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for the chat template
+    num_prompts: Count | None = None  # number of prompts, taken from the top; by default all
     num_generations: Count = 1  # answers to each prompt
-    response_length: Count = 53  # maximum tokens in an answer; use that of the training
-    temperature: NonNegative = 0.7  # divides the logits, also for KL (where 0 counts as 1); use that of the training
+    response_length: Count = 53  # maximum tokens in an answer; use the value from training
+    temperature: NonNegative = 0.7  # divides the logits, also for KL (where 0 counts as 1); use the value from training
     seed: Natural = 1  # seed of the answers
     batch_size: Count = 64  # answers sampled at once
     output_dir: Name | None = None  # folder of the results; by default a new folder runs/evaluate__TIME
@@ -79,7 +79,7 @@ class Args:
 
 
 def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
-    """Returns a table of numbers, each with mean and standard error, and a table with one line per answer."""
+    """Returns a table of metrics with their means and standard errors, and a table with one row per answer."""
     require(not (args.env and args.reward_fn), "--reward-fn: not with --env, which gives the rewards")
     require(args.env or not args.max_turns, "--max-turns: only with --env")
     rows = load_rows(args)
@@ -163,7 +163,7 @@ def load_model(auto_class: type, name: str, args: Args) -> nn.Module:
     options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     model, info = auto_class.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
     wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
-    require(not wrong, f"{name!r} is not a {type(model).__name__}: it lacks weights, or has others: {wrong[:3]}")
+    require(not wrong, f"{name!r} is not a {type(model).__name__}: missing or unexpected weights: {wrong[:3]}")
     model.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # masks mark padding
     with suppress(OSError):  # with an adapter, use its own file and not that of its base model
@@ -178,7 +178,7 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
     prompts = encode_prompts(policy, rows, args)
     ids, mask = pad(prompts, tokenizer, args, "left")  # (b, P)
     stored = policy.generation_config
-    policy.generation_config = GenerationConfig()  # else stored options would be added to ours
+    policy.generation_config = GenerationConfig()  # otherwise stored options would be added to these
     config = GenerationConfig(do_sample=args.temperature > 0, temperature=args.temperature or 1.0, top_k=0, top_p=1.0)
     config.update(max_new_tokens=args.response_length, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
     responses = policy.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :].tolist()
@@ -228,7 +228,8 @@ def play(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
 
 
 def stop_tokens(policy: nn.Module) -> list[int]:
-    """Ids of the tokens that end an answer: those of the generation config, where the scripts save them, else EOS."""
+    """Ids of the tokens that end an answer: those of the generation config, where the scripts save them, otherwise
+    EOS."""
     stored = policy.generation_config.eos_token_id  # an int, a list, or None
     if stored is None:
         stored = policy.tokenizer.eos_token_id
@@ -270,7 +271,7 @@ def make_reward(spec: str, args: Args) -> Reward:
 
 
 def model_reward(model: nn.Module, args: Args) -> Reward:
-    """The output of a reward model, as a reward. If its tokenizer is not the policy's, it encodes the texts again."""
+    """Makes a reward of a reward model. If its tokenizer is not the policy's, texts are encoded again."""
     labels = model.config.num_labels
     require(labels == 1, f"the reward model has {labels} labels: use --reward-fn rewards/classifier.py:score")
     limit = context_length(model)
@@ -284,7 +285,7 @@ def model_reward(model: nn.Module, args: Args) -> Reward:
                 reads_same_ids = model.tokenizer.chat_template in (None, answer.tokenizer.chat_template)
             row = answer.prompt_ids + answer.ids if reads_same_ids else encode_again(answer, model.tokenizer, args)
             rows.append(row[-limit:])
-        ids, mask = pad(rows, model.tokenizer, args, "left")  # so that the last token of every row is real
+        ids, mask = pad(rows, model.tokenizer, args, "left")  # on the left, so that the last token of every row is real
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         output = model.base_model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
         rewards = model.score(output.last_hidden_state[:, -1]).squeeze(1).float()  # (b,)

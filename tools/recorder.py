@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOKENS = ("ids", "input_ids", "targets", "responses", "stream", "tokens", "prompts", "drawn")
 MASKS = ("mask", "real", "attention_mask", "prompt_mask")
 ROW_NUMBERS = ("rows", "i")  # what the loop over mini-batches calls its row numbers
-FEW = {  # settings that make an update small enough to be read; those that a file lacks are left out
+FEW = {  # settings that make an update small enough to read; those that a file lacks are left out
     "batch_size": 4,
     "rloo_k": 2,
     "num_generations": 4,
@@ -215,7 +215,7 @@ class Recorder:
         return line if hasattr(statement, "body") else statement.end_lineno
 
     def on_call(self, frame, event, arg):
-        """Called when a function begins: if it is one of the file's, its lines are recorded, too."""
+        """Called when a function begins. If the function is in the file, its lines are recorded, too."""
         code = frame.f_code
         if code.co_filename != str(self.file) or (code.co_name[0] == "<" and code.co_name != "<module>"):
             return None
@@ -272,7 +272,7 @@ class Recorder:
                 self.steps[call.step].made |= self.written(name, x, True)
 
     def written(self, name: str, x, plainly: bool = False) -> dict[str, int | str]:
-        """A variable in the record: the numbers of its tensors or, if it has none, its text."""
+        """Records a variable: the numbers of its tensors or, if it has none, its text."""
         found = tensors_in(name, x)
         if found:
             keys = [identity(x)] if len(found) == 1 else [(identity(x), key) for key in found]
@@ -299,7 +299,7 @@ class Recorder:
         return numbers if isinstance(numbers, Tensor) and numbers.dim() == 1 else None
 
     def around(self, x: Tensor) -> tuple:
-        """Of a new tensor: its rows' numbers, the tokens over its columns, and where it is no padding."""
+        """Returns the row numbers of a new tensor, the tokens of its columns, and the mask of its real tokens."""
         numbers = self.shuffled()
         rows = numbers.tolist() if numbers is not None and x.dim() and len(x) == len(numbers) else None
         if x.dim() < 2 or x.shape[1] == 1:
@@ -320,6 +320,6 @@ class Recorder:
                         y = y[rows] if own is self.names and rows and len(y) > max(rows) else y
                         if len(y) == B:
                             found[kind].setdefault(y.shape[1], y)
-        # with one column less than tokens: of each token, what predicts it
+        # with one column less than tokens, a column belongs to the token after it
         both = [kinds[C] if C in kinds else kinds[C + 1][:, 1:] if C + 1 in kinds else None for kinds in found.values()]
         return rows, *(y if y is None else y.clone() for y in both)

