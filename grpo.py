@@ -1028,7 +1028,7 @@ def scored_answers(
     extra = -N % WORLD_SIZE  # all processes need the same number of prompts
     examples = (prompts * WORLD_SIZE)[: N + extra]
     rollout = (play_batch if args.env else sample_batch)(policy, repeat(examples, k), eval_args)
-    rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
+    rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args, k)
     return rollout.select(torch.arange(N * k, device=rollout.mask.device))
 
 

@@ -149,7 +149,7 @@ def test_glossary_lists_every_metric(script, tiny, tmp_path):
         pages.append("docs/ppo.md")  # "as in ppo.py"
     rows = [line.split("|")[1] for page in pages for line in lines_of(page) if line.startswith(("| `", "| **`"))]
     known = re.findall(r"`([\w/@]+)`", " ".join(rows))
-    named = {re.sub(r"^rewards/\w+/(?=mean|std)", "rewards/NAME/", name.replace("@4", "@G")) for name in logged}
+    named = {re.sub(r"\brewards/\w+/(?=mean|std)", "rewards/NAME/", name.replace("@4", "@G")) for name in logged}
     assert not named - set(known)
 
 
