@@ -459,7 +459,7 @@ def starting(output: Path) -> None:
                 given = [
                     *flags,
                     "--reward-fn",
-                    "toy/make.py:gold_score",
+                    "toy/gold_score.py:gold_score",
                     "--output-dir",
                     folder,
                     "--total-episodes",

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import learning  # noqa: E402
 import tables  # noqa: E402
 
-PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/golden")
+PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/audit", "tests/golden")
 FOLDERS = (".", "docs", "docs/diffs", "lecture", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 OTHER_TOOLS = {
@@ -173,11 +173,11 @@ def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
 
 
 def test_diffs_are_fresh():
-    """Else run docs/diffs/make.py."""
-    make = load("docs/diffs/make.py")
-    for before, after in make.STEPS:
+    """Else run tools/diffs.py."""
+    diffs = load("tools/diffs.py")
+    for before, after in diffs.STEPS:
         page = text_of(f"docs/diffs/{before}-{after}.md")
-        assert page == make.page(before, after), f"docs/diffs/{before}-{after}.md is old: run docs/diffs/make.py"
+        assert page == diffs.page(before, after), f"docs/diffs/{before}-{after}.md is old: run tools/diffs.py"
 
 
 # --- Tables
