@@ -111,7 +111,7 @@ def measure(run: Run) -> dict:
 def complete(
     output: Path, diffs: dict[str, str], wanted: list[dict], measure: Callable[..., dict], minutes: float, is_list: bool
 ) -> dict:
-    """For exercises/bugs/gallery.py, whose record is a file of its own: its results, with the runs that were missing."""
+    """For exercises/bugs/gallery.py, with a record of its own: its results, after the runs that were missing."""
     old = json.loads(output.read_text()) if output.exists() else {"diffs": {}, "runs": []}
     fresh = [run for run in old["runs"] if old["diffs"][run["fork"]] == diffs.get(run["fork"])]
     runs = [run for run in fresh if any(key.items() <= run.items() for key in wanted)]

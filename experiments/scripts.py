@@ -68,7 +68,7 @@ def summarize(run: Run, script: str) -> dict:
     names = dict.fromkeys(name for line in lines for name in line)
     numbers = {name: [line[name] for line in lines if isinstance(line.get(name), int | float)] for name in names}
     numbers = {name: values for name, values in numbers.items() if values}
-    short = lambda x, digits: x if x is None else float(f"{x:.{digits}g}")  # noqa: E731
+    short = lambda x, digits: float(f"{x:.{digits}g}") if isinstance(x, float) else x  # noqa: E731
     start, end = {}, {}
     for name, values in numbers.items():
         is_last = script in EVALUATED or name.startswith("eval/")

@@ -179,11 +179,18 @@ def caption() -> str:
         f"from {mean('ppo', 'start', metric)} to {mean('ppo', 'end', metric)}"
         for metric in ("objective/scores", GOLD_MEAN)
     )
-    return f"""PPO trains a small language model to write glowing reviews. Left: the **score** that the reward model gives them, which PPO
-raises {score}; and the **gold score**, their true quality in this toy world, which training never uses. It rises
-{gold}. Middle: KL. Right: the share of reviews that end. Lines show the sampled reviews, points an evaluation:
-the likeliest words on unseen prompts. (The numbers are means of five seeds; the picture is of `python ppo.py --reward-fn
-reward_model toy/make.py:gold_score --reward-weights 1 0`.)"""
+    lines = [
+        "PPO trains a small language model to write glowing reviews. Left: the **score** that the reward model gives "
+        "them, which PPO",
+        f"raises {score}; and the **gold score**, their true quality in this toy world, which training never uses. It "
+        "rises",
+        f"{gold}. Middle: KL. Right: the share of reviews that end. Lines show the sampled reviews, points an "
+        "evaluation:",
+        "the likeliest words on unseen prompts. (The numbers are means of five seeds; the picture is of `python ppo.py "
+        "--reward-fn",
+        "reward_model toy/gold_score.py:gold_score --reward-weights 1 0`.)",
+    ]
+    return "\n".join(lines)
 
 
 def beside_trl(scripts: tuple[str, ...] = SCRIPTS) -> str:
@@ -248,9 +255,7 @@ def throughput_table() -> str:
         for c in result["comparisons"]:
             if not c["geometry"]["bf16"]:
                 last[c["setting"], c["algorithm"], c["other"], c["our_flags"]] = c
-    text = throughput.table([last[key] for key in sorted(last, reverse=True)])
-    cells = [line.strip("| ").split(" | ") for line in text.splitlines()]
-    return "\n".join(f"| {' | '.join([*line[:7], *line[9:]])} |" for line in cells)
+    return throughput.table([last[key] for key in sorted(last, reverse=True)])
 
 
 def prompts_table() -> str:
@@ -453,11 +458,11 @@ def setup_text() -> str:
     machine, start = runs[-1]["machine"], laws.start_gold()
     seconds = sum(run["seconds"] for run in runs)
     text = (
-        f"Seeds: {len({run['seed'] for run in runs})}. Passes over the pairs: 8 for 300, 5 for 1,000, 4 for 3,000, 3 for "
-        f"10,000, 2 for 30,000. Best of n: 640 responses to each of 20 prompts per seed, n up to {laws.BEST_OF[-1]}. PPO: "
-        f"2,048 episodes in 32 updates. Temperature: 0.7. Gold score of the initial policy: {start:.2f}. Recorded on "
-        f"{runs[-1]['date']} at revision {runs[-1]['commit']}, on {machine['cores']} cores of {machine['cpu']}; all runs "
-        f"together took {seconds / 60:.0f} minutes."
+        f"Seeds: {len({run['seed'] for run in runs})}. Passes over the pairs: 8 for 300, 5 for 1,000, 4 for 3,000, 3 "
+        "for 10,000, 2 for 30,000. Best of n: 640 responses to each of 20 prompts per seed, n up to "
+        f"{laws.BEST_OF[-1]}. PPO: 2,048 episodes in 32 updates. Temperature: 0.7. Gold score of the initial policy: "
+        f"{start:.2f}. Recorded on {runs[-1]['date']} at revision {runs[-1]['commit']}, on {machine['cores']} cores of "
+        f"{machine['cpu']}; all runs together took {seconds / 60:.0f} minutes."
     )
     return textwrap.fill(text, 120)
 
