@@ -49,6 +49,9 @@ Papers: Shao et al. 2024 (GRPO, arXiv 2402.03300, eq. 3 and 19); Liu et al. 2025
   python grpo.py --model Qwen/Qwen3-0.6B --bf16 --dataset problems.jsonl --response-length 1024 \\
       --reward-fn rewards/verifiers.py:right_number    # on one GPU; problems.jsonl has the columns prompt and answer
 
+The programs in tools/ that judge a policy use this file's functions for prompts, settings and rewards, whatever script
+trained it.
+
 Shapes: B rows in a batch (G per prompt), b in a micro-batch, P prompt tokens (left-padded), T response tokens
 (right-padded), S tokens of any text, V vocabulary, D hidden size.
 """

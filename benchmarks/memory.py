@@ -1,10 +1,8 @@
-"""Memory and traffic of a GPU in an update, by formula; and the measured memory of processes on this machine.
+"""Memory of a GPU in an update, by formula; and the measured memory of processes on this machine.
 
-    python benchmarks/memory.py             # by formula: 1B, 7B and 70B policies on 8 and 64 GPUs
-    python benchmarks/memory.py --ladder    # by formula: the savings of each option
-    python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
-    python benchmarks/memory.py --starting  # 1, 2 and 4 processes until the first update, on Linux; three minutes
+    python benchmarks/memory.py --ladder    # by formula: the savings of each option, for a 7B policy
     python benchmarks/memory.py --recipes   # by formula: the commands of recipes/README.md
+    python benchmarks/memory.py --measure   # small models on one and two processes of this machine; five minutes
 
 The formulas, in bytes, for N weights, L layers of width D, a vocabulary of V; W processes, S of which share one set of
 shards; b rows of P + T tokens in a micro-batch, of which T are the response; B rows sampled at once:
@@ -20,9 +18,6 @@ shards; b rows of P + T tokens in a micro-batch, of which T are the response; B 
                       four products, q, k, v, both sides of the GELU; attention that keeps no matrix of its weights)
     logits            12 b T V: the logits, their log-softmax and its gradient
     cache             2 L D_kv B (P + T) keys and values, of 2 or 4 bytes; and 12 B V
-
-Each process sends per micro-batch and trained network: with stage 2, 8 N (weights, gradients), with stage 3, 12 N
-(weights twice). With stage 0 it sends 8 N per optimiser step. Weights and gradients are sent in float32, as stored.
 """
 
 import argparse
@@ -32,9 +27,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,11 +58,9 @@ class Shape:
         return self.vocab * self.width * (1 if self.tied else 2)
 
 
-SHAPES = {
-    "1B (Pythia's)": Shape(16, 2048, 50304, 2048, 1.01e9),
-    "7B (Llama 2's)": Shape(32, 4096, 32000, 4096, 6.74e9),
-    "70B (Llama 2's)": Shape(80, 8192, 32000, 1024, 69.0e9),
-}
+PYTHIA = Shape(16, 2048, 50304, 2048, 1.01e9)
+LLAMA = Shape(32, 4096, 32000, 4096, 6.74e9)
+QWEN = Shape(24, 896, 151936, 128, 494e6, tied=True)
 
 
 @dataclass(frozen=True)
@@ -132,52 +123,10 @@ def peak(m: Shape, p: Plan) -> float:
     return max(parts["in the update"], parts["in the rollout"])
 
 
-def sent(m: Shape, p: Plan) -> float:
-    """Bytes that a process sends in a micro-batch of the update; with stage 0, in an optimiser step."""
-    return {0: 8, 2: 8, 3: 12}[p.stage] * m.weights * p.trained
-
-
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown."""
-    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *rows]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-PLANS = {
-    "PPO, separate critic": Plan(),
-    "PPO, separate critic, --gradient-checkpointing": Plan(checkpointing=True),
-    "PPO with --critic shared, or RLOO; --gradient-checkpointing": Plan(trained=1, checkpointing=True),
-}
-
-
-def on_paper(plan: Plan) -> str:
-    """The table of the models in SHAPES."""
-    head = [
-        "policy",
-        "GPUs, stage",
-        "weights",
-        "gradients",
-        "Adam",
-        "gathered",
-        "activations",
-        "logits",
-        "**in the update**",
-        "**in the rollout**",
-        "layer by layer",
-        "sent",
-    ]
-    rows = []
-    for name, shape in SHAPES.items():
-        for gpus, stage in ((8, 0), (8, 2), (8, 3), (64, 3)):
-            plan = replace(plan, stage=stage, shards=gpus)
-            alone = memory(shape, replace(plan, gather=False))["in the rollout"]
-            parts = [*memory(shape, plan).values(), alone, sent(shape, plan)]
-            cells = [f"{x / GB:.1f}" if x < 20 * GB else f"{x / GB:.0f}" for x in parts]
-            cells[-2] = cells[-2] if stage == 3 else ""
-            for i in (6, 7):
-                cells[i] = f"**{cells[i]}**"
-            rows.append([name, f"{gpus}, {stage}", *cells])
-    return table(head, rows)
 
 
 LADDER = [  # an option, and its change of the plan; each is added to those before it
@@ -197,7 +146,7 @@ LADDER = [  # an option, and its change of the plan; each is added to those befo
 
 def climb() -> None:
     """Prints the ladder for a 7B policy."""
-    shape, plan = SHAPES["7B (Llama 2's)"], Plan(rows=16, rollout_rows=64, bf16=False)
+    shape, plan = LLAMA, Plan(rows=16, rollout_rows=64, bf16=False)
     print("PPO of a 7B policy in float32, 512 + 512 tokens: GB on a GPU at the fullest moment\n")
     rows, before = [], None
     for name, change in LADDER:
@@ -205,12 +154,9 @@ def climb() -> None:
         now = peak(shape, plan)
         rows.append([name, f"{now / GB:.0f}", "" if before is None else f"{(before - now) / GB:.0f}"])
         before = now
-    print("| | GB | saved |\n|---|---:|---:|")
-    print("\n".join("| " + " | ".join(row) + " |" for row in rows))
+    print(table(["", "GB", "saved"], rows))
 
 
-QWEN = Shape(24, 896, 151936, 128, 494e6, tied=True)
-PYTHIA = SHAPES["1B (Pythia's)"]
 ON_POLICY = {"bf16": True, "rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}
 RECIPES = {  # sizes of the commands in recipes/README.md; a pair is two rows
     "TL;DR, PPO, one GPU": (PYTHIA, Plan(**ON_POLICY)),
@@ -243,7 +189,6 @@ def of_recipes() -> None:
 # Measured
 
 SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 256 * 512, tied=True)
-MIDDLE = Shape(12, 768, 16000, 768, 12 * 12 * 768**2 + 16000 * 768 + 256 * 768, tied=True)
 RESPONSE, PROMPT = 16, 8
 FREED = {
     "HF_HUB_OFFLINE": "1",
@@ -253,22 +198,22 @@ FREED = {
 }
 
 
-def make_models(folder: Path, m: Shape = SMALL) -> None:
-    """Writes a GPT-2 and a reward model of this shape with random weights, a tokenizer and prompts."""
+def make_models(folder: Path) -> None:
+    """Writes a GPT-2 and a reward model of the shape SMALL with random weights, a tokenizer and prompts."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-    words = {f"w{i}": i for i in range(m.vocab - 2)} | {"<eos>": m.vocab - 2, "<pad>": m.vocab - 1}
+    words = {f"w{i}": i for i in range(SMALL.vocab - 2)} | {"<eos>": SMALL.vocab - 2, "<pad>": SMALL.vocab - 1}
     tokenizer = Tokenizer(WordLevel(words, "<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     config = GPT2Config(
-        vocab_size=m.vocab,
-        n_embd=m.width,
-        n_layer=m.layers,
+        vocab_size=SMALL.vocab,
+        n_embd=SMALL.width,
+        n_layer=SMALL.layers,
         n_head=8,
         n_positions=256,
         num_labels=1,
@@ -357,128 +302,14 @@ def measure(output: Path) -> None:
             print(name, W, stage, file=sys.stderr)
             taken = measured(Path(work), script, W, b, f"{flags} {more}")
             found.append({"run": name, "processes": W, "stage": stage, "formula": peak(SMALL, plan), "measured": taken})
-    write(output, found)
-    print(measured_table(found))
-
-
-def write(output: Path, found: list[dict]) -> None:
-    """Writes the results with the command, the revision, the date and the machine."""
     about = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     output.write_text(json.dumps(about | {"machine": describe_machine(), "runs": found}, indent=1) + "\n")
-
-
-def measured_table(found: list[dict]) -> str:
-    """The table of measure()."""
-    head = ["run", "processes, stage", "by formula, GB", "measured, GB", "measured / formula"]
-    return table(
-        head,
-        [
-            [
-                run["run"],
-                f"{run['processes']}, {run['stage']}",
-                f"{run['formula'] / GB:.2f}",
-                f"{run['measured'] / GB:.2f}",
-                f"{run['measured'] / run['formula']:.2f}",
-            ]
-            for run in found
-        ],
-    )
-
-
-def starting_table(found: list[dict]) -> str:
-    """The table of starting()."""
-    cells = [
-        [
-            str(run["processes"]),
-            *(
-                cell
-                for when, models in run["models"].items()
-                for cell in (f"{run['bytes']['large'][when] / GB:.2f}", f"{models:.1f}")
-            ),
-        ]
-        for run in found
-    ]
-    return table(["processes", "to start, GB", "models", "to resume, GB", "models"], cells)
-
-
-def until_the_first_update(processes: int, flags: list[str]) -> float:
-    """Peak memory in bytes of all processes together, from the start of rloo.py until it prints its output folder.
-
-    Shared memory, such as the pages of a library, counts once (PSS).
-    """
-    import psutil
-
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    given = ["--zero-stage", "3", "--device", "cpu", "--dataset-test-split", "none", "--num-sample-generations", "0"]
-    run = subprocess.Popen(
-        [*launcher, __file__, "--worker", "rloo", *given, *flags],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=dict(os.environ, **FREED),
-    )
-    peak, is_over = 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_over.wait(0.05):
-            with suppress(psutil.Error):
-                peak = max(
-                    peak, sum(p.memory_full_info().pss for p in psutil.Process(run.pid).children(recursive=True))
-                )
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    lines = []
-    for line in run.stdout:
-        lines.append(line)
-        if line.startswith("output:"):
-            is_over.set()
-    is_over.set()
-    watcher.join()
-    if run.wait():
-        raise SystemExit(f"rloo.py {' '.join(flags)} failed on {processes} processes:\n{''.join(lines[-20:])}")
-    return peak
-
-
-def starting(output: Path) -> None:
-    """Memory of a run's models on a node, by the number of processes, when started and when resumed.
-
-    The memory of a run with a model of 0.4M weights is subtracted: that of Python and its libraries.
-    """
-    weights = 4 * MIDDLE.weights
-    kept = []
-    with tempfile.TemporaryDirectory() as work:
-        make_models(Path(work), MIDDLE)
-        large = ["--model", f"{work}/policy", "--dataset", f"{work}/prompts.jsonl"]
-        for processes in (1, 2, 4):
-            found = {}
-            for name, flags in (("large", large), ("toy", [])):
-                folder = f"{work}/{name}{processes}"
-                given = [
-                    *flags,
-                    "--reward-fn",
-                    "toy/make.py:gold_score",
-                    "--output-dir",
-                    folder,
-                    "--total-episodes",
-                    "8",
-                    "--batch-size",
-                    "8",
-                    "--response-length",
-                    "4",
-                    "--learning-rate",
-                    "1e-5",
-                ]
-                started = until_the_first_update(processes, given)
-                resumed = until_the_first_update(processes, ["--resume", folder])
-                found[name] = {"started": started, "resumed": resumed}
-                print(processes, name, f"{started / GB:.2f} {resumed / GB:.2f} GB", file=sys.stderr)
-            times = {when: (found["large"][when] - found["toy"][when]) / weights for when in ("started", "resumed")}
-            kept.append({"processes": processes, "bytes": found, "models": times})
-    write(output, kept)
-    print(starting_table(kept))
+    head = ["run", "processes", "stage", "by formula, GB", "measured, GB", "measured / formula"]
+    rows = []
+    for run in found:
+        sizes = [run["formula"] / GB, run["measured"] / GB, run["measured"] / run["formula"]]
+        rows.append([run["run"], str(run["processes"]), str(run["stage"]), *(f"{x:.2f}" for x in sizes)])
+    print(table(head, rows))
 
 
 def main() -> None:
@@ -487,24 +318,19 @@ def main() -> None:
         run(sys.argv[2], sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--measure", action="store_true", help="compare the formulas with small models on this machine")
     parser.add_argument("--ladder", action="store_true", help="the savings of each option, for a 7B policy")
-    parser.add_argument("--starting", action="store_true", help="measure 1, 2 and 4 processes until the first update")
     parser.add_argument("--recipes", action="store_true", help="the commands of recipes/README.md")
-    parser.add_argument("--output", type=Path, help="JSON file of --measure or --starting")
+    parser.add_argument("--measure", action="store_true", help="compare the formulas with small models on this machine")
+    parser.add_argument("--output", type=Path, default=RESULTS / "memory-measured.json", help="JSON file of --measure")
     args = parser.parse_args()
     if args.measure:
-        measure(args.output or RESULTS / "memory-measured.json")
-    elif args.starting:
-        starting(args.output or RESULTS / "memory-starting.json")
-    elif args.ladder:
-        climb()
+        measure(args.output)
     elif args.recipes:
         of_recipes()
+    elif args.ladder:
+        climb()
     else:
-        for title, plan in PLANS.items():
-            print(f"{title}: GB on each GPU; bfloat16, micro-batches of 4 rows, 32 sampled at once, 512 + 512 tokens\n")
-            print(f"{on_paper(plan)}\n")
+        parser.print_help()
 
 
 if __name__ == "__main__":

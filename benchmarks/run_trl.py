@@ -366,7 +366,7 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
     }
     trainer, module = trainer_016(spec, arguments)
     tokenizer, reward_model = trainer.processing_class, trainer.reward_model
-    gold_text_score, get_reward, seen = load_function("toy/make.py:gold_text_score"), module.get_reward, {}
+    gold_text_score, get_reward, seen = load_function("toy/gold_score.py:gold_text_score"), module.get_reward, {}
 
     def get_reward_and_gold(model, ids, pad_token_id, context_length):
         """TRL's get_reward; for the reward model, it also records the gold score of the texts."""

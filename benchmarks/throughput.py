@@ -4,7 +4,6 @@
     python benchmarks/throughput.py                                   # all settings; an hour on two CPU cores
     python benchmarks/throughput.py --baseline HEAD                   # the effect of changes in the working tree
     python benchmarks/throughput.py --baseline . --ours=--bf16        # the effect of a flag
-    python benchmarks/throughput.py --growth                          # growth of time and memory with the batch, ...
     python benchmarks/throughput.py --settings tiny,vocab --algorithms ppo --against 0.16.1,0.7.11
     python benchmarks/throughput.py --settings tiny,small --algorithms grpo --against 1.16
     python benchmarks/throughput.py --settings vocab --keep-memory    # also TRL with our scripts' settings of glibc
@@ -59,7 +58,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from common import RESULTS, ROOT, BenchmarkError, describe_machine, describe_ours, figure_of, output_of, require
+from common import RESULTS, ROOT, BenchmarkError, describe_machine, describe_ours, output_of, require
 from run_trl import KEEP_MEMORY, TRAIN, VERSIONS, copy_toy, make_venv, write_tokenizer_config
 
 # Only the standard library here: this file also runs in TRL's virtual environments, and the memory of the outer process
@@ -93,7 +92,6 @@ class Setting:
     kl_coef: float = 0.05
     bf16: bool = False
     toy: bool = False  # models and prompts of toy/; responses end with EOS
-    gpu: bool = False  # needs a GPU
     own_rows: bool = False  # ours chooses its micro-batches, as it does by default
     reward_layers: int | None = None  # of the reward model; by default as many as the policy has
     updates: int = 4  # measured updates of a run
@@ -102,7 +100,6 @@ class Setting:
 GPT2 = {"layers": 12, "width": 768, "heads": 12, "vocab": 50257}
 GROUPS = {"layers": 30, "width": 576, "heads": 9, "vocab": 49152, "reward_layers": 1, "own_rows": True}
 GROUPS |= {"response_length": 24, "epochs": 1, "rloo_k": 8, "kl_coef": 0.0, "temperature": 1.0, "updates": 1}
-GPU = {"batch": 512, "prompt_lengths": (64, 512), "bf16": True, "gpu": True}
 SETTINGS = {
     "tiny": Setting(),
     "small": Setting(layers=6, width=256, heads=8, vocab=8000, updates=2),
@@ -112,18 +109,6 @@ SETTINGS = {
     "prompt-40": Setting(**GROUPS, prompt_lengths=(40, 40), micro_batches=2),
     "prompt-200": Setting(**GROUPS, prompt_lengths=(200, 200), micro_batches=4),
     "prompt-800": Setting(**GROUPS, prompt_lengths=(800, 800), batch=16, micro_batches=4),
-    "gpu-gpt2": Setting(**GPT2, **GPU, micro_batches=8),
-    "gpu-1b": Setting(**GPU, layers=16, width=2048, heads=16, vocab=50304, micro_batches=16),
-}
-
-GROWTH_BASE = Setting(batch=32, response_length=32)
-GROWTH = {  # axis: values, and their settings; GROWTH_BASE is on each axis
-    "batch": {n: {"batch": n} for n in (16, 32, 64, 128)},
-    "response length": {n: {"response_length": n} for n in (16, 32, 64, 128)},
-    "vocabulary": {n: {"vocab": n} for n in (1000, 8000, 32000, 64000)},
-    "weights in the layers": {  # each layer has 12 times the square of the width
-        12 * n * d * d: {"layers": n, "width": d, "heads": d // 32} for n, d in ((2, 64), (4, 128), (6, 256), (8, 512))
-    },
 }
 
 
@@ -243,10 +228,8 @@ def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
 def work(spec: dict) -> None:
     """The work of a child process: makes models, or trains and writes the measurements."""
     import datasets  # noqa: F401 - all sides need it; imported before their memory is measured
-    import torch
 
     setting, kind = Setting(**spec["setting"]), spec["kind"]
-    require(torch.cuda.is_available() or not setting.gpu, "the gpu settings need a GPU that torch can use")
     if kind == "models":
         make_models(Path(spec["output"]), setting)
         return
@@ -396,7 +379,7 @@ def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
         f"{result['mean_tokens']:.1f} tokens per response",
         flush=True,
     )
-    if result["cores"] < 0.8 * result["threads"] and not setting.gpu:
+    if result["cores"] < 0.8 * result["threads"]:
         print(
             f"  warning: it had {result['cores']:.1f} cores for {result['threads']} threads. If something else runs on "
             "this machine, this time is useless.",
@@ -451,82 +434,22 @@ def compare(
 
 def table(comparisons: list[dict]) -> str:
     """All comparisons, in Markdown."""
-    head = [
-        "setting",
-        "against",
-        "theirs as installed, episodes/s",
-        "theirs, freed memory kept",
-        "ours",
-        "**ratio to installed**",
-        "**to kept**",
-        "theirs: rollout + score + update, s",
-        "ours",
-        "theirs as installed, GB",
-        "theirs, kept",
-        "ours",
-        "ratio to installed",
-    ]
-    rows = [head, ["---", "---", *["---:"] * 5, "---", "---", *["---:"] * 4]]
+    head = ["setting", "against", "theirs as installed, episodes/s", "theirs, freed memory kept", "ours"]
+    head += ["**ratio to installed**", "**to kept**", "theirs as installed, GB", "theirs, kept", "ours"]
+    lines = [[*head, "ratio to installed"], ["---", "---", *["---:"] * 9]]
     for c in comparisons:
-        ours, other, kept = (c["summary"].get(name) for name in ("ours", "other", "kept"))
-        ratios = {
-            name: f"{r['median']:.2f}" + f" ({r['least']:.2f}–{r['most']:.2f})" * (len(c["pairs"]) > 1)
-            for name, r in c["summary"].items()
-            if "median" in r
-        }
-        phases = [" + ".join(f"{side[phase]:.2f}" for phase in PHASES) for side in (other, ours)]
-        flags = c["our_flags"] + " --bf16" * c["geometry"]["bf16"]
-        rows.append(
-            [
-                f"{c['setting']} {c['algorithm']}" + (f", `{flags.strip()}`" if flags else ""),
-                c["other"],
-                f"{other['episodes_per_second']:.3g}",
-                f"{kept['episodes_per_second']:.3g}" if kept else "–",
-                f"{ours['episodes_per_second']:.3g}",
-                f"**{ratios['speed']}**",
-                f"**{ratios['speed_kept']}**" if kept else "–",
-                *phases,
-                f"{other['memory_mb'] / 1024:.2f}",
-                f"{kept['memory_mb'] / 1024:.2f}" if kept else "–",
-                f"{ours['memory_mb'] / 1024:.2f}",
-                ratios["memory"],
-            ]
-        )
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def growth(points: list[dict], file: Path) -> list[dict]:
-    """Draws seconds per update, and memory beyond the imports, along each axis of GROWTH.
-
-    Returns the exponent of the growth between the first and the last point; 1 means proportional.
-    """
-    from matplotlib.ticker import EngFormatter, LogLocator
-
-    figure, axes = figure_of(2, len(GROWTH), 3.2 * len(GROWTH), 5.6)
-    what = {
-        "seconds per update": lambda run: run["seconds_per_update"],
-        "MB beyond the imports": lambda run: run["memory_mb"] - run["imports_mb"],
-    }
-    powers = []
-    for column, algorithm, key in itertools.product(range(len(GROWTH)), ("ppo", "rloo"), ("ours", "other")):
-        axis = list(GROWTH)[column]
-        line = [p for p in points if (p["axis"], p["algorithm"]) == (axis, algorithm)]
-        if not line:
-            continue
-        side, x = "ours" if key == "ours" else line[0]["other"], [p["value"] for p in line]
-        powers.append({"axis": axis, "algorithm": algorithm, "side": side})
-        for panel, (unit, read) in zip(axes[:, column], what.items()):
-            y = [read(p["summary"][key]) for p in line]
-            color = "#2a6fbb" if key == "ours" else "#b0b0b0"
-            panel.loglog(x, y, "o-" if algorithm == "ppo" else "s--", color=color, label=f"{algorithm}, {side}")
-            panel.set(xlabel=axis, ylabel=unit)
-            panel.set_xticks(x, [EngFormatter(places=n > 1e5, sep="")(n) for n in x])
-            panel.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}")
-            panel.minorticks_off()
-            powers[-1][unit] = math.log(y[-1] / y[0]) / math.log(x[-1] / x[0])
-    axes[0, 0].legend(frameon=False, fontsize=8)
-    figure.savefig(file, dpi=120)
-    return powers
+        sides = [c["summary"].get(name) for name in ("other", "kept", "ours")]
+        ratios = {}
+        for name, r in c["summary"].items():
+            if "median" in r:
+                ratios[name] = f"{r['median']:.2f}" + f" ({r['least']:.2f}–{r['most']:.2f})" * (len(c["pairs"]) > 1)
+        flags = (c["our_flags"] + " --bf16" * c["geometry"]["bf16"]).strip()
+        line = [f"{c['setting']} {c['algorithm']}" + (f", `{flags}`" if flags else ""), c["other"]]
+        line += [f"{side['episodes_per_second']:.3g}" if side else "–" for side in sides]
+        line += [f"**{ratios['speed']}**", f"**{ratios['speed_kept']}**" if "speed_kept" in ratios else "–"]
+        line += [f"{side['memory_mb'] / 1024:.2f}" if side else "–" for side in sides]
+        lines.append([*line, ratios["memory"]])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def a_list(known) -> Callable[[str], list[str]]:
@@ -550,22 +473,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--against", type=a_list(TRAIN), default=["0.16.1"], help=f"versions of TRL: a list from {','.join(TRAIN)}")
     add("--baseline", metavar="REV", help="compare with our own scripts at a git revision, or in this tree (.)")
     add("--ours", metavar="FLAGS", default="", help='further flags for our side: --ours="--bf16"')
-    add("--baseline-ours", metavar="FLAGS", default="", help="further flags for the baseline")
     add("--bf16", action="store_true", help="bfloat16 on both sides")
     add("--keep-memory", action="store_true", help="run TRL a second time in each pair, with freed memory kept (glibc)")
-    add("--repeats", type=int, help="pairs of runs; by default 3, and 1 with --quick or --growth")
+    add("--repeats", type=int, help="pairs of runs; by default 3, and 1 with --quick")
     add("--updates", type=int, help="measured updates of a run; by default 2 to 10, depending on the setting")
     add("--quick", action="store_true", help="the setting tiny, one pair of runs, one measured update: two minutes")
-    add("--growth", action="store_true", help="measure the growth of time and memory instead of the settings")
-    add("--output", type=Path, help="JSON file; --growth writes its chart next to it as .png")
+    add("--output", type=Path, default=RESULTS / "throughput.json", help="JSON file")
     add("--venvs", type=Path, default=Path("/tmp"), help="folder of TRL's virtual environments")
     args = parser.parse_args(argv)
-    args.settings = args.settings or (
-        ["tiny"] if args.quick else [k for k, s in SETTINGS.items() if not (s.gpu or s.own_rows)]
-    )
-    args.repeats = args.repeats or (1 if args.quick or args.growth else 3)
+    args.settings = args.settings or (["tiny"] if args.quick else [k for k, s in SETTINGS.items() if not s.own_rows])
+    args.repeats = args.repeats or (1 if args.quick else 3)
     args.updates = args.updates or (1 if args.quick else None)
-    args.output = args.output or RESULTS / ("growth.json" if args.growth else "throughput.json")
     return args
 
 
@@ -573,14 +491,6 @@ def main(argv: list[str]) -> int:
     """Measures all settings; a failed one is reported and does not stop the others. Returns the exit code."""
     args = parse_arguments(argv)
     require(not (args.keep_memory and args.baseline), "--keep-memory is for TRL; our scripts always keep freed memory")
-    jobs = [(name, SETTINGS[name], {}) for name in args.settings]
-    if args.growth:
-        require(len(args.against) == 1, "--growth compares with one version of TRL: set --against")
-        jobs = [
-            (f"{axis} {value}", replace(GROWTH_BASE, **changes), {"axis": axis, "value": value})
-            for axis, values in GROWTH.items()
-            for value, changes in values.items()
-        ]
     given = ({"bf16": True} if args.bf16 else {}) | ({"updates": args.updates} if args.updates else {})
     comparisons, failed = [], []
     results = {
@@ -595,27 +505,22 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         ours = replace(our_side(".", args.ours, args.algorithms, Path(folder)), name="ours")
         if args.baseline:
-            others = [our_side(args.baseline, args.baseline_ours, args.algorithms, Path(folder))]
+            others = [our_side(args.baseline, "", args.algorithms, Path(folder))]
         else:
             others = [Side(f"TRL {version}", version, make_venv(version, args.venvs)) for version in args.against]
-        for (name, setting, point), algorithm, other in itertools.product(jobs, args.algorithms, others):
+        for name, algorithm, other in itertools.product(args.settings, args.algorithms, others):
             if other.kind in VERSIONS and algorithm not in VERSIONS[other.kind].algorithms:
                 continue
             try:
-                setting = replace(setting, **given)
+                setting = replace(SETTINGS[name], **given)
                 result = compare(name, setting, algorithm, ours, other, Path(folder), args.repeats, args.keep_memory)
-                comparisons.append(result | point)
+                comparisons.append(result)
                 results["machine"]["gpu"] = result["pairs"][0]["ours"]["gpu"]
             except BenchmarkError as error:
                 failed.append(f"{name} {algorithm} against {other.name}: {error}")
                 print(failed[-1], file=sys.stderr, flush=True)
             args.output.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{table(comparisons)}\n")
-    if args.growth and not failed:
-        results["powers"] = growth(comparisons, args.output.with_suffix(".png"))
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
-        for power in results["powers"]:
-            print("power", ", ".join(f"{k}: {x:.2f}" if isinstance(x, float) else x for k, x in power.items()))
     print(f"written: {args.output}")
     return 1 if failed else 0
 

@@ -1,20 +1,15 @@
-"""Forks: changes of recent papers, made to lecture/ppo.py, each beside the default on the toy world over five seeds.
+"""Programs with a change: the diffs of docs/fork.md, docs/questions.md and docs/agent.md, applied to a script.
 
-    python experiments/forks.py                          # 20 runs of a minute on one thread; goes on where it stopped
-    python experiments/forks.py --write "A loss term"    # writes that fork as lecture/fork.py, to be read and run
-    python experiments/forks.py --write "A loss term" --script ppo.py    # the same of ppo.py, as fork.py
+    python experiments/forks.py --write "A loss term"                     # as lecture/fork.py, to be read and run
+    python experiments/forks.py --write "A loss term" --script ppo.py     # the same change of ppo.py, as fork.py
 
-The changes are the diffs of docs/fork.md, each under a heading, its name. Those of the section "Changes of three
-papers" are compared. A run's result is the mean over its last five updates; the gold score is that of their texts.
-`--write` also accepts those of docs/questions.md, which questions.py compares.
-
-What comes out: results/forks.json, to which each run is added as it ends, and the table in docs/fork.md. A fork whose
-diff has changed is run again.
+Each diff stands on its page under a heading, its name. run.py compares those of docs/fork.md on the toy world; here is
+what it measures of them: means over the last five updates.
 """
 
 import argparse
+import contextlib
 import json
-import os
 import re
 import shlex
 import statistics
@@ -26,40 +21,17 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from common import LEARNED, ROOT, describe_machine, describe_ours
+from record import LAST, ROOT, Run, diff_of, read_diffs, with_tables
+from common import describe_machine, describe_ours
+from gold_score import gold_text_score
 
-SCRIPT = "lecture/ppo.py"
-PAGE = ROOT / "docs/fork.md"
-QUESTIONS = ROOT / "docs/questions.md"
-OUTPUT = LEARNED / "forks.json"
-SEEDS = (1, 2, 3, 4, 5)
-MINUTES = 0.8  # a run
-LAST = 5  # updates at the end of a run whose mean is its result
-DIGITS = {"score": 2, "gold score": 2, "KL": 1, "EOS share": 2, "entropy": 2}  # of the columns of the table
-
-
-def read_diffs(page: str, script: str = "") -> dict[str, str]:
-    """Heading -> diff, of each subsection that has one: the diff that names the script in its first line, or else the
-    first."""
-    diffs = {}
-    for heading, text in re.findall(r"^### ([^\n]+)\n((?:(?!#)[^\n]*\n)*)", page, re.M):
-        blocks = re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)
-        own = [block for block in blocks if block.startswith(f"--- {script}\n")]
-        if blocks:
-            diffs[heading] = (own or blocks)[0]
-    return diffs
+PAGES = ("docs/fork.md", "docs/questions.md", "docs/agent.md")
 
 
 def script_of(diff: str) -> str:
     """The file that a diff changes: its first line names the file, unless that is lecture/ppo.py."""
     named = re.match(r"--- (\S+)\n", diff)
-    return named[1] if named else SCRIPT
-
-
-def forks_to_compare() -> dict[str, str]:
-    """Name -> diff; the default has none."""
-    return {"default": ""} | read_diffs(PAGE.read_text("utf-8").split("## Changes of three papers")[1])
+    return named[1] if named else "lecture/ppo.py"
 
 
 def apply(diff: str, source: str) -> str:
@@ -80,8 +52,19 @@ def apply(diff: str, source: str) -> str:
     return source[1:]
 
 
-def run(script: str, source: str, flags: list[str], look: Callable[[dict, dict], dict]) -> tuple[list[dict], dict]:
-    """What `look` finds whenever the program logs an update, and the program's names after its end.
+def source_of(run: Run) -> str:
+    """The text of the program that is run: its script with the diff of its page, or with one text replaced."""
+    source = apply(diff_of(run), (ROOT / run.command[0]).read_text("utf-8"))
+    if "replace" in run.options:
+        old, new = run.options["replace"]
+        if old not in source:
+            raise ValueError(f"{old!r} is not in {run.command[0]}")
+        source = source.replace(old, new)
+    return source
+
+
+def execute(script: str, source: str, flags: list[str], look: Callable[[dict, dict], dict]) -> tuple[list[dict], dict]:
+    """Runs a program in this process. Returns what `look` finds whenever it logs an update, and the program's names.
 
     `look` is given its names and metrics. `script` is the file that the source is a fork of.
     """
@@ -92,33 +75,52 @@ def run(script: str, source: str, flags: list[str], look: Callable[[dict, dict],
         """Adds an update."""
         updates.append(look(names, stats))
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         argv = [script, "--output-dir", f"{folder}/model", *flags]
         with mock.patch.multiple("wandb", init=mock.DEFAULT, log=log), mock.patch("sys.argv", argv):
             exec(compile(source, script, "exec"), names)
     return updates, names
 
 
+def train(run: Run, look: Callable[[dict, dict], dict]) -> tuple[list[dict], dict]:
+    """The same for a run of runs.toml."""
+    return execute(run.command[0], source_of(run), [*run.command[1:], "--seed", str(run.seed)], look)
+
+
+def look(names: dict, stats: dict[str, float]) -> dict[str, float]:
+    """What is measured of an update of lecture/ppo.py."""
+    real = names["attention_mask"].bool()
+    texts = names["tokenizer"].batch_decode(
+        [row[here] for row, here in zip(names["ids"], real)], skip_special_tokens=True
+    )
+    return {
+        "score": stats["objective/scores"],
+        "gold score": statistics.fmean(map(gold_text_score, texts)),
+        "KL": stats["objective/kl"],
+        "EOS share": stats["val/eos_share"],
+        "entropy": -names["old_logprobs"][names["mask"]].mean().item(),
+    }
+
+
+def measure(run: Run) -> dict:
+    """The end of a run."""
+    updates, _ = train(run, look)
+    return {"end": {name: round(statistics.fmean(u[name] for u in updates[-LAST:]), 4) for name in updates[0]}}
+
+
 def complete(
     output: Path, diffs: dict[str, str], wanted: list[dict], measure: Callable[..., dict], minutes: float, is_list: bool
 ) -> dict:
-    """The results, with those runs that were wanted and not on file; each is added to the file as it ends.
-
-    A run is named by a dict: its fork, one of the names in `diffs`, its seed, and what else `measure` is to be told.
-    Runs that nobody wants any more, or whose diff has changed, are dropped.
-    """
+    """For exercises/bugs/gallery.py, with a record of its own: its results, after the runs that were missing."""
     old = json.loads(output.read_text()) if output.exists() else {"diffs": {}, "runs": []}
     fresh = [run for run in old["runs"] if old["diffs"][run["fork"]] == diffs.get(run["fork"])]
     runs = [run for run in fresh if any(key.items() <= run.items() for key in wanted)]
     missing = [key for key in wanted if not any(key.items() <= run.items() for run in runs)]
     print(f"{len(missing)} runs, about {len(missing) * minutes:.0f} minutes")
-    if is_list:
-        sys.exit()
     results = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     results |= {"machine": describe_machine(), "seeds": sorted({key["seed"] for key in wanted})}
     results |= {"diffs": diffs, "runs": runs}
-    for number, key in enumerate(missing, 1):
-        print(f"run {number} of {len(missing)}: {' '.join(map(str, key.values()))}", flush=True)
+    for key in [] if is_list else missing:
         start = time.process_time()
         result = measure(**key)
         runs.append(key | {"cpu_seconds": round(time.process_time() - start)} | result)
@@ -127,78 +129,23 @@ def complete(
 
 
 def put_tables(page: Path, tables: dict[str, str]) -> None:
-    """Writes each table between its marks in the page, <!-- name --> and <!-- /name -->."""
-    text = page.read_text("utf-8")
-    for name, table in tables.items():
-        before, _, rest = text.partition(f"<!-- {name} -->\n")
-        text = f"{before}<!-- {name} -->\n{table}\n{rest[rest.index(f'<!-- /{name} -->') :]}"
-    page.write_text(text, "utf-8")
-
-
-def look(names: dict, stats: dict[str, float]) -> dict[str, float]:
-    """The columns of the table, of one update of lecture/ppo.py."""
-    from make import gold_text_score
-
-    real = names["attention_mask"].bool()
-    rows = [row[here] for row, here in zip(names["ids"], real)]
-    texts = names["tokenizer"].batch_decode(rows, skip_special_tokens=True)
-    gold = statistics.fmean(map(gold_text_score, texts))
-    entropy = -names["old_logprobs"][names["mask"]].mean().item()
-    numbers = stats["objective/scores"], gold, stats["objective/kl"], stats["val/eos_share"], entropy
-    return dict(zip(DIGITS, numbers, strict=True))
-
-
-def table(results: dict) -> str:
-    """Markdown: mean ± standard deviation over the seeds of each fork, and how far it is from the default."""
-    from tables import verdict
-
-    lines = [["", *DIGITS, "gold score, less the default's"], ["---", *("---:" for _ in DIGITS), "---"]]
-    golds = {}
-    for fork in results["diffs"]:
-        runs = sorted((run for run in results["runs"] if run["fork"] == fork), key=lambda run: run["seed"])
-        golds[fork] = {run["seed"]: run["gold score"] for run in runs}
-        line = [fork]
-        for name, digits in DIGITS.items():
-            values = [run[name] for run in runs]
-            line.append(f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}")
-        lines.append([*line, verdict(golds[fork], golds["default"], 2) if fork != "default" else ""])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write(name: str, script: str | None) -> None:
-    """Writes fork.py beside the file that it is a fork of."""
-    pages = PAGE.read_text("utf-8"), QUESTIONS.read_text("utf-8")
-    diffs = read_diffs(pages[0], script or "") | read_diffs(pages[1])
-    if name not in diffs:
-        sys.exit(f"--write {name!r} is none of the forks: {', '.join(diffs)}")
-    file = ROOT / (script or script_of(diffs[name]))
-    file.with_name("fork.py").write_text(apply(diffs[name], file.read_text("utf-8")), "utf-8")
+    """Writes each table between its marks in the page."""
+    page.write_text(with_tables(page.read_text("utf-8"), tables), "utf-8")
 
 
 def main() -> None:
-    """Runs what is missing; writes the results after each run, and the table at the end."""
+    """Writes fork.py beside the file that it is a fork of."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", metavar="NAME", help="only write this fork of a page as fork.py, beside its file")
-    parser.add_argument("--script", help="with --write: ppo.py, in place of the short file")
-    parser.add_argument("--list", action="store_true", help="only say how many runs are missing")
+    parser.add_argument("--write", metavar="NAME", required=True, help="the heading of the diff on its page")
+    parser.add_argument("--script", help="ppo.py, in place of the short file")
     args = parser.parse_args()
-    if args.write:
-        write(args.write, args.script)
-        return
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # before torch is imported
-    sys.path.append(str(ROOT / "toy"))  # for its make.py
-    source = (ROOT / SCRIPT).read_text("utf-8")
-    forks = forks_to_compare()
-
-    def measure(fork: str, seed: int) -> dict[str, float]:
-        """The result of a run."""
-        updates, _ = run(SCRIPT, apply(forks[fork], source), ["--seed", str(seed)], look)
-        return {name: round(statistics.fmean(u[name] for u in updates[-LAST:]), 4) for name in DIGITS}
-
-    wanted = [{"fork": fork, "seed": seed} for seed in SEEDS for fork in forks]
-    results = complete(OUTPUT, forks, wanted, measure, MINUTES, args.list)
-    put_tables(PAGE, {"forks": table(results)})
-    print(table(results))
+    diffs = {}
+    for page in PAGES:
+        diffs |= read_diffs((ROOT / page).read_text("utf-8"), args.script or "")
+    if args.write not in diffs:
+        sys.exit(f"{args.write!r} is none of the forks: {', '.join(diffs)}")
+    file = ROOT / (args.script or script_of(diffs[args.write]))
+    file.with_name("fork.py").write_text(apply(diffs[args.write], file.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def clear_pairs(tmp_path_factory):
     rows = (ROOT / "toy/data/preferences/train.jsonl").read_text("utf-8").splitlines(keepends=True)[:3000]
     pairs = [json.loads(row) for row in rows]
     prompts = [pair["prompt"] for pair in pairs]
-    gold = runpy.run_path(str(ROOT / "toy/make.py"))["gold_score"]
+    gold = runpy.run_path(str(ROOT / "toy/gold_score.py"))["gold_score"]
     good = gold(prompts, [pair["chosen"] for pair in pairs])
     bad = gold(prompts, [pair["rejected"] for pair in pairs])
     best = sorted(range(len(rows)), key=lambda i: bad[i] - good[i])[:512]

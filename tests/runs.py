@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 from sources import ROOT, SCRIPTS
 
-GOLD = "toy/make.py:gold_score"
+GOLD = "toy/gold_score.py:gold_score"
 
 
 def run(module: ModuleType, output: Path | str, **settings) -> list[dict]:

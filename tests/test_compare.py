@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
 compare = load("tools/compare.py", "tools_compare")
-GOLD = "toy/make.py:gold_score"
+GOLD = "toy/gold_score.py:gold_score"
 KEY = "sk-test-0123456789abcdef"
 
 

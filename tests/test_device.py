@@ -41,7 +41,8 @@ RUNS = {  # name: settings of a script, which is the first word
     "ppo adapter": PROMPTS | dict(lora_r=2, num_mini_batches=2, whiten_rewards=True, response_length_min=4),
     "ppo scaled": PROMPTS | dict(ema_decay=0.5, use_score_scaling=True, use_score_norm=True, adaptive_kl=True),
     "ppo bfloat16": PROMPTS | dict(bf16=True),
-    "rloo tokens": PROMPTS | dict(token_level_kl=True, normalize_reward=True, reward_fn=("toy/make.py:gold_score",)),
+    "rloo tokens": PROMPTS
+    | dict(token_level_kl=True, normalize_reward=True, reward_fn=("toy/gold_score.py:gold_score",)),
     "grpo draws": GROUPS | dict(dynamic_sampling=2, num_ppo_epochs=2, mask_truncated_completions=True, beta=0.0),
     "grpo sequences": GROUPS | dict(importance_sampling_level="sequence", loss_type="grpo", scale_rewards="batch"),
     "grpo adapter": GROUPS | dict(lora_r=2, loss_type="cispo", num_mini_batches=2),

@@ -13,10 +13,10 @@ from runs import run
 from sources import ROOT, SCRIPTS, load, nodes_of, text_of
 
 sys.path.insert(0, str(ROOT / "experiments"))
-import learning  # noqa: E402
+import record  # noqa: E402
 import tables  # noqa: E402
 
-PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/golden")
+PLACES = ("benchmarks", "experiments", "tools", "recipes", "tests", "tests/audit", "tests/golden")
 FOLDERS = (".", "docs", "docs/diffs", "lecture", "toy", "rewards", "exercises", *PLACES)
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 OTHER_TOOLS = {
@@ -173,11 +173,11 @@ def test_commands_that_need_nothing_run(command, tiny, tmp_path, monkeypatch):
 
 
 def test_diffs_are_fresh():
-    """Else run docs/diffs/make.py."""
-    make = load("docs/diffs/make.py")
-    for before, after in make.STEPS:
+    """Else run tools/diffs.py."""
+    diffs = load("tools/diffs.py")
+    for before, after in diffs.STEPS:
         page = text_of(f"docs/diffs/{before}-{after}.md")
-        assert page == make.page(before, after), f"docs/diffs/{before}-{after}.md is old: run docs/diffs/make.py"
+        assert page == diffs.page(before, after), f"docs/diffs/{before}-{after}.md is old: run tools/diffs.py"
 
 
 # --- Tables
@@ -191,13 +191,23 @@ def test_the_tables_are_those_of_the_results(monkeypatch):
     assert done.value.code == 0
 
 
-@pytest.mark.parametrize("script", learning.SCRIPTS)
-def test_our_runs_are_commands_that_are_understood(script, monkeypatch):
-    for ours in learning.RUNS:
-        if ours.script == script and ours.side == "ours":
-            command = [str(word) for word in learning.our_command(ours, 1, "runs/x")]
-            _, args = read(command[1:], monkeypatch)
-            assert args.seed == 1
+@pytest.mark.parametrize("group", record.read_toml())
+def test_the_runs_are_commands_that_are_understood(group, monkeypatch):
+    """Of each name one; short files have their own test."""
+    for one in {one.name: one for one in record.runs_of_group(group)}.values():
+        if one.command and not one.command[0].startswith("lecture/"):
+            _, args = read([*one.command, "--seed", str(one.seed)], monkeypatch)
+            assert args.seed == one.seed
+
+
+def test_every_run_on_record_is_in_runs_toml():
+    """And the programs that it names are there."""
+    names = {group: {one.name for one in record.runs_of_group(group)} for group in record.read_toml()}
+    assert all(line["run"] in names[group] for group in names for line in record.read_record(group))
+    for options in record.read_toml().values():
+        programs = [options["by"], *(one["by"] for one in options["runs"] if "by" in one)]
+        assert all((ROOT / f"experiments/{name}.py").exists() for name in programs)
+        assert all((ROOT / command.split()[0]).exists() for command in options.get("needs", {}).values())
 
 
 # --- Version

@@ -20,7 +20,7 @@ import evaluate  # noqa: E402
 import grpo  # noqa: E402
 import ppo  # noqa: E402
 
-GOLD = "toy/make.py:gold_score"
+GOLD = "toy/gold_score.py:gold_score"
 
 
 @pytest.fixture(autouse=True)

@@ -14,18 +14,19 @@ import ppo
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import forks  # noqa: E402
-import questions  # noqa: E402
+import record  # noqa: E402
 
-DIFFS = {page: forks.read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/questions.md")}
+DIFFS = {page: record.read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/questions.md")}
 USED = {("docs/fork.md", name, "lecture/ppo.py") for name in DIFFS["docs/fork.md"]}
 USED |= {(page, name, "ppo.py") for page, name, _ in USED}
-USED |= {("docs/questions.md", arm.fork, arm.script) for arm in questions.arms() if arm.fork != "default"}
+RUNS = record.runs_of_group("questions")
+USED |= {("docs/questions.md", run.options["fork"], run.command[0]) for run in RUNS if "fork" in run.options}
 
 
 @pytest.mark.parametrize(("page", "name", "script"), sorted(USED))
 def test_every_diff_fits_its_file(page, name, script):
     """What comes out is another program."""
-    fork = forks.apply(forks.read_diffs(text_of(page), script)[name], text_of(script))
+    fork = forks.apply(record.read_diffs(text_of(page), script)[name], text_of(script))
     compile(fork, name, "exec")
     assert fork != text_of(script)
 
@@ -38,7 +39,7 @@ def test_no_diff_was_overlooked(page):
 
 def added(name, script):
     """The lines that a diff of docs/fork.md adds and removes, without their indentation."""
-    lines = forks.read_diffs(text_of("docs/fork.md"), script)[name].splitlines()
+    lines = record.read_diffs(text_of("docs/fork.md"), script)[name].splitlines()
     return [line[0] + line[1:].strip() for line in lines if line[0] in "+-" and not line.startswith("--- ")]
 
 
@@ -54,10 +55,9 @@ def fork(tmp_path, monkeypatch, tiny):
 
     def make(name):
         (tmp_path / "docs").mkdir()
-        for file in ("ppo.py", "docs/fork.md", "docs/questions.md"):
+        for file in ("ppo.py", *forks.PAGES):
             shutil.copy(ROOT / file, tmp_path / file)
-        for constant, file in (("ROOT", ""), ("PAGE", "docs/fork.md"), ("QUESTIONS", "docs/questions.md")):
-            monkeypatch.setattr(forks, constant, tmp_path / file)
+        monkeypatch.setattr(forks, "ROOT", tmp_path)
         monkeypatch.setattr(sys, "argv", ["forks.py", "--write", name, "--script", "ppo.py"])
         forks.main()
         module = load(tmp_path / "fork.py", "fork")
@@ -121,7 +121,7 @@ def run_fork(fork: str, flags: str) -> tuple[list[dict], dict]:
     """Metrics of each update of a fork of lecture/grpo.py, by default two of them, and its names after the last."""
     source = forks.apply(DIFFS["docs/questions.md"][fork], text_of("lecture/grpo.py"))
     flags = f"--batch-size 32 --total-episodes 64 {flags}"
-    return forks.run("lecture/grpo.py", source, flags.split(), lambda names, stats: stats)
+    return forks.execute("lecture/grpo.py", source, flags.split(), lambda names, stats: stats)
 
 
 def test_distillation_lowers_the_kl_of_the_student_from_the_teacher(tmp_path):

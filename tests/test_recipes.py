@@ -419,7 +419,9 @@ def test_commands_of_the_page(number, made, tmp_path, monkeypatch):
     (tmp_path / "length.py").write_text(block)
     functions = [name.replace("length.py", str(tmp_path / "length.py")) for name in getattr(args, "reward_fn", ())]
     if functions:
-        changes["reward_fn"] = tuple("toy/make.py:gold_score" if "classifier" in name else name for name in functions)
+        changes["reward_fn"] = tuple(
+            "toy/gold_score.py:gold_score" if "classifier" in name else name for name in functions
+        )
     settings = dataclasses.asdict(args) | changes | {"dataset_test_split": "none"}
     settings.pop("output_dir")
     lines = run(module, tmp_path / "run", **settings)

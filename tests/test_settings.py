@@ -258,7 +258,7 @@ def test_no_setting_is_ignored(module, tiny, tmp_path, monkeypatch):
             ppo,
             "--kl-target 6 --lora-alpha 32 --missing-eos-penalty 1 --stop-token none --gradient-accumulation-steps 1",
         ),
-        (rloo, "--reward-fn toy/make.py:gold_score --reward-model toy/reward_model --kl-coef 0 --no-adaptive-kl"),
+        (rloo, "--reward-fn toy/gold_score.py:gold_score --reward-model toy/reward_model --kl-coef 0 --no-adaptive-kl"),
         (grpo, "--baseline none --scale-rewards none --loss-type cispo --epsilon 0.2"),
         (grpo, "--dataset-test-split none --eval-steps 50 --num-generations 8 --epsilon-high 0.28 --delta 4"),
         (dpo, "--lr-scheduler-type constant --warmup-ratio 0 --loss-type ipo --label-smoothing 0"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sources import load
 
-from toy import make
+from toy import gold_score, make
 
 shapes = load("toy/shapes/make.py", "make_shapes")
 TOY = Path(__file__).resolve().parent.parent / "toy"
@@ -43,7 +43,7 @@ def test_the_same_bytes_each_time(tmp_path):
     ],
 )
 def test_gold_score_reads_english(better, worse):
-    assert make.gold_text_score(better) > make.gold_text_score(worse) + 0.05
+    assert gold_score.gold_text_score(better) > gold_score.gold_text_score(worse) + 0.05
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ The confidence interval is Wilson's (1927, JASA 22). It stays between 0 and 1 an
 it is too wide. It reflects the choice of prompts, not the training seed. Judges also prefer long answers (Dubois et al.
 2024, 2404.04475), so there is a second win rate, over the pairs in which A is not longer.
 
-  python tools/compare.py runs/my-ppo toy/sft --reward-fn toy/make.py:gold_score
+  python tools/compare.py runs/my-ppo toy/sft --reward-fn toy/gold_score.py:gold_score
   OPENAI_API_KEY=... python tools/compare.py ./ppo --dataset tldr.jsonl --reference-column completion \\
       --judge-url https://api.openai.com/v1 --judge-model gpt-4o-mini
 

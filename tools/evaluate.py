@@ -8,7 +8,7 @@
   4. average   mean and standard error over the prompts. Several answers to a prompt are first averaged; pass@k is the
                share of prompts with at least one answer of k whose first reward is 1 or more
 
-  python tools/evaluate.py runs/my-ppo --reference toy/sft --reward-fn toy/make.py:gold_score toy/reward_model
+  python tools/evaluate.py runs/my-ppo --reference toy/sft --reward-fn toy/gold_score.py:gold_score toy/reward_model
   python tools/evaluate.py runs/my-grpo --dataset toy/shells/data/prompts --temperature 0 --response-length 16 \\
       --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:worked
 

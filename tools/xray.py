@@ -2,13 +2,13 @@
 
     python tools/xray.py                 # writes xray.html, for any browser, into the newest run's folder in runs/
     python tools/xray.py runs/my-run     # into this folder
-    python tools/xray.py --docs          # runs each of SCRIPTS as it is, and writes its data in docs/xray/
+    python tools/xray.py --docs          # runs each of SCRIPTS as it is, for docs/xray/index.html
 
 For each table that a run prints, it saves the tensors in samples/: `prompts` and `prompt_mask` (B, P), and `responses`
 and `mask` (B, T). Each other tensor (B, T) becomes a colour, and each (B,) a number beside the text. Tokens that the
 environment wrote, where `written` (B, T) is false, stay grey and have no numbers (grpo.py --env).
-The curves are from metrics.jsonl. The viewer is docs/xray/index.html, which reads the data from files beside it; a
-run's page contains its data. Data are shown as text, so a model cannot insert HTML.
+The curves are from metrics.jsonl. A page is the viewer, xray.html, with the data in it. Data are shown as text, so a
+model cannot insert HTML.
 """
 
 import argparse
@@ -25,7 +25,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs/xray"
+DOCS = ROOT / "docs/xray/index.html"
+VIEWER = Path(__file__).resolve().with_name("xray.html")
+PLACE = "<!-- data -->\n"  # where the viewer takes it
 SCRIPTS = ("ppo", "rloo", "grpo", "dpo", "sft")
 # tensor -> its name on the page, whether it has both signs (else it is 0 or less), and its description
 QUANTITIES = {
@@ -197,24 +199,29 @@ def as_json(data: dict) -> str:
 
 def as_script(name: str, data: dict) -> str:
     """Data in the form that the viewer reads."""
-    return f"runs.set({json.dumps(name)}, {as_json(data)})\n"
+    return f"<script>runs.set({json.dumps(name)}, {as_json(data)})</script>\n"
+
+
+def fill_in(scripts: str) -> str:
+    """The viewer with data."""
+    return VIEWER.read_text("utf-8").replace(PLACE, scripts)
 
 
 def make_page(run: Path) -> str:
-    """The viewer, with a run's data instead of the files beside it."""
-    script = f"<script>{as_script('run', read_run(run))}</script>\n"
-    return re.sub(r"(<script src=.*</script>\n)+", lambda _: script, (DOCS / "index.html").read_text("utf-8"))
+    """The page of a run."""
+    return fill_in(as_script("run", read_run(run)))
 
 
 def make_docs() -> None:
-    """Writes the data in docs/xray/, from a default run of each script, with fewer tables to keep the files small."""
+    """Writes docs/xray/index.html, from a default run of each script, with fewer tables to keep the page small."""
+    scripts = []
     for script in SCRIPTS:
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, script)
             flags = ["--num-sample-generations", "4", "--output-dir", run]
             subprocess.run([sys.executable, ROOT / f"{script}.py", *flags], check=True, cwd=ROOT)
-            data = read_run(run) | {"run": f"python {script}.py"}
-            (DOCS / f"{script}.js").write_text(as_script(script, data), "utf-8")
+            scripts.append(as_script(script, read_run(run) | {"run": f"python {script}.py"}))
+    DOCS.write_text(fill_in("".join(scripts)), "utf-8")
 
 
 def main() -> None:
@@ -222,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, nargs="?", help="the folder of a run; by default the newest in runs/")
     parser.add_argument("--output", type=Path, help="the page to write; by default xray.html in that folder")
-    parser.add_argument("--docs", action="store_true", help="run the scripts, and write the data of docs/xray/")
+    parser.add_argument("--docs", action="store_true", help="run the scripts, and write docs/xray/index.html")
     args = parser.parse_args()
     if args.docs:
         return make_docs()

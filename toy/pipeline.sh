@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${1:-runs/pipeline}" python="${PYTHON:-python}"
-gold="toy/make.py:gold_score"
+gold="toy/gold_score.py:gold_score"
 
 train() { # train SCRIPT FLAGS...: the run $out/SCRIPT, made, resumed or left as it is
     local script="$1" run="$out/$1" resume=()

@@ -74,7 +74,7 @@ def main() -> None:
             sys.exit(f"error: {answers} does not exist; toy/pipeline.sh {out} writes it")
         judged[name] = json.loads(pairs.read_text())
         figures = json.loads(answers.read_text())["figures"]
-        ends[name] = figures["kl"]["mean"], figures["toy/make.py:gold_score"]["mean"]
+        ends[name] = figures["kl"]["mean"], figures["toy/gold_score.py:gold_score"]["mean"]
     paths = {name: kl_and_gold(read_lines(out / name)) for name in POLICIES}
     seconds = {name: int((out / f"{name}.done").read_text()) for name in ("sft", "reward_model", *POLICIES)}
     sft, reward_model = read_lines(out / "sft")[-1], read_lines(out / "reward_model")[-1]

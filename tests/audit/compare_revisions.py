@@ -1,7 +1,7 @@
 """Has a refactoring changed what the scripts compute? The default runs of a revision beside those of this tree.
 
-    python tests/compare_revisions.py HEAD                                     # all scripts, seeds 1 to 3
-    python tests/compare_revisions.py HEAD~5 --scripts ppo --seeds 1 --flags="--total-episodes 256"
+    python tests/audit/compare_revisions.py HEAD                                     # all scripts, seeds 1 to 3
+    python tests/audit/compare_revisions.py HEAD~5 --scripts ppo --seeds 1 --flags="--total-episodes 256"
 
 Each script is run with each seed, once as it was at the revision and once as it is now. Printed are the largest
 difference of each metric (but for those of the clock and of memory), relative to the largest value of that metric in
@@ -28,6 +28,8 @@ from pathlib import Path
 
 import pandas
 from safetensors.torch import load_file
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from sources import ROOT, SCRIPTS
 
 

@@ -1,13 +1,13 @@
 """Plants faults in a file, one at a time, and prints those that no test sees.
 
-    python tests/plant_faults.py --script ppo --function gae                # whatever can be turned in this function
-    python tests/plant_faults.py --script ppo --sample 100 --seed 1         # a hundred drawn from the whole script
-    python tests/plant_faults.py --script sft --own --sample 50             # from what no other script has
-    python tests/plant_faults.py --listed                                   # those of tests/faults.toml
+    python tests/audit/plant_faults.py --script ppo --function gae                # whatever can be turned in this function
+    python tests/audit/plant_faults.py --script ppo --sample 100 --seed 1         # a hundred drawn from the whole script
+    python tests/audit/plant_faults.py --script sft --own --sample 50             # from what no other script has
+    python tests/audit/plant_faults.py --listed                                   # those of tests/audit/faults.toml
 
 Faults are drawn from the syntax tree: two arguments of a call exchanged, a keyword argument dropped, an operator, a
 comparison or a condition turned, a constant changed, a division, a sign or a method such as `detach` or `masked_fill`
-removed, a statement left out. What no such operator would draw stands in tests/faults.toml, by function and expression.
+removed, a statement left out. What no such operator would draw stands in tests/audit/faults.toml, by function and expression.
 A function that has the same text in several scripts is changed in all of them.
 
 Each fault is tried in a copy of the repository, by a process forked from this one, which has imported the libraries;
@@ -36,7 +36,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent  # not that of sources.py, which the tests import from the copy
+ROOT = Path(__file__).resolve().parents[2]  # not that of sources.py, which the tests import from the copy
 SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
 LONGEST = 400  # seconds that the tests of a fault may take
 TESTS = {  # a word in the title of a part of a script: the tests of that part
@@ -189,9 +189,9 @@ def draw_faults(script: str, only: str | None) -> list[dict]:
 
 
 def listed_faults() -> list[dict]:
-    """Those of tests/faults.toml that can be planted; says which cannot."""
+    """Those of tests/audit/faults.toml that can be planted; says which cannot."""
     faults = []
-    for fault in tomllib.loads((ROOT / "tests/faults.toml").read_text("utf-8"))["fault"]:
+    for fault in tomllib.loads((ROOT / "tests/audit/faults.toml").read_text("utf-8"))["fault"]:
         script, name = fault["at"].split()
         text = (ROOT / f"{script}.py").read_text("utf-8")
         function, title = functions(text).get(name, (ast.Module([]), ""))
@@ -300,7 +300,7 @@ def main() -> int:
     parser.add_argument("--own", action="store_true", help="of functions that no other script has")
     parser.add_argument("--sample", type=int, help="so many of them, drawn")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
-    parser.add_argument("--listed", action="store_true", help="those of tests/faults.toml")
+    parser.add_argument("--listed", action="store_true", help="those of tests/audit/faults.toml")
     parser.add_argument("--slow", action="store_true", help="the tests that are marked as slow, too")
     asked = parser.parse_args()
     if asked.listed:

@@ -1,16 +1,16 @@
-"""Writes the pages beside it: what changes from one of the short forms in lecture/ to the next.
+"""Writes the pages in docs/diffs/: what changes from one of the short forms in lecture/ to the next.
 
-    python docs/diffs/make.py     # after a change to lecture/; a test fails as long as the pages are old
+    python tools/diffs.py     # after a change to lecture/; a test fails as long as the pages are old
 
-A page names the functions, and cells, that fall away, come in and stay the same text, and shows the others, but for settings, as a diff.
-Docstrings are left out.
+A page lists the functions and cells that are removed, added or unchanged, and shows the others as diffs, without
+docstrings and without the cells that say nothing about the algorithm.
 """
 
 import ast
 import difflib
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 STEPS = {
     ("ppo", "rloo"): """The critic is gone, and with it the values, GAE, the value loss and half of the networks in
 training. A number that does not depend on the response may be subtracted from its reward without changing the
@@ -49,7 +49,7 @@ SAME_ROLE = {  # new -> old name
 
 def parts(script: str) -> dict[str, list[str]]:
     """Name -> lines of each function of a short form, without its docstring, and of what else stands in each cell."""
-    text = (HERE.parent.parent / "lecture" / f"{script}.py").read_text("utf-8")
+    text = (ROOT / "lecture" / f"{script}.py").read_text("utf-8")
     lines = text.splitlines()
     found, inside = {}, {}
     for node in ast.parse(text).body:
@@ -83,7 +83,8 @@ def page(before: str, after: str) -> str:
     new = [name for name in b if name not in partners]
     out = [f"# From `lecture/{before}.py` to `lecture/{after}.py`", "", STEPS[before, after], ""]
     out += [
-        f"Made by [`make.py`](make.py) from [one file](../../lecture/{before}.py) and [the other](../../lecture/{after}.py), which has what comes in, and the settings.",
+        f"Made by [`tools/diffs.py`](../../tools/diffs.py) from [one file](../../lecture/{before}.py) and [the "
+        f"other](../../lecture/{after}.py), which has what comes in, and the settings.",
         "",
     ]
     out += ["| | functions and cells |", "|---|---|"]
@@ -101,4 +102,4 @@ def page(before: str, after: str) -> str:
 
 if __name__ == "__main__":
     for before, after in STEPS:
-        (HERE / f"{before}-{after}.md").write_text(page(before, after), "utf-8")
+        (ROOT / f"docs/diffs/{before}-{after}.md").write_text(page(before, after), "utf-8")

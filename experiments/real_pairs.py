@@ -1,0 +1,104 @@
+"""docs/real.md: answers of SmolLM2 with their gold scores, and the data that is made of them.
+
+python experiments/real_pairs.py pairs                # preference pairs by the gold score
+python experiments/real_pairs.py pairs-by-polarity    # by the lexicon alone
+python experiments/real_pairs.py best                 # the best of four answers by the reward model, for sft.py
+"""
+
+import math
+import random
+import shutil
+import statistics
+import sys
+from itertools import combinations
+from pathlib import Path
+
+from real_data import DATA, GOLD, LEXICON, REWARD_MODEL, chat
+from record import ROOT
+import evaluate
+from scripts import call, log_of, read_lines
+from texts import write
+
+MODEL = "models/smollm2"
+EACH = {"train": 8, "validation": 8}  # answers to a prompt
+SCORED = f"--response-length 32 --temperature 0.8 --dtype bfloat16 --reward-fn {GOLD} {LEXICON}"
+
+
+def answers_of(split: str) -> list[dict]:
+    """Answers of the model to the prompts of a split, with their scores; sampled once."""
+    where = ROOT / f"runs/real/answers-{split}"
+    if not (where / "answers.jsonl").exists():
+        shutil.rmtree(where, ignore_errors=True)
+        flags = f"--split {split} {SCORED} --num-generations {EACH[split]} --output-dir {where}"
+        call(["tools/evaluate.py", MODEL, "--dataset", DATA / "opinions", *flags.split()], log_of(where))
+    return read_lines(where / "answers.jsonl")
+
+
+def write_pairs(name: str, score: str) -> None:
+    """Answers to the same prompt are compared: with the next one for training (each answer is in two pairs), or two by
+    two for validation. The higher score is preferred with the odds exp(20 d) to 1, where d is the difference (Bradley
+    and Terry)."""
+    draw = random.Random(0)
+    for split, n in EACH.items():
+        answers = answers_of(split)
+        groups = [answers[i : i + n] for i in range(0, len(answers), n)]
+        step = {"train": 1, "validation": 2}[split]
+        pairs = []
+        for a, b in [(group[i], group[(i + 1) % n]) for group in groups for i in range(0, n, step)]:
+            if draw.random() > 1 / (1 + math.exp(-20 * (a[score] - b[score]))):
+                a, b = b, a
+            texts = {side: chat(x["response"], "assistant") for side, x in [("chosen", a), ("rejected", b)]}
+            pairs.append({"prompt": a["prompt"]} | texts)
+        draw.shuffle(pairs)
+        write(DATA / name / f"{split}.jsonl", pairs)
+
+
+def rewards_of(reward_model: Path | str, answers: list[dict]) -> list[float]:
+    """The reward of each answer, which ends with its stop token if it ended by itself."""
+    judge = evaluate.make_reward(str(reward_model), evaluate.Args(str(reward_model)))
+    texts = [
+        evaluate.Answer(row, prompt="", prompt_ids=[], text=row["response"], ids=[], ended=bool(row["eos_share"]))
+        for row in answers
+    ]
+    return [reward for i in range(0, len(texts), 64) for reward in judge(texts[i : i + 64])]
+
+
+def write_best() -> None:
+    """The best of four answers to each prompt."""
+    for split, n in EACH.items():
+        answers = [answer for i, answer in enumerate(answers_of(split)) if i % n < 4]
+        rewards = rewards_of(REWARD_MODEL, answers)
+        best = [answers[max(range(i, i + 4), key=rewards.__getitem__)] for i in range(0, len(answers), 4)]
+        rows = [{"prompt": x["prompt"], "completion": chat(x["response"], "assistant")} for x in best]
+        write(DATA / "best" / f"{split}.jsonl", rows)
+
+
+def examine(reward_model: Path) -> dict:
+    """What a reward model makes of answers to unseen prompts: how often the one with the higher gold score gets the
+    higher reward, among all answers to a prompt; how much more those get that ended by themselves; and the means of
+    the best of n answers by the reward."""
+    answers, n = answers_of("validation"), EACH["validation"]
+    rewards = rewards_of(reward_model, answers)
+    short = lambda x: float(f"{x:.4g}")  # noqa: E731
+    are_right = []
+    best = {}
+    for i in range(0, len(answers), n):
+        for j, k in combinations(range(i, i + n), 2):
+            difference = answers[j][GOLD] - answers[k][GOLD]
+            are_right += [difference * (rewards[j] - rewards[k]) > 0] if difference else []
+        for size in (1, 2, 4, 8):
+            for start in range(i, i + n, size):
+                one = max(range(start, start + size), key=rewards.__getitem__)
+                best.setdefault(size, []).append((answers[one][GOLD], answers[one][LEXICON], rewards[one]))
+    ended, cut_off = (
+        statistics.fmean(x for x, answer in zip(rewards, answers) if answer["eos_share"] == end) for end in (1, 0)
+    )
+    means = {size: [short(statistics.fmean(column)) for column in zip(*some)] for size, some in best.items()}
+    return {"right": short(statistics.fmean(are_right)), "ended": short(ended - cut_off), "best of": means}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "best":
+        write_best()
+    else:
+        write_pairs(sys.argv[1], LEXICON if sys.argv[1] == "pairs-by-polarity" else GOLD)

@@ -1,0 +1,109 @@
+"""TRL beside ours: a training with the settings of our run, by benchmarks/run_trl.py, and judged by our evaluation."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from record import ROOT, Run
+from scripts import add_answers, call, log_of, summarize
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+import dpo
+import grpo
+import reward_model
+import run_trl
+import sft
+
+VENVS = Path("/tmp")  # where TRL's environments are, or are made
+
+
+def measure(run: Run) -> dict:
+    """The settings of our run with the same flags, TRL's training, and what our evaluation says of its models."""
+    script, output, log = run.command[0].removesuffix(".py"), run.folder, log_of(run.folder)
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    settings = write_settings(run, output / "ours")
+    if script == "sft":
+        save_start(settings, output / "start")
+    python = run_trl.make_venv(run_trl.TRAINERS[script], VENVS)
+    variables = run_trl.KEEP_MEMORY if script == "dpo" else ()
+    seconds = call(["env", *variables, python, "benchmarks/run_trl.py", script, settings, output], log)
+    if script == "grpo":
+        judge_answers(settings, output)
+    if script in run_trl.EVERY:
+        judge_checkpoints(script, settings, output)
+    if script == "dpo":
+        add_answers(output, {step_of(folder): folder for folder in output.glob("checkpoint-*")})
+    return {"cpu_seconds": round(seconds), **summarize(run, script)}
+
+
+def write_settings(run: Run, folder: Path) -> Path:
+    """args.json of our run, which is stopped once it has begun."""
+    command = [sys.executable, *run.command, "--seed", str(run.seed), "--output-dir", str(folder)]
+    with open(log_of(run.folder), "w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        while process.poll() is None and not (folder / "args.json").exists():
+            time.sleep(1)
+        time.sleep(1)  # for the rest of the file
+        process.kill()
+        process.wait()
+    return (folder / "args.json").rename(run.folder / "args.json")
+
+
+def args_of(script, settings: Path, **changes):
+    """The settings as our script has them."""
+    values = json.loads(settings.read_text())
+    others = {"chosen_here", *script.code_version()}
+    return script.Args(**{name: x for name, x in values.items() if name not in others} | changes)
+
+
+def save_start(settings: Path, folder: Path) -> None:
+    """The random weights with which our run of sft.py begins, for TRL."""
+    torch.manual_seed(json.loads(settings.read_text())["seed"])
+    model = sft.load_policy(sft.Args())
+    model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+
+
+def judge_answers(settings: Path, output: Path) -> None:
+    """Adds our evaluation of TRL's policy of GRPO to its last line."""
+    args = args_of(grpo, settings, model=str(output / "model"))
+    policy = grpo.load_policy(args)
+    _, prompts = grpo.load_prompts(args, policy, None)
+    torch.manual_seed(0)
+    found = grpo.evaluate(policy, grpo.make_reward_fns(args, policy, None), prompts, args)
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    lines[-1] = json.dumps(json.loads(lines[-1]) | found)
+    (output / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def step_of(checkpoint: Path) -> int:
+    """Its optimiser steps."""
+    return int(checkpoint.name.split("-")[1])
+
+
+def judge_checkpoints(algorithm: str, settings: Path, output: Path) -> None:
+    """Writes metrics.jsonl: our evaluation of each checkpoint on the unseen texts."""
+    script = {"sft": sft, "reward_model": reward_model, "dpo": dpo}[algorithm]
+    args = args_of(script, settings, micro_batch_size=50)
+    kind = AutoModelForSequenceClassification if algorithm == "reward_model" else AutoModelForCausalLM
+    _, test = script.load_data(args)
+    lines = []
+    for checkpoint in sorted(output.glob("checkpoint-*"), key=step_of):
+        model = kind.from_pretrained(checkpoint).eval()
+        model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+        if algorithm == "sft":
+            rows = script.read_texts(test, model.tokenizer, args, args.max_length)
+            found = script.evaluate(model, script.as_rows(rows[:]), args)
+        else:
+            pairs = script.as_pairs(script.encode_pairs(test, model.tokenizer, args, args.max_length)[:])
+            if algorithm == "reward_model":
+                found = script.evaluate(model, pairs, args)[0]
+            else:
+                logps = script.read_reference(model, script.load_policy(args), pairs, args)
+                found = script.evaluate(model, pairs, logps, args)
+        lines.append(json.dumps({"step": step_of(checkpoint)} | found) + "\n")
+    (output / "metrics.jsonl").write_text("".join(lines))
