@@ -3,7 +3,7 @@
     VENV/bin/python benchmarks/run_trl.py ppo SETTINGS.json OUTPUT
 
 This is one training run, with the settings that one of our runs wrote to args.json, in the environment of the version
-that has the trainer (TRAINERS). experiments/learning.py uses it in the toy world; grpo takes any model, data and reward
+that has the trainer (TRAINERS). experiments/trl.py uses it in the toy world; grpo takes any model, data and reward
 functions. It writes a line per update to OUTPUT/metrics.jsonl, with our names; SFT, reward model and DPO write
 checkpoints instead, which our own evaluation reads.
 
@@ -341,7 +341,7 @@ TRAIN = {"0.16.1": train_016, "0.7.11": train_07, "1.16": train_116}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Inside an environment: a training for experiments/learning.py
+# Inside an environment: a training for experiments/trl.py
 
 
 def train_online(algorithm: str, settings: dict, output: Path) -> None:
