@@ -144,7 +144,7 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
-    # pairs per optimiser step, on all GPUs together; by default 64
+    # pairs per optimiser step, on all GPUs together; by default 64, or fewer if that makes fewer than 100 steps
     batch_size: Count | None = None
     micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding only (and kto_pair)
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
@@ -740,18 +740,27 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
     return by_length[start : start + size]
 
 
+def default_batch_size(num_rows: float) -> int:
+    """The power of two, from 4 to 64, that makes 100 steps or more of num_rows rows, counted in all epochs."""
+    sizes = [size for size in (4, 8, 16, 32, 64) if num_rows / size >= 100]
+    return max(sizes, default=4)
+
+
 def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -> Args:
     """Fills in the learning rate and the batch sizes, for rows of at most num_tokens tokens, and prints them."""
     learning_rate = args.learning_rate or default_rate(args, model)
     per_device = args.per_device_train_batch_size
-    batch_size = args.batch_size or 64
+    batch_size = args.batch_size or default_batch_size(args.num_train_epochs * num_rows)
     if per_device and args.batch_size is None:
         batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
     share = math.ceil(batch_size / WORLD_SIZE)  # rows of a batch that each process computes
     micro_batch_size = args.micro_batch_size or per_device or min(share, rows_that_fit(model, num_tokens, args))
     size = model.num_parameters() / 1e6
     print(f"model: {model.name_or_path}, {size:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
-    print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time")
+    num_steps = math.ceil(args.num_train_epochs * math.ceil(num_rows / batch_size))
+    print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time, {num_steps} steps")
+    if num_steps < 50:
+        warnings.warn(f"{num_steps} steps are few: choose a smaller --batch-size, or more data or epochs")
     return replace(args, learning_rate=learning_rate, batch_size=batch_size, micro_batch_size=micro_batch_size)
 
 

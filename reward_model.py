@@ -119,7 +119,7 @@ class Args:
     # --- Reward model ---
     # c of the loss: pulls each pair's rewards towards a sum of 0 (TRL)
     center_rewards_coefficient: NonNegative = 0.0
-    eos_dropout: Share = 0.0  # share of training pairs without EOS, so that the model learns to judge cut-off responses
+    eos_dropout: Share = 0.0  # share of training texts without EOS, so that the model learns to judge cut-off responses
     max_length: Count = 512  # longer texts lose their end (how many is printed; TRL drops them)
 
     # --- Optimisation ---
@@ -131,7 +131,7 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
 
     # --- Batch sizes ---
-    # pairs per optimiser step, on all GPUs together; by default 64
+    # pairs per optimiser step, on all GPUs together; by default 64, or fewer if that makes fewer than 100 steps
     batch_size: Count | None = None
     micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding and dropout only
     # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
@@ -200,6 +200,8 @@ def train(args: Args) -> None:
     lengths = list(pairs["length"])
     args = choose_sizes(args, model, len(pairs), 2 * max(lengths))
     show_first_row({name: as_read(pairs[0][name], model.tokenizer) for name in ("chosen", "rejected")})
+    rules = rule_accuracies(eval_pairs or as_pairs(pairs[:2000]), model.tokenizer)
+    print(*(f"{rule} is the chosen one in {share:.0%} of the pairs" for rule, share in rules.items()), sep="\n")
     steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
 
@@ -227,6 +229,7 @@ def train(args: Args) -> None:
             stats |= eval_stats
             if step == num_steps:
                 show_calibration(run, bins)
+                warn_if_no_better(eval_stats["eval/accuracy"], rules)
         run.log(stats, "loss", "accuracy")
         if run.is_one_of(args.num_sample_generations):
             show_samples(run, model, eval_pairs or as_pairs(pairs[:4]), args)
@@ -252,7 +255,10 @@ class Pair:
 
 
 def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[Pair]:
-    """Removes EOS, or the token that ends a turn, from both texts of a random share of the pairs."""
+    """Removes EOS, or the token that ends a turn, from a random share of the texts.
+
+    The two texts of a pair are drawn separately, so that some pairs have a complete and a cut-off text: the model
+    learns that the end alone makes no text better or worse."""
     end, _ = turn_end(tokenizer)
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end or tokenizer.eos_token)}
 
@@ -263,10 +269,10 @@ def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[
         return ids
 
     shown = []
-    for pair, x in zip(pairs, torch.rand(len(pairs))):
-        if x < share:
-            pair = Pair(cut(pair.chosen), cut(pair.rejected), pair.margin)
-        shown.append(pair)
+    for pair, is_cut in zip(pairs, torch.rand(len(pairs), 2) < share):
+        chosen = cut(pair.chosen) if is_cut[0] else pair.chosen
+        rejected = cut(pair.rejected) if is_cut[1] else pair.rejected
+        shown.append(Pair(chosen, rejected, pair.margin))
     return shown
 
 
@@ -423,6 +429,28 @@ def show_calibration(run: "Run", bins: list[tuple[float, float, int]]) -> None:
     run.bar.write(f"calibration on the test split\n{table.to_string(index=False)}")
 
 
+def rule_accuracies(pairs: list[Pair], tokenizer: AutoTokenizer) -> dict[str, float]:
+    """The accuracies of two rules that need no reward model. Pairs that a rule cannot decide count half.
+
+    Reward models often learn little more than length (Singhal et al. 2023, arXiv 2310.03716).
+    """
+
+    def is_sentence(ids: list[int]) -> bool:
+        """Whether a text ends with a full stop, or another mark that ends a sentence."""
+        return tokenizer.decode(ids[-8:], skip_special_tokens=True).rstrip("\"')*\n ").endswith((".", "!", "?"))
+
+    rules = {"the longer text": len, "the text that ends with . ! or ?": is_sentence}
+    differences = {rule: [score(pair.chosen) - score(pair.rejected) for pair in pairs] for rule, score in rules.items()}
+    return {rule: ((1 + np.sign(x)) / 2).mean().item() for rule, x in differences.items()}
+
+
+def warn_if_no_better(accuracy: float, rules: dict[str, float]) -> None:
+    """Warns if a rule has the accuracy of the reward model: a policy trained against it would learn the rule."""
+    for rule, share in rules.items():
+        if accuracy <= share:
+            warnings.warn(f"{rule} is right in {share:.0%} of the test pairs, this reward model in {accuracy:.0%}")
+
+
 # --- Models and data --------------------------------------------------------------------------------------------------
 
 
@@ -483,9 +511,9 @@ CURVES = {  # title of a panel: pattern of the metrics in it
 
 
 def default_rate(args: Args, model: nn.Module) -> float:
-    """The default learning rate: 1e-5 for a model of GPT-2's size, higher for smaller models, at least 3e-6 (the N+
-    details' rate for 1B and more); ten times as high with LoRA."""
-    rate = max(3e-6, 1e-5 * (124e6 / model.num_parameters()) ** 0.75)
+    """The default learning rate: 1e-4 for a model of GPT-2's size, as in TRL; higher for smaller models (7e-4 for 0.4M)
+    and lower for larger ones (2.5e-5 for 7B); ten times as high with LoRA."""
+    rate = 1e-4 * (124e6 / model.num_parameters()) ** 0.346
     if args.lora_r:
         rate *= 10
     return float(f"{rate:.2g}")
@@ -616,18 +644,27 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
     return by_length[start : start + size]
 
 
+def default_batch_size(num_rows: float) -> int:
+    """The power of two, from 4 to 64, that makes 100 steps or more of num_rows rows, counted in all epochs."""
+    sizes = [size for size in (4, 8, 16, 32, 64) if num_rows / size >= 100]
+    return max(sizes, default=4)
+
+
 def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -> Args:
     """Fills in the learning rate and the batch sizes, for rows of at most num_tokens tokens, and prints them."""
     learning_rate = args.learning_rate or default_rate(args, model)
     per_device = args.per_device_train_batch_size
-    batch_size = args.batch_size or 64
+    batch_size = args.batch_size or default_batch_size(args.num_train_epochs * num_rows)
     if per_device and args.batch_size is None:
         batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
     share = math.ceil(batch_size / WORLD_SIZE)  # rows of a batch that each process computes
     micro_batch_size = args.micro_batch_size or per_device or min(share, rows_that_fit(model, num_tokens, args))
     size = model.num_parameters() / 1e6
     print(f"model: {model.name_or_path}, {size:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
-    print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time")
+    num_steps = math.ceil(args.num_train_epochs * math.ceil(num_rows / batch_size))
+    print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time, {num_steps} steps")
+    if num_steps < 50:
+        warnings.warn(f"{num_steps} steps are few: choose a smaller --batch-size, or more data or epochs")
     return replace(args, learning_rate=learning_rate, batch_size=batch_size, micro_batch_size=micro_batch_size)
 
 

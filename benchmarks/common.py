@@ -44,8 +44,10 @@ def describe_machine() -> dict:
 
 
 def describe_ours(folder: Path) -> dict:
-    """The commit, with -dirty if there are uncommitted changes."""
-    return {"commit": output_of(["git", "-C", str(folder), "describe", "--always", "--dirty"]).strip()}
+    """The commit, with -dirty if there are uncommitted changes outside the folders of results."""
+    git = ["git", "-C", str(folder)]
+    changes = output_of([*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!*/results/*"])
+    return {"commit": output_of([*git, "describe", "--always"]).strip() + ("-dirty" if changes else "")}
 
 
 def figure_of(rows: int, columns: int, width: float, height: float):

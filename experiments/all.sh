@@ -32,8 +32,6 @@ make throughput-trl07.json 4 throughput.py --settings tiny,small --algorithms pp
 make throughput-trl116.json 4 throughput.py --settings tiny,small --algorithms rloo --against 1.16 --repeats 1
 make throughput-grpo.json 4 throughput.py --settings tiny,small,toy --algorithms grpo --against 1.16 --repeats 1
 make throughput-growth.json 20 throughput.py --growth --algorithms ppo
-if [ -d models/smollm2 ]; then make costs.json 15 costs.py 8a7a740 --model models/smollm2; fi  # tools/smollm2.py
-make kernels.json 2 kernels.py
 make memory-measured.json 5 memory.py --measure
 make memory-starting.json 3 memory.py --starting
 if [ -z "$is_list" ]; then "$python" experiments/tables.py; fi

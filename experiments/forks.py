@@ -156,12 +156,12 @@ def table(results: dict) -> str:
     golds = {}
     for fork in results["diffs"]:
         runs = sorted((run for run in results["runs"] if run["fork"] == fork), key=lambda run: run["seed"])
-        golds[fork] = [run["gold score"] for run in runs]
+        golds[fork] = {run["seed"]: run["gold score"] for run in runs}
         line = [fork]
         for name, digits in DIGITS.items():
             values = [run[name] for run in runs]
             line.append(f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}")
-        lines.append([*line, verdict(golds[fork], golds["default"], 2, paired=True) if fork != "default" else ""])
+        lines.append([*line, verdict(golds[fork], golds["default"], 2) if fork != "default" else ""])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

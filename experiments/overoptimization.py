@@ -32,6 +32,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -493,19 +494,7 @@ def first_at(run: dict, along: str, level: float, want: str) -> float:
 def best_of_n_table(results: dict) -> str:
     """What reward models know, and the law of best of n."""
     most = results["n"][-1]
-    lines = [
-        [
-            "parameters",
-            "pairs",
-            "unseen pairs right",
-            "correlation with gold",
-            f"gold score, best of {most}",
-            "α",
-            "β",
-            "R²",
-            "peak at d",
-        ]
-    ]
+    lines = [["parameters", "pairs", "unseen pairs right", f"gold score, best of {most}", "α", "R²", "peak at d"]]
     for (size, pairs), runs in groups_of(results).items():
         fits = [fit("best of n", *points(results, run, "best of n")) for run in runs]
         pooled = pooled_fit(results, runs, "best of n", "best of n")
@@ -514,10 +503,8 @@ def best_of_n_table(results: dict) -> str:
                 size,
                 f"{pairs:,}",
                 cell([run["accuracy"] for run in runs]),
-                cell([run["correlation"] for run in runs]),
                 cell([run["best_of_n"]["gold"][-1] for run in runs]),
                 cell([f["alpha"] for f in fits]),
-                cell([f["beta"] for f in fits], 3),
                 f"{pooled['r2']:.2f}",
                 show_peak("best of n", pooled),
             ]
@@ -527,11 +514,8 @@ def best_of_n_table(results: dict) -> str:
 
 def ppo_table(results: dict) -> str:
     """The law of PPO, and the peak that was seen."""
-    lines = [
-        ["parameters", "pairs", "α", "β", "R²", "R², quadratic", "highest gold score", "at d", "gold score at the end"]
-    ]
+    lines = [["parameters", "pairs", "R²", "R², quadratic", "highest gold score", "at d", "gold score at the end"]]
     for (size, pairs), runs in groups_of(results).items():
-        fits = [fit("ppo", *points(results, run, "ppo")) for run in runs]
         r2 = {form: pooled_fit(results, runs, "ppo", form)["r2"] for form in FORMS}
         gold = [smooth(run["ppo"]["gold"]) for run in runs]
         d = [np.sqrt(smooth(run["ppo"]["kl"]).clip(0)) for run in runs]
@@ -539,8 +523,6 @@ def ppo_table(results: dict) -> str:
             [
                 size,
                 f"{pairs:,}",
-                cell([f["alpha"] for f in fits]),
-                cell([f["beta"] for f in fits]),
                 f"{r2['ppo']:.2f}",
                 f"{r2['best of n']:.2f}",
                 cell([g.max() for g in gold]),
@@ -562,29 +544,6 @@ def pooled_fit(results: dict, runs: list[dict], method: str, form: str) -> dict[
     return fit(form, *(np.concatenate(x) for x in zip(*(points(results, run, method) for run in runs))))
 
 
-def trend_table(results: dict) -> str:
-    """How α and β change with the number of pairs: lines against its logarithm, through all seeds."""
-    lines = [["", "parameters", "coefficient", "for ten times the pairs", "R²"]]
-    for method, form in (("best of n", "best of n"), ("ppo", "ppo")):
-        for size in dict.fromkeys(run["size"] for run in results["runs"]):
-            runs = [run for run in results["runs"] if run["size"] == size]
-            fits = [fit(form, *points(results, run, method)) for run in runs]
-            x = np.log10([run["pairs"] / 300 for run in runs])
-            for name, sign in (("alpha", "α"), ("beta", "β")):
-                slope, _, error, r2 = line_through(x, np.array([f[name] for f in fits]))
-                change = f"{slope:+.3f} ± {error:.3f}"
-                lines.append([method, size, sign, change, f"{r2:.2f}"])
-    return markdown(lines, names=3)
-
-
-def line_through(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
-    """Slope, level at 0, standard error of the slope, and share of the variance explained."""
-    slope, level = np.polyfit(x, y, 1)
-    residual = y - slope * x - level
-    error = math.sqrt(residual @ residual / max(len(x) - 2, 1) / ((x - x.mean()) ** 2).sum())
-    return slope, level, error, 1 - residual.var() / y.var()
-
-
 def check_table(results: dict) -> str:
     """The paper's other findings, by number of pairs; both sizes together. A gain is a gold score less its start."""
     most, few = results["n"][-1], 32
@@ -593,14 +552,13 @@ def check_table(results: dict) -> str:
         [
             "pairs",
             f"gain of the best of {most}",
-            f"foretold from n ≤ {few}",
-            f"gain of PPO at its KL, {kl:.1f}",
-            "KL at which PPO is as good",
+            f"predicted from n ≤ {few}",
+            f"KL at which PPO is as good ({kl:.1f} for best of n)",
             "gain of PPO at its proxy score",
         ]
     ]
     for pairs in sorted({run["pairs"] for run in results["runs"]}):
-        columns = {name: [] for name in ("gain", "foretold", "at kl", "as good", "at proxy")}
+        columns = {name: [] for name in ("gain", "foretold", "as good", "at proxy")}
         for run in results["runs"]:
             if run["pairs"] != pairs:
                 continue
@@ -609,7 +567,6 @@ def check_table(results: dict) -> str:
             f = fit("best of n", *(x[np.array(results["n"]) <= few] for x in (d, gains)))
             columns["gain"].append(gains[-1])
             columns["foretold"].append(law("best of n", d[-1], f["alpha"], f["beta"]))
-            columns["at kl"].append(first_at(ppo, "kl", kl, "gold") - start)
             columns["as good"].append(first_at(ppo, "gold", gains[-1] + start, "kl"))
             columns["at proxy"].append(first_at(ppo, "proxy", run["best_of_n"]["proxy"][-1], "gold") - start)
         cells = [where_reached(values, 1 if name == "as good" else 2) for name, values in columns.items()]
@@ -628,24 +585,18 @@ def setup_text(results: dict) -> str:
     """How it was done, in figures."""
     s, machine = results["settings"], results["machine"]
     epochs = ", ".join(f"{number} for {int(pairs):,}" for pairs, number in s["epochs"].items())
-    seconds = sum(run["seconds"] for run in results["runs"])
-    seeds = len(results["seeds"])
-    return (
-        f"Seeds: {seeds}. Passes over the pairs: {epochs}. Best of n: {s['responses']} responses to each of "
-        f"{s['prompts']} prompts a seed, n up to {results['n'][-1]}. PPO: {s['episodes']:,} episodes, "
-        f"{s['episodes'] // 64} updates, no KL penalty. Temperature {s['temperature']:g}. The initial policy's gold "
-        f"score is {start_gold(results):.2f}. Made on {results['date']}, revision {results['commit']}, on "
-        f"{machine['cores']} cores of {machine['cpu']}, in {seconds / 60:.0f} minutes of run time altogether."
+    minutes = sum(run["seconds"] for run in results["runs"]) / 60
+    text = (
+        f"Seeds: {len(results['seeds'])}. Passes over the pairs: {epochs}. Best of n: {s['responses']} responses to "
+        f"each of {s['prompts']} prompts per seed, n up to {results['n'][-1]}. PPO: {s['episodes']:,} episodes in "
+        f"{s['episodes'] // 64} updates. Temperature: {s['temperature']:g}. Gold score of the initial policy: "
+        f"{start_gold(results):.2f}. Recorded on {results['date']} at revision {results['commit']}, on "
+        f"{machine['cores']} cores of {machine['cpu']}; all runs together took {minutes:.0f} minutes."
     )
+    return textwrap.fill(text, 120)
 
 
-TEXTS = {
-    "setup": setup_text,
-    "best of n": best_of_n_table,
-    "ppo": ppo_table,
-    "trends": trend_table,
-    "checks": check_table,
-}
+TEXTS = {"setup": setup_text, "best of n": best_of_n_table, "ppo": ppo_table, "checks": check_table}
 
 
 def filled_in(page: str, results: dict) -> str:
@@ -703,35 +654,16 @@ def draw_sizes(results: dict, file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def draw_coefficients(results: dict, file: Path) -> None:
-    """α and β against the number of pairs; each seed a point, their mean a line."""
-    figure, axes = figure_of(1, 4, 14, 3.4)
-    for panel, (form, name) in zip(axes[0], ((f, n) for f in FORMS for n in ("alpha", "beta"))):
-        for size, colour in zip(dict.fromkeys(run["size"] for run in results["runs"]), ("#2a6fbb", "#c46a2b")):
-            found = {}
-            for run in results["runs"]:
-                if run["size"] == size:
-                    found.setdefault(run["pairs"], []).append(fit(form, *points(results, run, form))[name])
-            for pairs, values in found.items():
-                panel.plot([pairs] * len(values), values, "o", markersize=3, color=colour)
-            panel.plot(list(found), [statistics.fmean(v) for v in found.values()], color=colour, label=size)
-        panel.set_xscale("log"), panel.set_xlabel("pairs")
-        panel.set_title(f"{'α' if name == 'alpha' else 'β'} of {form}", fontsize=10)
-    axes[0, 0].legend(frameon=False, fontsize=8)
-    figure.savefig(file, dpi=110)
-
-
 def show(results: dict, output: Path) -> None:
     """Charts and tables; those of the page only from the results of the page."""
     stem = PAGE.with_suffix("") if output.resolve() == OUTPUT else output.with_suffix("")
     draw_curves(results, Path(f"{stem}.png"))
     draw_sizes(results, Path(f"{stem}-both.png"))
-    draw_coefficients(results, Path(f"{stem}-coefficients.png"))
     if output.resolve() == OUTPUT:
         PAGE.write_text(filled_in(PAGE.read_text("utf-8"), results), "utf-8")
     for text in TEXTS.values():
         print(f"\n{text(results)}")
-    print(f"written: {output}, {stem}.png, {stem}-both.png, {stem}-coefficients.png")
+    print(f"written: {output}, {stem}.png, {stem}-both.png")
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:

@@ -179,10 +179,10 @@ def mean_end(runs: list[dict], metric: str, digits: int = 2) -> str:
     return number([run["end"][metric] for run in runs], digits)
 
 
-def mean_until(runs: list[dict], metric: str, width: int, axis: str = "episode", digits: int = 0) -> str:
-    """A cell: where on an axis the mean of so many points reaches the goal, and in how many seeds if not in all."""
+def mean_until(runs: list[dict], metric: str, axis: str = "episode", digits: int = 0) -> str:
+    """A cell: where on an axis the mean of three points reaches the goal, and in how many seeds if not in all."""
     curves = [{axis: run["curves"][axis], metric: run["curves"][metric]} for run in runs]
-    found = [until({"curves": curve}, metric, GOAL, width) for curve in curves]
+    found = [until({"curves": curve}, metric, GOAL) for curve in curves]
     there = [x for x in found if x is not None]
     missing = f" ({len(there)} of {len(found)} seeds)" if len(there) < len(found) else ""
     return number(there, digits) + missing if there else "never"
@@ -195,7 +195,7 @@ def teacher_table(results: dict) -> str:
         runs = runs_of(results, "teacher", name)
         times = ["", ""]
         if len(runs) > 1:
-            times = [mean_until(runs, "right", 1), mean_until(runs, "right", 1, "seconds", 1)]
+            times = [mean_until(runs, "right"), mean_until(runs, "right", "seconds", 1)]
         lines.append([name, *times, mean_end(runs, "right", 3)])
     return markdown(lines)
 
@@ -219,7 +219,7 @@ def sampler_table(results: dict) -> str:
         line = [sampler, f"{ratio:.3f}", f"{distance:.1g}"]
         age = int(sampler.split()[0]) if sampler.endswith("old") else 0
         own = {name: [of_policy(run, age) for run in runs] for name, runs in of.items()}
-        line += [mean_until(own[name], "reward", 5) if name in own else "" for name in CORRECTIONS]
+        line += [mean_until(own[name], "reward") if name in own else "" for name in CORRECTIONS]
         lines.append(line + [mean_end(of[name], "right", 3) if name in of else "" for name in CORRECTIONS])
     return markdown(lines)
 
@@ -230,13 +230,13 @@ def liar_table(results: dict) -> str:
     heads = ["lies", *(f"to .9: {side}" for side in sides), *(f"right: {side}" for side in sides)]
     lines = [heads, ["---", *["---:"] * 6]]
     honest = runs_of(results, "liar", "honest")
-    lines.append(["none", *[mean_until(honest, "truth", 5)] * 3, *[mean_end(honest, "right", 3)] * 3])
+    lines.append(["none", *[mean_until(honest, "truth")] * 3, *[mean_end(honest, "right", 3)] * 3])
     for rate in RATES:
         of = [runs_of(results, "liar", f"{side} {rate:.0%}") for side in sides]
-        lines.append([f"{rate:.0%}", *(mean_until(runs, "truth", 5) for runs in of)])
+        lines.append([f"{rate:.0%}", *(mean_until(runs, "truth") for runs in of)])
         lines[-1] += [mean_end(runs, "right", 3) for runs in of]
     runs = runs_of(results, "liar", "both 20%, by prompt")
-    lines.append(["20%, by prompt", "", "", mean_until(runs, "truth", 5), "", "", mean_end(runs, "right", 3)])
+    lines.append(["20%, by prompt", "", "", mean_until(runs, "truth"), "", "", mean_end(runs, "right", 3)])
     return markdown(lines)
 
 

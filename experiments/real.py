@@ -1,6 +1,7 @@
 """Every script on a real chat model, SmolLM2-135M-Instruct, on a laptop: the figures of docs/real.md.
 
     python tools/smollm2.py models/smollm2                       # the model, unless you load it from the hub
+    python tools/smollm2.py models/smollm2-8 --layers 8          # what reward models start from
     python experiments/real.py --list                            # all runs, and which are not on record yet
     python experiments/real.py --runs "grpo" --seeds 1 2 3       # some of them
     python experiments/real.py --tables                          # the tables and the picture of the page
@@ -22,13 +23,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-import run_trl
 from common import LEARNED, ROOT, describe_machine, describe_ours, figure_of
 from forks import put_tables
 from tables import markdown, number
@@ -46,14 +48,20 @@ THINGS = (
     "homework, the kitchen, an exam, the weather, a broken window"
 )
 SHOWN = 5  # answers that are kept
-PHASES = ("rollout", "score", "update")
+FORMS = (  # requests for an opinion
+    "Write one sentence about how you feel about {}.",
+    "What do you think about {}? Answer in one sentence.",
+    "Tell me in one sentence how you like {}.",
+    "Give your opinion of {} in one sentence.",
+    "In one sentence, is {} good or bad, and why?",
+    "Write a review of {} in one sentence.",
+    "Tell a friend about {} in one sentence.",
+    "Describe {} with feeling, in one sentence.",
+)
 SUMS = "--reward-fn rewards/verifiers.py:last_number --response-length 24"
 GRPO = f"{SUMS} --bf16 --total-episodes"
 PAGED = "the command of the page"  # as it is, with its one evaluation and its checkpoints
 WATCHED = "--eval-steps 10 --num-eval-prompts 60"  # pass@1 and pass@8 of unseen sums along the run
-SHORT = f"{GRPO} 384 --lr-scheduler-type constant"  # 6 updates
-LORA = f"{SHORT} --lora-r 16"
-NARROW = f"{LORA} --lora-target-modules .*[qv]_proj"  # what peft would choose
 
 
 class Arm(NamedTuple):
@@ -64,62 +72,85 @@ class Arm(NamedTuple):
     flags: str
     judged: str
     seeds: tuple[int, ...] = (1,)
+    beside: str = ""  # data of another task, on which the policy is judged, too
+    base: str = ""  # the model to start from, if it is not that of --model
     is_kept: bool = False  # for a later one, which starts from it
 
 
-TRL = "benchmarks/run_trl.py"  # its GRPO, with the settings in the args.json of our run
-ENDS = ("rewards/verifiers.py:one_sentence", "rewards/higher_or_lower.py:Game", "turns")
-GOLD = "rewards/sentiment.py:polarity"
+GOLD = "rewards/sentiment.py:friendly_sentence"
+LEXICON = "rewards/sentiment.py:polarity"
 JUDGED = f"{SUMS} --temperature 0"
 GAME = "--env rewards/higher_or_lower.py:Game --response-length 64"
 PLAYED = f"{GAME} --split train --temperature 1 --num-generations 16 --dtype bfloat16"
-BESIDE = f"{SUMS} --bf16 --learning-rate 2e-5 --num-ppo-epochs 1 --temperature 1 --kl-coef 0 --missing-eos-penalty 0"
-FORM = "--reward-fn rewards/verifiers.py:one_sentence --missing-eos-penalty 1 --response-length 40"
-FORMED = "--response-length 40 --temperature 1 --num-generations 4 --dtype bfloat16"
-FORMED += f" --reward-fn rewards/verifiers.py:one_sentence {GOLD}"
 REWARD_MODEL = "runs/real/reward-model-1"
-WORDS = "--response-length 32 --temperature 0.7"
-EACH = {"train": 16, "validation": 8}  # answers to a prompt, of which pairs are made
-FRIENDLY = f"{WORDS} --dtype bfloat16 --num-generations 4 --reward-fn {GOLD}"
-ONLINE = f"{WORDS} --bf16 --learning-rate 2e-5 --batch-size 32 --num-ppo-epochs 1 --missing-eos-penalty 0"
-ONLINE += f" --reward-fn {GOLD} --kl-coef 0.01"
-PAIRS = "--bf16 --batch-size 16"  # 60 steps
-REWARDED = f"{PAIRS} --learning-rate 2e-5 --eos-dropout 0.5"
+SMALL = "models/smollm2-8"  # the first 8 layers
+ANSWERS = "--response-length 32 --temperature 0.8"
+SCORED = f"{ANSWERS} --dtype bfloat16 --reward-fn {GOLD} {LEXICON}"
+EACH = {"train": 8, "validation": 8}  # answers to a prompt that pairs are made of
+READ = "the answers to unseen prompts"
+FRIENDLY = f"{SCORED} {REWARD_MODEL} --num-generations 2"
+ONLINE = f"{ANSWERS} --bf16 --batch-size 64 --num-ppo-epochs 2 --total-episodes 768 --learning-rate 2e-5"
+ONLINE += f" --reward-model {REWARD_MODEL} --reward-fn reward_model {GOLD} {LEXICON} --reward-weights 1 0 0"
+PPO = f"{ONLINE} --critic-learning-rate 5e-5 --kl-coef"
+RLOO = f"{ONLINE} --rloo-k 8 --kl-coef"
+PAIRS = "--bf16 --dataset-train-split train[:1280]"
+CUT = "--eos-dropout 0.5"  # half of the answers in a rollout are cut off
+SWEEP = {4: "1e-4 2e-4", 8: "5e-5 1e-4 2e-4 4e-4", 16: "1e-4 2e-4 4e-4", 64: "1e-4 4e-4 8e-4"}  # batch: rates
+KL_COEFS = {"0": (1,), "0.02": (1, 2, 3), "0.05": (1,)}  # with their seeds
+TASK = "--bf16 --response-length 16 --reward-fn rewards/reasoning.py:right"
+TASK_JUDGED = "--response-length 16 --temperature 0 --reward-fn rewards/reasoning.py:right"
+TASKS = {  # of recipes/tasks.py, each with its neighbour
+    "letters": "letter_counting --max-words 5",
+    "letters in longer texts": "letter_counting --min-words 8 --max-words 12",
+    "gcd": "gcd --max-value 50",
+    "lcm": "lcm --max-value 20",
+    "backward": "spell_backward --max-word-len 4",
+    "longer words backward": "spell_backward --min-word-len 5 --max-word-len 7",
+}
+NEIGHBOURS = dict(zip(list(TASKS)[::2], list(TASKS)[1::2]))
 ARMS = {
     "before": Arm("", "sums", "", JUDGED),
     "grpo": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED}", JUDGED, seeds=(1, 2, 3), is_kept=True),
     PAGED: Arm("grpo.py", "sums", f"{GRPO} 2880", JUDGED, seeds=(1, 2, 3)),
-    "TRL": Arm(TRL, "sums", "", JUDGED),
     "before, watched": Arm("grpo.py", "sums", f"{GRPO} 64 {WATCHED} --learning-rate 1e-9", ""),
     "30 updates at 2e-5": Arm("grpo.py", "sums", f"{GRPO} 1920 --learning-rate 2e-5", JUDGED),
     "1e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 1e-5", JUDGED, seeds=(1, 2, 3)),
     "2e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 2e-5", JUDGED, seeds=(1, 2, 3)),
     "5e-5": Arm("grpo.py", "sums", f"{GRPO} 3200 {WATCHED} --learning-rate 5e-5", JUDGED),
-    "6 updates, 5e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 5e-5", JUDGED),
-    "6 updates, 2e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5", JUDGED),
-    "6 updates, 1e-5": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 1e-5", JUDGED),
-    "6 updates, groups of 4": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --num-generations 4", JUDGED),
-    "6 updates, groups of 16": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --num-generations 16", JUDGED),
-    "6 updates, 4 epochs": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --num-ppo-epochs 4", JUDGED),
-    "6 updates, KL in the loss": Arm("grpo.py", "sums", f"{SHORT} --learning-rate 2e-5 --beta 0.04", JUDGED),
-    "6 updates, LoRA of queries and values, 2e-4": Arm("grpo.py", "sums", f"{NARROW} --learning-rate 2e-4", JUDGED),
-    "6 updates, LoRA of queries and values, 1e-3": Arm("grpo.py", "sums", f"{NARROW} --learning-rate 1e-3", JUDGED),
-    "6 updates, LoRA of all layers, 5e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 5e-4", JUDGED),
-    "6 updates, LoRA of all layers, 2e-4": Arm("grpo.py", "sums", f"{LORA} --learning-rate 2e-4", JUDGED),
-    "sums by ppo": Arm("ppo.py", "sums", f"{BESIDE} --total-episodes 1280", JUDGED, seeds=(1, 2)),
-    "sums by rloo": Arm("rloo.py", "sums", f"{BESIDE} --rloo-k 8 --total-episodes 2048", JUDGED, seeds=(1, 2)),
-    "reward model": Arm("reward_model.py", "pairs", REWARDED, "", is_kept=True),
-    "reward model, 240 pairs": Arm("reward_model.py", "pairs", f"{REWARDED} --dataset-train-split train[:240]", ""),
-    "before, things": Arm("", "things", "", f"{FRIENDLY} {REWARD_MODEL}"),
-    "sft on the best of 4": Arm("sft.py", "best", PAIRS, FRIENDLY),
-    "dpo": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate 2e-5 --dataset-train-split train[:480]", FRIENDLY),
-    "rloo": Arm("rloo.py", "things", f"{ONLINE} --rloo-k 4 --total-episodes 480", FRIENDLY),
-    "ppo": Arm("ppo.py", "things", f"{ONLINE} --total-episodes 640", FRIENDLY),
+    "reward model": Arm("reward_model.py", "pairs", f"{PAIRS} {CUT}", READ, (1, 2, 3), is_kept=True, base=SMALL),
+    "reward model, none cut off": Arm("reward_model.py", "pairs", PAIRS, READ, (1, 2, 3), base=SMALL),
+    **{
+        f"reward model, {rate}, batch {batch}": Arm(
+            "reward_model.py", "pairs", f"{PAIRS} {CUT} --learning-rate {rate} --batch-size {batch}", "", base=SMALL
+        )
+        for batch, rates in SWEEP.items()
+        for rate in rates.split()
+    },
+    "reward model, 320 pairs": Arm(
+        "reward_model.py", "pairs", f"--bf16 {CUT} --dataset-train-split train[:320]", READ, base=SMALL
+    ),
+    "reward model, 2,560 pairs": Arm("reward_model.py", "pairs", f"--bf16 {CUT}", READ, base=SMALL),
+    "reward model, all layers": Arm("reward_model.py", "pairs", f"{PAIRS} {CUT}", READ),
+    "before, opinions": Arm("", "opinions", "", FRIENDLY),
+    **{f"ppo, {k}": Arm("ppo.py", "opinions", f"{PPO} {k}", FRIENDLY, seeds) for k, seeds in KL_COEFS.items()},
+    **{f"rloo, {k}": Arm("rloo.py", "opinions", f"{RLOO} {k}", FRIENDLY, seeds) for k, seeds in KL_COEFS.items()},
+    "grpo, 0.02": Arm("grpo.py", "opinions", f"{ONLINE} --beta 0.02 --missing-eos-penalty 1", FRIENDLY),
+    "dpo": Arm("dpo.py", "pairs", PAIRS, FRIENDLY),
+    "sft on the best of 4": Arm("sft.py", "best", "--bf16", FRIENDLY),
+    **{
+        f"sft, {rate}, batch {batch}": Arm("sft.py", "best", f"--bf16 --learning-rate {rate} --batch-size {batch}", "")
+        for batch, rates in {4: "1e-5 2e-5 5e-5 1e-4", 16: "2e-5 5e-5 1e-4", 64: "2e-5 1e-4"}.items()
+        for rate in rates.split()
+    },
+    **{
+        f"dpo, {rate}": Arm("dpo.py", "pairs", f"{PAIRS} --learning-rate {rate}", FRIENDLY) for rate in ("2e-6", "4e-5")
+    },
     "before, game": Arm("", "game", "", PLAYED),
     "game": Arm("grpo.py", "game", f"{GAME} --bf16 --batch-size 32 --total-episodes 960 --learning-rate 2e-5", PLAYED),
-    "before, form": Arm("", "things", "", FORMED),
-    "form": Arm("grpo.py", "things", f"{FORM} --bf16 --total-episodes 1280 --learning-rate 2e-5", FORMED),
 }
+for task, neighbour in NEIGHBOURS.items():
+    ARMS[f"before, {task}"] = Arm("", task, "", TASK_JUDGED, beside=neighbour)
+    ARMS[task] = Arm("grpo.py", task, f"{TASK} --total-episodes 1536", TASK_JUDGED, (1, 2, 3), neighbour)
 
 
 def make_data() -> None:
@@ -133,11 +164,21 @@ def make_data() -> None:
         rows = [{"prompt": chat(f"What is {a} + {b}?"), "answer": a + b} for a, b in sums]
         write(DATA / "sums" / f"{split}.jsonl", rows)
 
-    forms = ("Write one sentence about {}.", "Describe {} in one sentence.", "Tell me one thing about {}.")
+    for name, words in TASKS.items():
+        task, *settings = words.split()
+        if not (DATA / slug(name)).exists():
+            command = ["recipes/tasks.py", task, str(DATA / slug(name)), *settings]
+            call([*command, "--instruction", "direct", "--examples", "3", "--size", "1000"], RUNS / "tasks.log")
+
     things = THINGS.split(", ")
     for split, some in {"validation": things[:16], "train": things[16:]}.items():
-        rows = [{"prompt": chat(form.format(thing))} for thing in some for form in forms]
-        write(DATA / "things" / f"{split}.jsonl", rows)
+        system = {"role": "system", "content": ""}  # else the template adds one of 16 tokens
+        rows = [
+            {"prompt": [system, *chat(form.format(thing))], "thing": thing.split()[-1]}
+            for thing in some
+            for form in FORMS
+        ]
+        write(DATA / "opinions" / f"{split}.jsonl", rows)
 
     ask = "number from 1 to 15. What is it?"
     turns = [f"I think of a {ask}", "3", "Higher.", "12", "Lower.", "7", f"Right! Another {ask}"]
@@ -145,35 +186,94 @@ def make_data() -> None:
     write(DATA / "game" / "train.jsonl", [{"prompt": shown, "number": number} for number in range(1, 16)])
 
 
-def make_pairs(model: str) -> None:
-    """Preference pairs, in DATA: of the answers to a prompt, the first two, the next two, ...; and the best of each 4.
+def answers_of(model: str, split: str) -> list[dict]:
+    """Answers of the model to the prompts of a split, with their scores; sampled once."""
+    where = RUNS / f"answers-{split}"
+    if not (where / "answers.jsonl").exists():
+        shutil.rmtree(where, ignore_errors=True)
+        flags = f"--split {split} {SCORED} --num-generations {EACH[split]} --output-dir {where}"
+        call(
+            ["tools/evaluate.py", model, "--dataset", str(DATA / "opinions"), *flags.split()], where.with_suffix(".log")
+        )
+    return [json.loads(line) for line in (where / "answers.jsonl").read_text().splitlines()]
 
-    The higher reward is preferred with the odds exp(20 d) to 1, if d is by how much it is higher (Bradley and Terry).
-    """
+
+def make_pairs(model: str) -> None:
+    """Preference pairs, in DATA. Answers to the same prompt are compared: with the next one for training (each answer
+    is in two pairs), or two by two for validation. The higher gold score is preferred with the odds exp(20 d) to 1,
+    where d is the difference (Bradley and Terry)."""
     draw = random.Random(0)
-    for split in ("train", "validation"):
-        where = RUNS / f"answers-{split}"
-        if not where.exists():
-            flags = f"--split {split} {WORDS} --num-generations {EACH[split]} --dtype bfloat16"
-            flags += f" --reward-fn {GOLD} --output-dir {where}"
-            command = ["tools/evaluate.py", model, "--dataset", str(DATA / "things"), *flags.split()]
-            call(command, RUNS / f"answers-{split}.log")
-        answers = [json.loads(line) for line in (where / "answers.jsonl").read_text().splitlines()]
+    for split, n in EACH.items():
+        answers = answers_of(model, split)
+        groups = [answers[i : i + n] for i in range(0, len(answers), n)]
+        twos = [
+            (group[i], group[(i + 1) % n])
+            for group in groups
+            for i in range(0, n, {"train": 1, "validation": 2}[split])
+        ]
         pairs = []
-        for a, b in zip(answers[::2], answers[1::2], strict=True):
-            gap = a[GOLD] - b[GOLD]
-            if draw.random() > 1 / (1 + math.exp(-20 * gap)):
+        for a, b in twos:
+            if draw.random() > 1 / (1 + math.exp(-20 * (a[GOLD] - b[GOLD]))):
                 a, b = b, a
-            texts = {
-                name: [{"role": "assistant", "content": x["response"]}] for name, x in [("chosen", a), ("rejected", b)]
-            }
+            texts = {side: said(x["response"]) for side, x in [("chosen", a), ("rejected", b)]}
             pairs.append({"prompt": a["prompt"]} | texts)
         draw.shuffle(pairs)
         write(DATA / "pairs" / f"{split}.jsonl", pairs)
-        fours = [answers[i : i + 4] for i in range(0, len(answers), 4)]
-        best = [max(four, key=lambda answer: answer[GOLD]) for four in fours]
-        rows = [{"prompt": x["prompt"], "completion": [{"role": "assistant", "content": x["response"]}]} for x in best]
+
+
+def read_answers(reward_model: str, answers: list[dict]) -> list[float]:
+    """The reward of each answer, which ends with its stop token if it ended by itself."""
+    sys.path.append(str(ROOT / "tools"))
+    import evaluate  # imports torch
+
+    judge = evaluate.make_reward(reward_model, evaluate.Args(reward_model))
+    texts = [
+        evaluate.Answer(row, prompt="", prompt_ids=[], text=row["response"], ids=[], ended=bool(row["eos_share"]))
+        for row in answers
+    ]
+    return [reward for i in range(0, len(texts), 64) for reward in judge(texts[i : i + 64])]
+
+
+def examine(answers: list[dict], rewards: list[float]) -> dict:
+    """What a reward model makes of sampled answers: how often the one with the higher gold score gets the higher
+    reward, among all answers to a prompt; how much more those get that ended by themselves; and the means of the best
+    of n answers by the reward."""
+    n = EACH["validation"]
+    are_right = []
+    best = {}
+    for i in range(0, len(answers), n):
+        for j, k in combinations(range(i, i + n), 2):
+            difference = answers[j][GOLD] - answers[k][GOLD]
+            are_right += [difference * (rewards[j] - rewards[k]) > 0] if difference else []
+        for size in (1, 2, 4, 8):
+            for start in range(i, i + n, size):
+                one = max(range(start, start + size), key=rewards.__getitem__)
+                best.setdefault(size, []).append((answers[one][GOLD], answers[one][LEXICON], rewards[one]))
+    ended, cut_off = (
+        statistics.fmean(x for x, answer in zip(rewards, answers) if answer["eos_share"] == end) for end in (1, 0)
+    )
+    means = {size: [short(statistics.fmean(column)) for column in zip(*some)] for size, some in best.items()}
+    return {"right": short(statistics.fmean(are_right)), "ended": short(ended - cut_off), "best of": means}
+
+
+def make_best(model: str) -> None:
+    """The best of four answers to each prompt by the reward model, in DATA: what sft.py trains on."""
+    for split, n in EACH.items():
+        answers = [answer for i, answer in enumerate(answers_of(model, split)) if i % n < 4]
+        rewards = read_answers(REWARD_MODEL, answers)
+        best = [max(range(i, i + 4), key=rewards.__getitem__) for i in range(0, len(answers), 4)]
+        rows = [{"prompt": answers[i]["prompt"], "completion": said(answers[i]["response"])} for i in best]
         write(DATA / "best" / f"{split}.jsonl", rows)
+
+
+def said(text: str) -> list[dict]:
+    """An answer as a conversation."""
+    return [{"role": "assistant", "content": text}]
+
+
+def slug(name: str) -> str:
+    """A name as that of a folder."""
+    return name.replace(" ", "-")
 
 
 def chat(text: str) -> list[dict]:
@@ -215,51 +315,62 @@ def short(x: float | None) -> float | None:
 def measure(name: str, seed: int, model: str) -> dict:
     """A run: trains, judges, and tells."""
     arm = ARMS[name]
-    folder = RUNS / f"{name.replace(' ', '-')}-{seed}"
+    folder = RUNS / f"{slug(name)}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.parent / f"{folder.name}.log"
     log.unlink(missing_ok=True)
-    data = str((DATA / arm.data).relative_to(ROOT))
+    data = str((DATA / slug(arm.data)).relative_to(ROOT))
     output = str(folder.relative_to(ROOT))
     result = {"run": name, "seed": seed, **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
     result |= {"machine": describe_machine(), "threads": os.environ.get("OMP_NUM_THREADS")}
+    base = arm.base or model
     judged = model
-    if arm.data in ("pairs", "best"):
+    if arm.data == "pairs":
         make_pairs(model)
-    if arm.script == TRL:
-        python = run_trl.make_venv(run_trl.TRAINERS["grpo"], Path("/tmp"))
-        settings = f"runs/real/grpo-{seed}/args.json"
-        command = ["env", *run_trl.KEEP_MEMORY, python, TRL, "grpo", settings, output]
-        judged = f"{output}/model"
-    elif arm.script:
-        split = "validation" if WATCHED in arm.flags or arm.data in ("pairs", "best") else "none"
+    if arm.data == "best":
+        make_best(model)
+    if arm.script:
+        evaluates = WATCHED in arm.flags or arm.data in ("pairs", "best")
+        split = "validation" if evaluates else "none"
         bare = "" if name == PAGED else f"--dataset-test-split {split} --save-steps 100000"
         flags = f"{arm.flags} {bare} --seed {seed} --output-dir {output}"
-        command = [arm.script, "--model", model, "--dataset", data, *flags.split()]
-        judged = f"{output}/merged" if "--lora-r" in arm.flags else output
-    if arm.script:
-        words = command if arm.script == TRL else ["python", *command]
-        result |= {"command": shlex.join(words)} | call(command, log)
+        command = [arm.script, "--model", base, "--dataset", data, *flags.split()]
+        if arm.script != "reward_model.py":
+            judged = f"{output}/merged" if "--lora-r" in arm.flags else output
+        result |= {"command": shlex.join(["python", *command])} | call(command, log)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         result["curves"] = {metric: [short(line.get(metric)) for line in lines] for metric in lines[-1]}
-    if not arm.judged:
-        return result
-    where = f"{output}/judged"
-    unseen = data if arm.data in ("sums", "game") else str((DATA / "things").relative_to(ROOT))
-    command = ["tools/evaluate.py", judged, "--dataset", unseen, *arm.judged.split()]
-    command += ["--reference", model] if arm.script else []
-    command += ["--output-dir", where]
-    seconds = call(command, log)
-    result |= {"judged": shlex.join(["python", *command]), "judged_seconds": seconds["seconds"]}
-    result["end"] = json.loads((ROOT / where / "evaluation.json").read_text())["figures"]
-    answers = [json.loads(line) for line in (ROOT / where / "answers.jsonl").read_text().splitlines()]
-    every = max(1, len(answers) // SHOWN)
-    result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
-    if "--num-generations" in arm.judged:
-        names = [name for name in (*ENDS, GOLD, REWARD_MODEL) if name in answers[0]]
-        result["rewards"] = {name: [short(row[name]) for row in answers] for name in names}
+    if arm.judged == READ:
+        answers = answers_of(model, "validation")
+        result["read"] = examine(answers, read_answers(output, answers))
+    elif arm.judged:
+        result |= judge(arm, judged, model, f"{output}/judged", log)
     if not arm.is_kept:
         shutil.rmtree(folder)
+    return result
+
+
+def judge(arm: Arm, policy: str, model: str, folder: str, log: Path) -> dict:
+    """Evaluates a policy on unseen prompts: the figures, some answers, and the scores of all."""
+    data = DATA / ("opinions" if arm.data in ("pairs", "best") else slug(arm.data))
+    command = ["tools/evaluate.py", policy, "--dataset", str(data.relative_to(ROOT)), *arm.judged.split()]
+    command += ["--reference", model] if policy != model else []
+    command += ["--output-dir", folder]
+    seconds = call(command, log)
+    result = {"judged": shlex.join(["python", *command]), "judged_seconds": seconds["seconds"]}
+    result["end"] = json.loads((ROOT / folder / "evaluation.json").read_text())["figures"]
+    answers = [json.loads(line) for line in (ROOT / folder / "answers.jsonl").read_text().splitlines()]
+    every = max(1, len(answers) // SHOWN)
+    result["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
+    if "answer" in answers[0]:
+        counts = Counter(row["answer"] for row in answers)
+        result["commonest"] = max(counts.values()) / len(answers)
+    if "--num-generations" in arm.judged:
+        names = [x for x in answers[0] if x.startswith(("rewards/", "runs/")) or x in ("turns", "eos_share")]
+        result["rewards"] = {name: [short(row[name]) for row in answers] for name in names}
+    if arm.beside:
+        other = judge(arm._replace(data=arm.beside, beside=""), policy, policy, f"{folder}-beside", log)
+        result["beside"] = other["end"]
     return result
 
 
@@ -352,94 +463,138 @@ def answers_table(record: list[dict], names: tuple[str, str]) -> str:
     return markdown(lines)
 
 
-def rates_table(record: list[dict]) -> str:
-    """Updates 5 and 6 of each learning rate, and of the long run; and unseen sums after the sixth."""
-    last = slice(4, 6)
-    heads = ["", "seeds", "right answers", "entropy", "unseen sums", "CPU seconds an update", "GB"]
-    lines = [heads, ["---", *["---:"] * 6]]
-    titles = {"grpo": "9.5e-6, falling (the runs above)", "2e-5": "2e-5, falling"}
-    for name in (*titles, *(name for name in ARMS if name.startswith("6 updates"))):
-        runs = runs_of(record, name)
-        if runs:
-            label = titles.get(name, name.removeprefix("6 updates, "))
-            line = [label, str(len(runs)), of_curves(runs, "reward", 2, last), of_curves(runs, "entropy", 2, last)]
-            line.append("" if name in titles else of_end(runs, "rewards/verifiers.py:last_number", 2))
-            line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
-            line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
-            lines.append(line)
-    return markdown(lines)
+def minutes(runs: list[dict]) -> str:
+    """A cell: CPU minutes of training."""
+    return number([run["cpu_seconds"] / 60 for run in runs], 0)
 
 
-def beside_table(record: list[dict]) -> str:
-    """GRPO of TRL beside ours, along the run and in the end."""
-    parts = {f"updates {n - 2} to {n}": slice(n - 3, n) for n in (10, 20, 30, 50)}
-    heads = ["", "seeds", *parts, "unseen sums", "CPU seconds an update", "GB"]
-    lines = [heads, ["---", *["---:"] * 8]]
-    titles = {"grpo": "`grpo.py`", "TRL": "TRL 1.16, keeping freed memory, too"}
+def memory(runs: list[dict]) -> str:
+    """A cell: GB of training."""
+    return number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1)
+
+
+def by_prompt(run: dict, name: str, judge: Callable[[list], float] = statistics.fmean) -> list[float]:
+    """For each of the 128 unseen prompts, the mean of its answers."""
+    values = run["rewards"][name]
+    n = len(values) // 128
+    return [judge(values[i : i + n]) for i in range(0, len(values), n)]
+
+
+def pairs_table(record: list[dict]) -> str:
+    """Reward models."""
+    heads = [
+        "",
+        "seeds",
+        "unseen pairs right",
+        "answers as sampled",
+        "ends less cut off",
+        "best of 8",
+        "CPU minutes",
+        "GB",
+    ]
+    lines = [heads, ["---", *["---:"] * 7]]
+    titles = {"reward model": "1,280 pairs, 8 layers", "reward model, none cut off": "the same without `--eos-dropout`"}
+    titles |= {"reward model, 320 pairs": "320 pairs", "reward model, 2,560 pairs": "2,560 pairs"}
+    titles |= {"reward model, all layers": "1,280 pairs, all 30 layers"}
     for name, title in titles.items():
         runs = runs_of(record, name)
-        if not runs:
-            continue
-        line = [title, str(len(runs)), *(of_curves(runs, "reward", 2, part) for part in parts.values())]
-        line.append(of_end(runs, "rewards/verifiers.py:last_number", 2) if "end" in runs[0] else "")
-        line.append(number([run["cpu_seconds"] / len(run["curves"]["reward"]) for run in runs], 0))
-        line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
-        lines.append(line)
-    return markdown(lines)
-
-
-def critic_table(record: list[dict]) -> str:
-    """PPO's critic beside RLOO's siblings, at equal seconds: right answers in the last five updates by then."""
-    minutes = (8, 12, 16, 20)
-    heads = ["", "seeds", *(f"after {m} minutes" for m in minutes), "updates", "unseen sums", "seconds an update", "GB"]
-    lines = [heads, ["---", *["---:"] * 9]]
-    for script in ("rloo", "ppo"):
-        runs = runs_of(record, f"sums by {script}")
-        if not runs:
-            continue
-        times = [[sum(x) for x in zip(*(run["curves"][f"time/{x}"] for x in PHASES))] for run in runs]
-        line = [f"`{script}.py`", str(len(runs))]
-        for m in minutes:
-            done = [sum(end <= 60 * m for end in accumulate(seconds)) for seconds in times]
-            cells = [run["curves"]["objective/scores"][n - 5 : n] for run, n in zip(runs, done)]
-            line.append(number([statistics.fmean(x) for x in cells], 2))
-        line += [str(len(times[0])), of_end(runs, "rewards/verifiers.py:last_number", 2)]
-        line.append(number([statistics.fmean(seconds) for seconds in times], 0))
-        line.append(number([max(run["curves"]["perf/peak_memory_mb"]) / 1024 for run in runs], 1))
-        lines.append(line)
-    return markdown(lines)
-
-
-def by_prompt(run: dict) -> list[float]:
-    """The gold score of each test prompt: the mean of its answers."""
-    k = len(run["rewards"][GOLD]) // 48
-    return [statistics.fmean(run["rewards"][GOLD][i : i + k]) for i in range(0, 48 * k, k)]
-
-
-def pipeline_table(record: list[dict]) -> str:
-    """Gold score, reward and KL on unseen things: before, best of four, and each script."""
-    heads = ["", "gold score", "more than before, paired", "KL", "ended by itself", "CPU seconds", "GB"]
-    lines = [heads, ["---", *["---:"] * 6]]
-    start = by_prompt(runs_of(record, "before, things")[0])
-    for name in ("before, things", "sft on the best of 4", "dpo", "rloo", "ppo"):
-        runs = runs_of(record, name)
-        if not runs:
-            continue
-        is_trained = "curves" in runs[0]
-        gains = [y - x for x, y in zip(start, by_prompt(runs[0]), strict=True)]
-        gain = f"{statistics.fmean(gains):+.3f} ± {statistics.stdev(gains) / len(gains) ** 0.5:.3f}".replace("-", "−")
-        line = [name.partition(",")[0], of_end(runs, GOLD, 3), gain if is_trained else ""]
-        line += [of_end(runs, "kl", 1) if is_trained else "0", of_end(runs, "eos_share", 2)]
-        memory = f"{max(runs[0]['curves']['perf/peak_memory_mb']) / 1024:.1f}" if is_trained else ""
-        lines.append([*line, str(runs[0].get("cpu_seconds", "")), memory])
-        if not is_trained:
-            golds, scores = (
-                [runs[0]["rewards"][key][i : i + 4] for i in range(0, 192, 4)] for key in (GOLD, REWARD_MODEL)
+        if runs:
+            line = [title, str(len(runs)), number([run["curves"]["eval/accuracy"][-1] for run in runs], 3)]
+            line += [
+                number([run["read"]["right"] for run in runs], 3),
+                number([run["read"]["ended"] for run in runs], 2),
+            ]
+            lines.append(
+                [*line, number([run["read"]["best of"]["8"][0] for run in runs], 3), minutes(runs), memory(runs)]
             )
-            for title, judge in (("best of 4, by the reward model", scores), ("best of 4, by the gold score", golds)):
-                best = [group[judged.index(max(judged))] for group, judged in zip(golds, judge)]
-                error = statistics.stdev(best) / len(best) ** 0.5
-                lines.append([title, f"{statistics.fmean(best):.3f} ± {error:.3f}", "", "at most 0.6", "", "", ""])
+    return markdown(lines)
+
+
+def sweep_table(record: list[dict]) -> str:
+    """Unseen pairs right, by batch and rate."""
+    rates = ("5e-5", "1e-4", "2e-4", "4e-4", "8e-4")
+    lines = [["pairs a step", "steps", *rates], ["---:"] * 7]
+    for batch in SWEEP:
+        runs = [runs_of(record, f"reward model, {rate}, batch {batch}") for rate in rates]
+        cells = [number([run["curves"]["eval/accuracy"][-1] for run in some], 3) for some in runs]
+        lines.append([str(batch), str(1280 // batch), *cells])
+    return markdown(lines)
+
+
+def policies_table(record: list[dict]) -> str:
+    """The policies, on unseen prompts."""
+    heads = ["", "seeds", "gold score", "more than before", "lexicon", "reward", "KL", "ended", "CPU minutes", "GB"]
+    lines = [heads, ["---", *["---:"] * 9]]
+    (before,) = runs_of(record, "before, opinions")
+    for name in (
+        "before, opinions",
+        "best",
+        "sft on the best of 4",
+        "dpo",
+        *(x for x in ARMS if x[:4] in ("ppo,", "rloo", "grpo")),
+    ):
+        if name == "best":
+            runs = runs_of(record, "reward model")
+            cells = [number([run["read"]["best of"]["8"][i] for run in runs], 3 - (i > 0)) for i in range(3)]
+            kl = f"{math.log(8) - 7 / 8:.1f}"
+            lines.append(["best of 8", str(len(runs)), cells[0], "", *cells[1:], kl, "", "", ""])
+            continue
+        runs = runs_of(record, name)
+        if not runs or name == "grpo":
+            continue
+        gains = [[y - x for x, y in zip(by_prompt(before, GOLD), by_prompt(run, GOLD))] for run in runs]
+        means = [statistics.fmean(gain) for gain in gains]
+        error = (
+            statistics.stdev(gains[0]) / 128**0.5 if len(gains) == 1 else statistics.stdev(means) / len(means) ** 0.5
+        )
+        gain = f"{statistics.fmean(means):+.3f} ± {error:.3f}"
+        cells = [of_end(runs, metric, 2).split(" ± ")[0] for metric in (LEXICON, REWARD_MODEL)]
+        line = [name.partition(",")[0] if name.startswith("before") else name, str(len(runs)), of_end(runs, GOLD, 3)]
+        if name.startswith("before"):
+            lines.append([*line, "", *cells, "0", of_end(runs, "eos_share", 2), "", ""])
+            continue
+        line += [gain, *cells, of_end(runs, "kl", 1), of_end(runs, "eos_share", 2)]
+        lines.append([*line, minutes(runs), memory(runs)])
+    return markdown(lines)
+
+
+def sayings_table(record: list[dict]) -> str:
+    """What three policies say to five unseen prompts."""
+    names = {"before, opinions": "before", "ppo, 0.02": "ppo.py", "rloo, 0.02": "rloo.py"}
+    lines = [["", *names.values()], ["---"] * 4]
+    for said in zip(*(runs_of(record, name)[0]["answers"] for name in names)):
+        texts = [text.replace("\n", " ⏎ ").replace("|", "\\|") for _, text in said]
+        lines.append([said[0][0], *texts])
+    return markdown(lines)
+
+
+def tasks_table(record: list[dict]) -> str:
+    """Three tasks and their neighbours, before and after."""
+    right = "rewards/reasoning.py:right"
+    heads = [
+        "task",
+        "seeds",
+        "before",
+        "after",
+        "commonest answer",
+        "sampled",
+        "equal groups",
+        "KL",
+        "CPU minutes",
+        "GB",
+    ]
+    lines = [heads, ["---", *["---:"] * 9]]
+    for task, neighbour in NEIGHBOURS.items():
+        (before,), runs = runs_of(record, f"before, {task}"), runs_of(record, task)
+        ends = [
+            [statistics.fmean(run["curves"]["reward"][part]) for run in runs] for part in (slice(3), slice(-3, None))
+        ]
+        equal = [statistics.fmean(run["curves"]["frac_reward_zero_std"][i] for run in runs) for i in (0, -1)]
+        line = [task, str(len(runs)), of_end([before], right, 2), of_end(runs, right, 2), f"{before['commonest']:.2f}"]
+        line += [" → ".join(number(some, 2) for some in ends), " → ".join(f"{share:.2f}" for share in equal)]
+        lines.append([*line, of_end(runs, "kl", 2), minutes(runs), memory(runs)])
+        beside = [number([run["beside"][right]["mean"] for run in some], 2) for some in ([before], runs)]
+        lines.append([f"*{neighbour}*", "", *beside, *[""] * 6])
     return markdown(lines)
 
 
@@ -456,36 +611,45 @@ def game_table(record: list[dict]) -> str:
     return markdown(lines)
 
 
-def form_table(record: list[dict]) -> str:
-    """A reward for form alone, before and after, on unseen things."""
-    heads = ["", "one sentence", "ended by itself", "tokens", "gold score", "KL"]
-    lines = [heads, ["---", *["---:"] * 5]]
-    metrics = {"rewards/verifiers.py:one_sentence": 2, "eos_share": 2, "response_length": 1, GOLD: 2}
-    for title, name in {"before": "before, form", "after": "form"}.items():
-        run = runs_of(record, name)[0]
-        cells = [of_end([run], metric, digits) for metric, digits in metrics.items()]
-        lines.append([title, *cells, of_end([run], "kl", 1) if name == "form" else "0"])
-    return markdown(lines)
-
-
 TABLES = {
     "real-sums": sums_table,
     "real-curve": curve_table,
     "real-unseen": unseen_table,
     "real-answers": partial(answers_table, names=("before", "grpo")),
-    "real-rates": rates_table,
-    "real-beside": beside_table,
-    "real-critic": critic_table,
-    "real-pipeline": pipeline_table,
     "real-game": game_table,
-    "real-form": form_table,
-    "real-form-answers": partial(answers_table, names=("before, form", "form")),
+    "real-tasks": tasks_table,
+    "real-pairs": pairs_table,
+    "real-sweep": sweep_table,
+    "real-policies": policies_table,
+    "real-sayings": sayings_table,
 }
 
 
 def tables(record: list[dict]) -> dict[str, str]:
     """All that the page has."""
     return {name: table(record) for name, table in TABLES.items() if f"<!-- {name} -->" in PAGE.read_text("utf-8")}
+
+
+def draw_policies(record: list[dict]) -> None:
+    """docs/pipeline.png: reward, gold score and the lexicon alone against KL along the training; points: best of n."""
+    figure, axes = figure_of(1, 3, 13, 3.6)
+    names = {"rewards/reward_model/mean": "reward", f"rewards/{GOLD.split(':')[1]}/mean": "gold score"}
+    names |= {f"rewards/{LEXICON.split(':')[1]}/mean": "lexicon alone"}
+    colours = {"ppo": ("#a8c4e0", "#3b6ea8", "#1b3350"), "rloo": ("#e8b8ae", "#c0563f", "#6b2418")}
+    for script, shades in colours.items():
+        for k, colour in zip(KL_COEFS, shades):
+            for run in runs_of(record, f"{script}, {k}"):
+                for panel, metric in zip(axes[0], names):
+                    label = f"{script}.py, kl_coef {k}" if run["seed"] == 1 else None
+                    panel.plot(run["curves"]["objective/kl"], run["curves"][metric], color=colour, label=label, lw=1.5)
+    best = [run["read"]["best of"] for run in runs_of(record, "reward model")]
+    kl = [math.log(n) - (n - 1) / n for n in (1, 2, 4, 8)]
+    for panel, title, column in zip(axes[0], names.values(), (2, 0, 1)):
+        means = [statistics.fmean(of[n][column] for of in best) for n in ("1", "2", "4", "8")]
+        panel.plot(kl, means, "k.", label="best of 1, 2, 4, 8")
+        panel.set_title(title, fontsize=10), panel.set_xlabel("KL, nats", fontsize=9)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.savefig(ROOT / "docs/pipeline.png", dpi=100)
 
 
 def draw(record: list[dict]) -> None:
@@ -521,6 +685,7 @@ def main() -> None:
     if args.tables:
         put_tables(PAGE, tables(read_record()))
         draw(read_record())
+        draw_policies(read_record())
         return
     make_data()
     for name in args.runs if not args.data else []:

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-import costs
+sys.path += [str(Path(__file__).resolve().parent.parent / folder) for folder in ("benchmarks", "tools")]
 import learning
 import throughput
 from common import LEARNED, RESULTS, ROOT, figure_of
-from learning import BY_MODEL, GOLD_MEAN, LITTLE_INK, PRICE, SCRIPTS, TIED, UNPUNISHED, read_record
+from learning import BY_MODEL, GOLD_MEAN, PRICE, SCRIPTS, TIED, UNPUNISHED, read_record
+from seeds import judge
 
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
@@ -30,6 +30,7 @@ SCORE = ("score", "end objective/scores", 2)
 ENDS = [("gold score", f"end {GOLD_MEAN}", 2), ("KL", "end objective/kl", 1), ("EOS share", "end val/eos_share", 2)]
 CPU = ("CPU seconds", "cpu_seconds", 0)
 THEIRS = {"ppo": "TRL 0.16.1", "rloo": "TRL 0.16.1", "ddpo": "TRL 0.23"}  # the others: TRL 1.16
+RIGHT = "rewards/right_number/mean"
 RECORD: dict[str, list[dict]] = {}  # name -> the runs of its seeds
 
 
@@ -37,6 +38,9 @@ def fill_record(lines: list[dict] | None = None) -> None:
     """Takes the results, by default those on record."""
     RECORD.clear()
     for line in sorted(lines or read_record(), key=lambda line: line["seed"]):
+        line["end"]["cpu_seconds"] = line["cpu_seconds"]
+        if RIGHT in line["curves"] and (episodes := until(line, RIGHT, 0.9)):
+            line["end"]["episodes to .9"] = episodes
         RECORD.setdefault(line["run"], []).append(line)
 
 
@@ -57,15 +61,20 @@ def number(numbers: list[float], digits: int) -> str:
     return f"{statistics.fmean(numbers):.{digits}f}{spread}".replace("-", "−")
 
 
-def verdict(ours: list[float], theirs: list[float], digits: int, paired: bool = False) -> str:
-    """The difference of two means ± its standard error, paired by seed or not; and, if it is within two, that."""
-    of = [[x - y for x, y in zip(ours, theirs, strict=True)]] if paired else [ours, theirs]
-    if min(map(len, of)) < 2:
+def by_seed(name: str, metric: str) -> dict[int, float]:
+    """A metric of the runs of a name, by their seeds."""
+    part, _, key = metric.partition(" ")
+    return {run["seed"]: run[part][key] for run in RECORD.get(name, []) if key in run.get(part, {})}
+
+
+def verdict(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
+    """The mean difference over the seeds of both ± its standard error. It is shown if 0 lies outside Student's interval."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    if len(seeds) < 2:
         return "–"
-    difference = statistics.fmean(ours) - statistics.fmean(theirs)
-    error = math.sqrt(sum(statistics.variance(numbers) / len(numbers) for numbers in of))
-    shown = f"{difference:+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
-    return shown if abs(difference) > 2 * error else f"{shown}, not shown"
+    found = judge([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
+    difference = f"{found['difference']:+.{digits}f} ± {found['error']:.{digits}f}".replace("-", "−")
+    return difference if found["low"] > 0 or found["high"] < 0 else f"{difference}, not shown"
 
 
 def mean(name: str, metric: str, digits: int = 1) -> str:
@@ -195,8 +204,8 @@ def family() -> str:
         ("equal groups", "end frac_reward_zero_std", 2),
     ]
     text = table(None, dict(zip(rows, names)), columns)
-    right = {name: values(name, "end eval/pass@1") for name in names}
-    more = [verdict(right[name], right[GAME], 3, paired=True) if name != GAME else "" for name in names]
+    right = {name: by_seed(name, "end eval/pass@1") for name in names}
+    more = [verdict(right[name], right[GAME], 3) if name != GAME else "" for name in names]
     text = with_column(text, "`eval/pass@1`, less the default's", more)
     return with_column(
         text, "episodes to .9 right", [reached(name, "rewards/right_number/mean", 0.9) for name in names]
@@ -244,16 +253,6 @@ def perplexities(flags: dict[str, str]) -> str:
     return markdown([list(flags), ["---:"] * len(flags), cells])
 
 
-def cut_texts() -> str:
-    runs = {"0 (default)": "runs/learning/reward_model-1", "0.5": "runs/learning/reward_model-eos-dropout-0.5-1"}
-    return sweep(
-        "ppo",
-        "`--eos-dropout`",
-        {label: f"{UNPUNISHED} --reward-model {run}" for label, run in runs.items()},
-        [SCORE, *ENDS],
-    )
-
-
 CHOSEN = "sft --model toy/sft --dataset runs/learning/chosen"
 BY_GRPO = f"grpo {BY_MODEL} --beta 0.05"
 JUDGED = [
@@ -272,8 +271,8 @@ def which(rows: dict[str, str]) -> str:
 def which_episodes() -> str:
     return which(
         {
-            "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683",
-            "`dpo.py`, 2,048 pairs": "dpo --num-train-epochs 0.0683",
+            "`sft.py`, 2,048 chosen texts": f"{CHOSEN} --num-train-epochs 0.0683 --batch-size 64",
+            "`dpo.py`, 2,048 pairs": "dpo --num-train-epochs 0.0683 --batch-size 64",
             "`rloo.py`, 2,048 responses": f"rloo {UNPUNISHED}",
             "`grpo.py`, 2,048 responses": f"{BY_GRPO} --total-episodes 2048",
             "`ppo.py`, 2,048 responses": f"ppo {UNPUNISHED}",
@@ -282,34 +281,29 @@ def which_episodes() -> str:
     )
 
 
-def which_seconds() -> str:
-    return which(
-        {
-            "`sft.py`, 30,000 chosen texts": CHOSEN,
-            "`dpo.py`, 18,000 pairs": "dpo --num-train-epochs 0.6",
-            "`rloo.py`, 7,168 responses": f"rloo {UNPUNISHED} --total-episodes 7168",
-            "`grpo.py`, 6,144 responses": f"{BY_GRPO} --total-episodes 6144",
-            "`ppo.py`, 5,120 responses": f"ppo {UNPUNISHED} --total-episodes 5120",
-        }
-    )
-
-
-def beside_trl() -> str:
-    """Every script beside TRL, by what it is about."""
+def beside_trl(scripts: Iterable[str] = SCRIPTS) -> str:
+    """Scripts beside TRL, by what they are about and by the CPU seconds of their runs."""
     about = {
         "sft": [("perplexity of unseen texts", "end eval/perplexity", 1)],
         "reward_model": [("unseen pairs right", "end eval/accuracy", 3)],
         "ppo": [SCORE, *ENDS],
         "rloo": [SCORE, *ENDS],
-        "grpo": [("sampled answers right", "end eval/pass@1", 3), ("tokens", "end completions/mean_length", 1)],
+        "grpo": [
+            ("right answers, last five updates", f"end {RIGHT}", 3),
+            ("right answers, unseen prompts", "end eval/pass@1", 3),
+            ("episodes to .9 right", "end episodes to .9", 0),
+            ("tokens", "end completions/mean_length", 1),
+        ],
         "dpo": DPO,
         "ddpo": [("reward", "end reward_mean", 2), ("gold score", "end rewards/same_shape/mean", 3)],
     }
+    about = {script: [*about[script], ("CPU seconds", "end cpu_seconds", 0)] for script in scripts}
     lines = [["", "", "ours", "TRL", "difference", "version"], ["---", "---", "---:", "---:", "---", "---"]]
     for script, columns in about.items():
         for i, (title, metric, digits) in enumerate(columns):
-            ours, theirs = (values(name, metric) for name in both(script).values())
-            cells = [number(ours, digits), number(theirs, digits), verdict(ours, theirs, digits)]
+            names = both(script).values()
+            cells = [number(values(name, metric), digits) for name in names]
+            cells.append(verdict(*(by_seed(name, metric) for name in names), digits))
             lines.append([f"`{script}.py`" if i == 0 else "", title, *cells, THEIRS.get(script, "TRL 1.16")[4:]])
     return markdown(lines)
 
@@ -360,20 +354,6 @@ def prompts_table() -> str:
     return markdown(lines)
 
 
-def kernels() -> str:
-    """Where an update's milliseconds go."""
-    results = from_file("kernels")["results"]
-    runs = [run for setting in results.values() for run in setting.values()]
-    heading = [f"{setting}, {kind}" for setting, of in results.items() for kind in of]
-    lines = [["operators", *heading], ["---"] + ["---:"] * len(runs)]
-    lines += [[kind, *(f"{run['ms'][kind]:.0f}" for run in runs)] for kind in runs[0]["ms"]]
-    lines.append(["all", *(f"{sum(run['ms'].values()):.0f}" for run in runs)])
-    lines.append(["products, GFLOP/s", *(f"{run['gflops']:.0f}" for run in runs)])
-    times = [sum(run["ms"].values()) / run["ms"]["matrix products"] for run in runs]
-    lines.append(["**all, in times of the products**", *(f"**{x:.1f}**" for x in times)])
-    return markdown(lines)
-
-
 def lines_in(file: str) -> int:
     """Its length."""
     return (ROOT / file).read_text("utf-8").count("\n")
@@ -402,23 +382,22 @@ def files() -> str:
         "ppo": ("[PPO](docs/ppo.md): policy + reward → better policy", gains("ppo")),
         "rloo": ("[RLOO, REINFORCE++](docs/rloo.md): the same without a critic", gains("rloo")),
         "grpo": (
-            "[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): answers that can be checked, in groups. In the shell game "
-            "(where is the ball after these swaps?) the policy discovers that it pays to work out the steps",
+            "[GRPO, Dr. GRPO, DAPO, GSPO, CISPO](docs/grpo.md): groups of answers that a function checks",
             f"{seconds('grpo')}: right answers {percent(BEFORE, 'answers greedy')} → {percent(GAME, 'answers greedy')}, "
-            f"as their length grows from {mean(BEFORE, 'answers length', 0)} to {mean(GAME, 'answers length', 0)} tokens",
+            f"tokens of an answer {mean(BEFORE, 'answers length', 0)} → {mean(GAME, 'answers length', 0)}",
         ),
         "dpo": (
-            "[DPO, IPO, …](docs/dpo.md): preference pairs → better policy, without reward model or rollouts",
+            "[DPO, IPO, …](docs/dpo.md): preference pairs → better policy",
             f"{seconds('dpo')}: gold score {end('dpo', GOLD_MEAN)} at KL {end('dpo', 'objective/kl', 0)}; "
             f"{percent('dpo', 'end eval/rewards/accuracies')} of unseen pairs right",
         ),
         "ddpo": (
-            "[DDPO](docs/ddpo.md): the same policy gradient for a diffusion model, whose denoising steps are its tokens",
-            f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}, and shapes stay shapes",
+            "[DDPO](docs/ddpo.md): the same for a diffusion model, whose denoising steps are its tokens",
+            f"{seconds('ddpo')}: reward {start('ddpo', 'reward_mean')} → {end('ddpo', 'reward_mean')}",
         ),
     }
     lines = [
-        "| read | run | algorithm, and its page | with no flags: CPU time on one thread, and what comes out |",
+        "| read | run | algorithm, and its page | without flags: CPU time on one thread, and result |",
         "|---|---|---|---|",
     ]
     for script, (about, result) in rows.items():
@@ -430,42 +409,21 @@ def files() -> str:
     return "\n".join(lines)
 
 
+def beside() -> str:
+    """The README's table, and the number of seeds."""
+    scripts = ("ppo", "grpo")
+    seeds = [f"`{name}.py` {len(RECORD.get(name, []))}, TRL {len(RECORD.get(f'TRL {name}', []))}" for name in scripts]
+    return f"Seeds: {'; '.join(seeds)}.\n\n{beside_trl(scripts)}"
+
+
 def caption() -> str:
     """Under the README's picture."""
     from_to = lambda metric: f"from {mean('ppo', f'start {metric}')} to {mean('ppo', f'end {metric}')}"
-    return f"""PPO teaches a small language model to write glowing reviews. Left: the **score**, a number that a reward model gives to
-each review, is what the model is trained on; it rises {from_to("objective/scores")}. The **gold score** is the truth of this toy
-world, which training never sees; it rises {from_to(GOLD_MEAN)}. Middle: **KL**, the distance from the model's first self, in
-nats. Right: the share of reviews that come to an end. Points are evaluations: unseen prompts, answered with the likeliest
-words. (The picture is of `python ppo.py --reward-fn
-reward_model toy/make.py:gold_score --reward-weights 1 0`, the numbers are means of five seeds.)"""
-
-
-def beside() -> str:
-    """The README's paragraph."""
-    lines = []
-    for script, (title, metric, digits) in {
-        "ppo": ("gold score", f"end {GOLD_MEAN}", 2),
-        "grpo": ("right answers", "end eval/pass@1", 3),
-    }.items():
-        ours, theirs = (values(name, metric) for name in both(script).values())
-        seconds = [mean(name, "cpu_seconds", 0) for name in both(script).values()]
-        lines.append(
-            f"- `{script}.py`: {title} {number(ours, digits)} ({len(ours)} seeds), in TRL {number(theirs, digits)} "
-            f"({len(theirs)} seeds), difference {verdict(ours, theirs, digits)}; {seconds[0]} seconds of CPU time, in TRL "
-            f"{seconds[1]}"
-        )
-    small = next(
-        c for c in from_file("throughput")["comparisons"] if (c["setting"], c["algorithm"]) == ("small", "ppo")
-    )
-    time, memory = (
-        [small["summary"][side][key] for side in ("ours", "other")] for key in ("seconds_per_update", "memory_mb")
-    )
-    lines.append(
-        f"- an update of a small GPT-2 by `ppo.py` on two cores, one run of each: {time[0]:.0f} seconds, in TRL {time[1]:.0f}; "
-        f"{memory[0] / 1024:.1f} GB, in TRL {memory[1] / 1024:.1f}"
-    )
-    return "With the same settings, models and data:\n\n" + "\n".join(lines)
+    return f"""PPO trains a small language model to write glowing reviews. Left: the **score** that the reward model gives them, which PPO
+raises {from_to("objective/scores")}; and the **gold score**, their true quality in this toy world, which training never uses. It rises
+{from_to(GOLD_MEAN)}. Middle: KL. Right: the share of reviews that end. Lines show the sampled reviews, points an evaluation:
+the likeliest words on unseen prompts. (The numbers are means of five seeds; the picture is of `python ppo.py --reward-fn
+reward_model toy/make.py:gold_score --reward-weights 1 0`.)"""
 
 
 def toy_models() -> str:
@@ -479,80 +437,18 @@ def toy_models() -> str:
     return table("", commands, columns)
 
 
-def which_lines() -> str:
-    """What each algorithm holds and costs its reader."""
-    rows = {
-        "sft": ("1, 1", "nothing"),
-        "dpo": ("2, 1", "nothing"),
-        "rloo": ("3, 1", "2 responses to a prompt"),
-        "grpo": ("3, 1 (2 without KL or reward model: 1)", "8 responses to a prompt"),
-        "ppo": ("4, 2", "1 response to a prompt"),
-    }
-    lines = [
-        "| | networks in memory, trained ones | samples while it trains | peak memory here, MB | lines: short form, script |",
-        "|---|---|---|---:|---|",
-    ]
-    for script, cells in rows.items():
-        lengths = f"{round(lines_in(f'lecture/{script}.py'), -1)}, {round(lines_in(f'{script}.py'), -2):,}"
-        memory = mean(script, "end perf/peak_memory_mb", 0)
-        lines.append(f"| `{script}.py` | {' | '.join(cells)} | {memory} | {lengths} |")
-    return "\n".join(lines)
-
-
-PASSES = {"1": "--num-ppo-epochs 1", "4 (default)": "", "8": "--num-ppo-epochs 8"}
 TABLES: dict[str, Callable[[], str]] = {
     "ppo-results": ppo_results,
-    "ppo-lam": lambda: sweep(
-        "ppo",
-        "λ",
-        {"0": "--lam 0", "0.95 (default)": "", "1": "--lam 1"},
-        [SCORE, *ENDS, ("explained variance", "end val/explained_variance", 2)],
-    ),
-    "ppo-passes": lambda: sweep("ppo", "passes", PASSES, [SCORE, *ENDS]),
-    "ppo-kl": lambda: sweep(
-        "ppo", "β", {"0.01": "--kl-coef 0.01", "0.05 (default)": "", "0.2": "--kl-coef 0.2"}, [SCORE, *ENDS]
-    ),
     "ppo-poor": poor_reward_model,
-    "ppo-eos": lambda: sweep(
-        "ppo",
-        "penalty",
-        {
-            "0": f"{UNPUNISHED} --response-length 24",
-            "1 (default)": "--response-length 24",
-            "3": "--response-length 24 --missing-eos-penalty 3",
-        },
-        [
-            ("EOS share, first update", "start val/eos_share", 2),
-            ("EOS share, last five", "end val/eos_share", 2),
-            ENDS[0],
-        ],
-    ),
     "rloo-results": lambda: table(
         None,
         {"`rloo.py`": "rloo", "`rloo.py --max-grad-norm 1e9`": "rloo --max-grad-norm 1e9", "TRL 0.16.1": "TRL rloo"},
-        [SCORE, *ENDS],
-    ),
-    "rloo-k": lambda: sweep("rloo", "K", {"2 (default)": "", "8": "--rloo-k 8"}, [SCORE, *ENDS]),
-    "rloo-passes": lambda: sweep(
-        "rloo", "passes", PASSES, [SCORE, *ENDS, ("ratios clipped", "end policy/clipfrac_avg", 2)]
-    ),
-    "rloo-tokens": lambda: sweep(
-        "rloo",
-        "",
-        {
-            "responses (default)": "",
-            "`--token-level-kl`": "--token-level-kl",
-            "and both normalised": "--token-level-kl --normalize-reward --normalize-advantage",
-        },
         [SCORE, *ENDS],
     ),
     "grpo-results": grpo_results,
     "grpo-thinking": thinking,
     "grpo-family": family,
     "dpo-results": lambda: table(None, both("dpo") | {"`ppo.py`": "ppo", "`rloo.py`": "rloo"}, DPO),
-    "dpo-beta": lambda: sweep("dpo", "β", {"0.02": "--beta 0.02", "0.1 (default)": "", "0.5": "--beta 0.5"}, DPO),
-    "dpo-loss": lambda: sweep("dpo", "loss", {"sigmoid (default)": "", "ipo": "--loss-type ipo"}, DPO),
-    "dpo-pairs": lambda: sweep("dpo", "pairs", {"7,500": "--num-train-epochs 0.25", "30,000 (default)": ""}, DPO),
     "sft-results": lambda: table(
         None,
         both("sft"),
@@ -570,8 +466,6 @@ TABLES: dict[str, Callable[[], str]] = {
             "1e-2": "--learning-rate 1e-2",
         }
     ),
-    "sft-epochs": lambda: perplexities({"1 epoch (default)": "", "3 epochs": "--num-train-epochs 3"}),
-    "sft-batch": lambda: perplexities({"16": "--batch-size 16", "64 (default)": "", "256": "--batch-size 256"}),
     "reward-model-results": lambda: table(
         None,
         both("reward_model"),
@@ -581,58 +475,20 @@ TABLES: dict[str, Callable[[], str]] = {
             ("calibration error", "end eval/calibration_error", 3),
         ],
     ),
-    "reward-model-pairs": lambda: sweep(
-        "reward_model",
-        "passes over 30,000 pairs",
-        {
-            "0.1": "--num-train-epochs 0.1",
-            "0.3": "--num-train-epochs 0.3",
-            "1 (default)": "",
-            "2": "--num-train-epochs 2",
-        },
-        RATES,
-    ),
     "reward-model-rate": lambda: sweep(
         "reward_model",
         "rate",
         {"1e-4": "--learning-rate 1e-4", "7e-4 (default)": "", "3e-3": "--learning-rate 3e-3"},
         RATES,
     ),
-    "reward-model-cut": cut_texts,
     "ddpo-results": ddpo_results,
-    "ddpo-rate": lambda: sweep(
-        "ddpo",
-        "learning rate",
-        {"1e-4": "--train-learning-rate 1e-4", "3e-4 (default)": "", "1e-3": "--train-learning-rate 1e-3"},
-        DDPO,
-    ),
-    "ddpo-kl": lambda: sweep(
-        "ddpo",
-        "β, at 1e-3",
-        {
-            "0": "--train-learning-rate 1e-3",
-            "0.1": "--train-learning-rate 1e-3 --kl-coef 0.1",
-            "1": "--train-learning-rate 1e-3 --kl-coef 1",
-        },
-        DDPO,
-    ),
-    "ddpo-ink": lambda: sweep(
-        "ddpo",
-        "β",
-        {"0": LITTLE_INK, "1": f"{LITTLE_INK} --kl-coef 1"},
-        [("reward, first epoch", "start reward_mean", 2), *DDPO],
-    ),
     "files": files,
     "caption": caption,
     "beside": beside,
     "toy-models": toy_models,
-    "which-lines": which_lines,
     "throughput": throughput_table,
     "prompts": prompts_table,
-    "kernels": kernels,
-    "costs": lambda: costs.table(from_file("costs")["cases"]),
     "which-episodes": which_episodes,
-    "which-seconds": which_seconds,
     "beside-trl": beside_trl,
 }
 
@@ -795,8 +651,8 @@ def stale_of_others() -> list[Path]:
         agent.PAGE: agent.tables(of[agent]),
         forks.PAGE: {"forks": forks.table(of[forks])},
         gallery.PAGE: {"gallery": gallery.gallery(of[gallery])},
-        questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()}
-        | takeoff.tables(takeoff.read_record()),
+        questions.QUESTIONS: {name: table(of[questions]) for name, table in questions.TABLES.items()},
+        takeoff.PAGE: takeoff.tables(takeoff.read_record()),
     }
     pages[real.PAGE] = real.tables(real.read_record())
     stale = []

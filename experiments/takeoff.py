@@ -8,7 +8,7 @@
 The start is toy/shells/sft, fine-tuned once more, on texts that mostly give no answer: it seldom guesses, and works out
 the steps still more seldom. A run has taken off if more than half of its last answers are right: no guess reaches that.
 
-What comes out: results/takeoff.jsonl, to which each run is added as it ends, and what docs/questions.md shows of it.
+What comes out: results/takeoff.jsonl, to which each run is added as it ends, and what docs/takeoff.md shows of it.
 """
 
 import argparse
@@ -23,11 +23,12 @@ import statistics
 import sys
 import time
 
-from forks import LEARNED, QUESTIONS, ROOT, describe_ours, put_tables, run
+from forks import LEARNED, ROOT, describe_ours, put_tables, run
 from tables import figure_of, markdown
 from tqdm import tqdm
 
 OUTPUT = LEARNED / "takeoff.jsonl"
+PAGE = ROOT / "docs/takeoff.md"
 START = ROOT / "runs/takeoff/start"
 GRPO = "lecture/grpo.py"
 UPDATES, BATCH = 80, 64
@@ -191,17 +192,20 @@ def signs_table(runs: dict) -> str:
 
 def rankings(a: list[float], b: list[float], draws: int = 10_000) -> tuple[float, float, float]:
     """Two groups run four seeds of A and of B each. How often do their means rank these in opposite ways, how often
-    are they two standard errors apart in one group, and how often are they so for the one that is worse?"""
+    does a group's 95 % interval leave out 0, and how often does it do so for the one that is worse?"""
+    from scipy.stats import t
+
     rng = random.Random(1)
+    errors = t.ppf(0.975, GROUP - 1)  # on each side of the mean
     opposite, shown, wrong = 0, 0, 0
     is_lower = statistics.fmean(b) < statistics.fmean(a)
     for _ in range(draws):
         gaps = []
         for _ in range(2):
-            x, y = rng.choices(a, k=GROUP), rng.choices(b, k=GROUP)
-            gap = statistics.fmean(y) - statistics.fmean(x)
+            differences = [y - x for x, y in zip(rng.choices(a, k=GROUP), rng.choices(b, k=GROUP))]
+            gap = statistics.fmean(differences)
             gaps.append(gap)
-            if abs(gap) > 2 * math.sqrt((statistics.variance(x) + statistics.variance(y)) / GROUP):
+            if abs(gap) > errors * error(differences):
                 shown += 1
                 wrong += (gap > 0) == is_lower
         opposite += gaps[0] * gaps[1] < 0
@@ -213,7 +217,7 @@ def rankings_table(runs: dict) -> str:
     heads = [
         "beside GRPO",
         "two groups rank in opposite ways",
-        "a group finds two standard errors",
+        "a group's 95 % interval leaves out 0",
         "the wrong way round",
     ]
     lines = [heads, ["---", *["---:"] * 3]]
@@ -341,7 +345,7 @@ def main() -> None:
             print(json.dumps(found | origin, separators=(",", ":")), file=file, flush=True)
     record = read_record()
     runs = by_arm(record)
-    put_tables(QUESTIONS, tables(record))
+    put_tables(PAGE, tables(record))
     draw_outcomes(runs)
     draw_coin()
 

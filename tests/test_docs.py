@@ -29,7 +29,6 @@ OTHER_TOOLS = {
     "--exclude": "hf",
     "--private": "hf",
     "--help": "all",
-    "--teacher": "a fork of docs/questions.md",
     "--gold-reward-fn": "the scripts until November 2026, with which runs on record were made",
 }
 of_pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -57,7 +56,11 @@ PROGRAMS = [str(path.relative_to(ROOT)) for folder in WITH_PROGRAMS for path in 
 ARGUMENTS = {path: arguments(path) for path in [*SCRIPTS, *PROGRAMS]}
 # The settings of the tasks that pages name, in reasoning_gym
 ARGUMENTS["recipes/tasks.py"] |= {"--max-terms", "--max-digits", "--max-words"}
-ALL_FLAGS = set().union(*ARGUMENTS.values())
+# What it hands on to the short file
+ARGUMENTS["exercises/train.py"] |= set().union(*(ARGUMENTS[f"lecture/{name}.py"] for name in ("ppo", "grpo", "dpo")))
+# The settings that the forks of docs/questions.md add to a short file
+OF_FORKS = re.findall(r"^\+    (\w+): ", text_of("docs/questions.md"), re.M)
+ALL_FLAGS = set().union(*ARGUMENTS.values(), (f"--{name.replace('_', '-')}" for name in OF_FORKS))
 
 
 def code_lines(text):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import warnings
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +15,9 @@ from runs import run, watch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+import dpo
 import reward_model
+import sft
 
 # --- functions
 
@@ -106,19 +110,63 @@ def classifier(folder):
 
 
 def cut_off(shown, pairs, *_):
-    """Which pairs have lost an EOS."""
-    return [len(a.chosen) > len(b.chosen) or len(a.rejected) > len(b.rejected) for a, b in zip(pairs, shown)]
+    """Which of the two texts of each pair have lost an EOS."""
+    return [(len(a.chosen) > len(b.chosen), len(a.rejected) > len(b.rejected)) for a, b in zip(pairs, shown)]
 
 
-def without_eos(pair):
-    """As it would look cut off."""
-    sides = [ids[:-1] if ids[-1] == EOS else ids for ids in (pair.chosen, pair.rejected)]
+def without_eos(pair, cut):
+    """The pair with one text, both or none cut off."""
+    sides = [ids[:-1] if x else ids for ids, x in zip((pair.chosen, pair.rejected), cut)]
     return replace(pair, chosen=sides[0], rejected=sides[1])
 
 
 def test_an_eos_that_is_all_stays():
     pair = reward_model.Pair([EOS], [5, EOS], 0.0)
     assert reward_model.drop_eos([pair], TOKENIZER, 1.0) == [replace(pair, rejected=[5])]
+
+
+def test_the_end_of_a_text_says_nothing_about_its_pair():
+    """Each text loses its EOS by itself, so that all four kinds of pairs occur, in their proportions."""
+    torch.manual_seed(1)
+    pairs = [reward_model.Pair([5, EOS], [6, EOS], 0.0)] * 4000
+    counts = Counter(cut_off(reward_model.drop_eos(pairs, TOKENIZER, 0.25), pairs))
+    assert set(counts) == {(False, False), (False, True), (True, False), (True, True)}
+    assert counts[True, True] / 4000 == pytest.approx(1 / 16, abs=0.02)
+    assert counts[True, False] / 4000 == pytest.approx(3 / 16, abs=0.03)
+
+
+def ids_of_text(text):
+    return [*TOKENIZER(text)["input_ids"], EOS]
+
+
+def test_rules_that_need_no_model():
+    """The longer text is right in one pair and wrong in two; the complete sentence in one, and two are ties."""
+    texts = [(" The film is great.", " The"), (" The film", " The film is great"), (" A", " The film is great")]
+    pairs = [reward_model.Pair(ids_of_text(a), ids_of_text(b)) for a, b in texts]
+    longer, ends = reward_model.rule_accuracies(pairs, TOKENIZER).values()
+    assert longer == pytest.approx(1 / 3) and ends == pytest.approx((1 + 0.5 + 0.5) / 3)
+    with pytest.warns(UserWarning, match="longer"):
+        reward_model.warn_if_no_better(0.3, {"the longer text": 1 / 3})
+    with warnings.catch_warnings(action="error"):
+        reward_model.warn_if_no_better(0.4, {"the longer text": 1 / 3})
+
+
+@pytest.mark.parametrize("script", [sft, reward_model, dpo])
+def test_small_data_get_small_batches(script):
+    """At least a hundred steps, where batches of four or more make them; at most 64 rows."""
+    for rows in range(1, 20_000, 97):
+        size = script.default_batch_size(rows)
+        assert 4 <= size <= 64
+        assert rows / size >= 100 or size == 4
+        assert rows / (2 * size) < 100 or size == 64
+
+
+def test_the_calibration_that_is_printed(capsys):
+    """A line for each bin, in order: predicted, observed, number of pairs."""
+    bins = reward_model.calibration(torch.tensor([0.1, -0.1, 2.0, 2.0]))
+    reward_model.show_calibration(SimpleNamespace(bar=SimpleNamespace(write=print)), bins)
+    rows = [[float(x) for x in line.split()] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [pytest.approx(row, abs=0.006) for row in bins] and len(rows) == 4
 
 
 def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
@@ -135,12 +183,12 @@ def test_reward_model_by_hand(preferences, tmp_path, monkeypatch):
     pairs = preferences.rows
     lengths = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
     assert len(pairs) == 27 and max(lengths) == 36
-    assert 10 < sum(map(sum, drawn)) < 38
+    assert 20 < sum(sum(map(sum, some)) for some in drawn) < 76
     args = SimpleNamespace(**vars(reward_model.Args()) | settings, per_pass=5)
 
     def batch(number):
         rows = reward_model.length_grouped_batch(lengths, number, 6, args.seed)
-        return [without_eos(pairs[i]) if cut else pairs[i] for i, cut in zip(rows, drawn[number], strict=True)]
+        return [without_eos(pairs[i], cut) for i, cut in zip(rows, drawn[number], strict=True)]
 
     def read_step(model, batch):
         chosen, rejected = rewards(model, batch)

@@ -162,5 +162,7 @@ def test_map_puts_each_part_in_its_rows(policy, size):
     torch.testing.assert_close(mapped[r.mask], r.old_logprobs[r.mask], rtol=1e-4, atol=1e-4)
     assert max(sizes) <= size and sum(sizes) == 6 and len(sizes) == math.ceil(6 / size)
     lengths = r.prompt_mask.sum(1) + r.mask.sum(1)
-    assert r.in_micro_batches(lambda part: part.prompt_mask.sum(1) + part.mask.sum(1), args).tolist() == lengths.tolist()
+    assert (
+        r.in_micro_batches(lambda part: part.prompt_mask.sum(1) + part.mask.sum(1), args).tolist() == lengths.tolist()
+    )
     assert lengths[r.by_length(torch.arange(6))].diff().ge(0).all()

@@ -119,7 +119,7 @@ def test_inline_metadata_agrees_with_requirements(script):
     pinned = {line.split("#")[0].strip() for line in text_of("requirements.txt").splitlines()} - {""}
     beside = {"pytest", "pytest-xdist", "hypothesis", "peft", "httpx2", "scipy"}  # tests, --lora-r, tools
     beside |= {"jupytext", "nbclient", "ipykernel"}  # the short files as notebooks
-    beside |= {"math-verify"}  # rewards/maths.py
+    beside |= {"math-verify", "vaderSentiment"}  # rewards/maths.py, rewards/sentiment.py
     beside |= {"rich"} if script == "ddpo.py" else {"diffusers"}  # ddpo.py shows images, and no tables
     assert inline == {package for package in pinned if package.split("==")[0] not in beside}
 

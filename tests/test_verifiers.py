@@ -97,12 +97,24 @@ def test_one_sentence(line):
 
 def test_polarity():
     """A rule with a lexicon: kind words are positive, their negation and unkind words are not."""
-    sentiment = pytest.importorskip("textblob") and importlib.import_module("rewards.sentiment")
+    sentiment = pytest.importorskip("vaderSentiment") and importlib.import_module("rewards.sentiment")
     kind, unkind, negated, plain = [
         one(sentiment.polarity, [{"role": "assistant", "content": f"The sea is {words}."}])
         for words in ("wonderful", "terrible", "not wonderful", "wet")
     ]
-    assert kind > 0.5 and unkind < -0.5 and negated < 0 and abs(plain) < 0.2
+    assert kind > 0.4 and unkind < -0.4 and negated < 0 and abs(plain) < 0.2
+
+
+def test_a_friendly_sentence():
+    """Each broken rule costs a third: a second sentence, no end, another topic, a long word twice."""
+    sentiment = pytest.importorskip("vaderSentiment") and importlib.import_module("rewards.sentiment")
+    score = lambda text: one(sentiment.friendly_sentence, text, thing="sea")  # noqa: E731
+    assert (
+        score("The sea is wet.") == 0 and score("I love the sea!") == one(sentiment.polarity, "I love the sea!") > 0.4
+    )
+    assert score("The sea is wet. It is deep.") == score("The sea is") == score("It is wet.") == pytest.approx(-1 / 3)
+    assert score("The sea is water, all water.") == pytest.approx(-1 / 3)
+    assert score("It is wet") == pytest.approx(-2 / 3)
 
 
 def test_a_row_without_a_number_to_compare_with():

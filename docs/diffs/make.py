@@ -12,32 +12,31 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STEPS = {
-    ("ppo", "rloo"): """The critic falls away, and with it the values, GAE, the value loss and half of the networks in
-training. That is allowed because any number that does not depend on the response may be subtracted from its reward
-without changing the expected gradient, and the mean reward of the *other* responses to the same prompt is such a
-number. The price is that K responses must be drawn to each prompt, and that all tokens of a response share one
-advantage. The whole response has become the action, so ratio and clipping are those of its probability.""",
-    ("rloo", "grpo"): """The baseline becomes the mean of the whole group, and the advantage is divided by the
-group's standard deviation. The first only multiplies the advantages by (K − 1)/K, which the learning rate absorbs; the second
-is a choice, which gives hard and easy prompts the same weight, and `--scale-rewards none` undoes it. The ratio is
-again one per token, and the KL, if there is one, has moved from the reward into the loss, where it is no longer part of
-what the group compares.""",
-    ("grpo", "agent"): """A response becomes a stream in which the policy is answered, by an environment that takes the
-place of the reward function. The environment's tokens are read like a prompt's, so that they are in the attention mask;
-they are no actions, so that they are not in `mask`, with which everything about the loss goes on as before. Where the
-policy ends its turn it no longer ends the text: EOS hands over, and the environment says when all is over. With an
-environment that answers nothing and ends after one turn, the numbers are GRPO's; a test holds them together. Left out
-to make room: the KL term, and all ways to add up tokens but one.""",
+    ("ppo", "rloo"): """The critic is gone, and with it the values, GAE, the value loss and half of the networks in
+training. A number that does not depend on the response may be subtracted from its reward without changing the
+expected gradient, and the mean reward of the *other* responses to the same prompt is such a number. The price: each
+prompt needs K responses, and all tokens of a response share one advantage. The whole response is now the action, so
+ratio and clipping are those of its probability.""",
+    ("rloo", "grpo"): """The baseline becomes the mean of the whole group, and the advantage is divided by the group's
+standard deviation. The first only multiplies the advantages by (K − 1)/K, which the learning rate absorbs. The second
+is a choice: prompts that are nearly always, or nearly never, answered right get more weight than those in between;
+`--scale-rewards none` undoes it. The ratio is again one per token. The KL, if there is one, has moved from the reward
+into the loss, where it is no longer part of what the group compares.""",
+    ("grpo", "agent"): """A response becomes a stream of turns: an environment answers the policy, and takes the place
+of the reward function. The environment's tokens are read like those of a prompt, so they are in the attention mask;
+they are not actions, so they are not in `written`, which selects the tokens of the loss. EOS ends a turn, not the
+text, and the environment decides when the episode is over. If it answers nothing and ends after one turn, this is GRPO
+with `--scale-rewards batch`. The KL term, and all ways to add up tokens but one, are left out to make room.""",
     (
         "sft",
         "reward_model",
-    ): """A label is no longer a text's next token but which of two texts was preferred, so that of
-the network's output at all positions a single number is left, at the last. Cross-entropy stays: −log σ of the difference
-of two rewards is the cross-entropy of a choice between two. The loss sees differences alone, and so leaves the zero of
-the rewards open; it is set at the end.""",
-    ("reward_model", "dpo"): """The reward head falls away, because a policy *is* a reward model: β log(π/π_ref) is the
+    ): """The label is no longer a text's next token, but which of two texts was preferred. So only one number of the
+network's output is left, at the last position. The loss is still a cross-entropy: −log σ of the difference of two
+rewards is that of a choice between two. It depends on differences alone and leaves the zero of the rewards open,
+which is set at the end.""",
+    ("reward_model", "dpo"): """The reward head is gone, because a policy *is* a reward model: β log(π/π_ref) is the
 reward for which it is the best policy that stays near the reference. In the same loss, the difference of two outputs
-becomes a difference of two log-ratios. The price: a reference must read every pair, and nobody ever judges what the
+becomes a difference of two log-ratios. The price: a reference must read every pair, and nothing ever judges what the
 policy itself would write.""",
 }
 SAME_ROLE = {  # new -> old name

@@ -135,7 +135,10 @@ def both(results: dict, bug: dict, metric: str) -> str:
 
 def gallery(results: dict) -> str:
     """The generated part of docs/bugs.md: a table, and a section for each bug."""
-    lines = ["| | file | bug | score at the end, without and with it | what gives it away |", "|---:|---|---|---|---|"]
+    lines = [
+        "| | file | bug | score at the end: without bug → with it | what gives it away |",
+        "|---:|---|---|---|---|",
+    ]
     sections = []
     for n, bug in enumerate(BUGS, 1):
         scores, metrics = (f"`{name}` {both(results, bug, name)}" for name in (bug["score"], bug["metric"]))
@@ -148,7 +151,7 @@ def gallery(results: dict) -> str:
         text = f"{bug['giveaway']} *Caught by* `{bug['property']}`."
         sections.append(
             fill(
-                f"{text} *Where it shipped:* {bug['source']} *Why it shows so:* {bug['why']}",
+                f"{text} *Where it shipped:* {bug['source']} *Why:* {bug['why']}",
                 120,
                 break_long_words=False,
                 break_on_hyphens=False,
