@@ -181,10 +181,10 @@ def read_loss(outputs: tuple[str, ...], function: Callable, *inputs) -> dict[str
 
 def results_of_mistakes(name: str, read: Callable, cases: list) -> dict[str, list[dict[str, Tensor]]]:
     """Maps the sentence of each common mistake to its results by name, one dict for each case."""
-    from mistakes import MISTAKES
+    import mistakes
 
-    mistakes = MISTAKES[name]()
-    return {sentence: [read(wrong, *inputs) for _, inputs, _ in cases] for sentence, wrong in mistakes.items()}
+    functions = getattr(mistakes, name)()
+    return {sentence: [read(wrong, *inputs) for _, inputs, _ in cases] for sentence, wrong in functions.items()}
 
 
 def known_mistakes(name: str, read: Callable, cases: list) -> dict[str, list[dict[str, Tensor]]]:

@@ -459,25 +459,3 @@ def token_weights():
         "response_length.": of(dr_grpo=lambda m, n, L: m / m.numel()),
         "dr_grpo is not divided by the number of responses.": of(dr_grpo=lambda m, n, L: m / L),
     }
-
-
-MISTAKES = {
-    function.__name__: function
-    for function in (
-        masked_mean,
-        response_mask,
-        token_logprobs,
-        response_logprobs,
-        preference_loss,
-        dpo_loss,
-        kl_estimate,
-        shape_rewards,
-        leave_one_out,
-        group_advantages,
-        masked_whiten,
-        gae,
-        policy_loss,
-        value_loss,
-        token_weights,
-    )
-}
