@@ -190,7 +190,7 @@ def main() -> None:
     if not ends:
         return print("All metrics are the same on both sides.")
     show(ends)
-    print("± after a mean is the standard deviation over seeds, after B − A the standard error. *: 0 is not in the interval")
+    print("± after a mean: standard deviation over seeds; after B − A: standard error. *: the interval has no 0 in it")
     picture = args.output_dir / f"{sides[0][0].file.stem[:-2]}-{sides[1][0].file.stem[:-2]}.png"
     draw(runs, args.sides, args.metrics or list(ends)[:PANELS], picture)
     print(f"curves: {picture}")
