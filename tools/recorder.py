@@ -217,6 +217,8 @@ class Recorder:
         ):
             sys.argv += ["--output-dir", f"{folder}/model"] if "output_dir" in fields else []
             exec(compile(ast.Module(above, []), self.file, "exec"), self.names)
+            if "Run" in self.names:
+                script.Run.rescue = lambda run: None  # no checkpoint when the loop is left
             code = compile(ast.Module([self.loop], []), self.file, "exec")
             previous = sys.gettrace()
             sys.settrace(self.on_call)
@@ -226,6 +228,7 @@ class Recorder:
                 pass
             finally:
                 sys.settrace(previous)
+                self.open.clear()
         for value in self.values:  # tensors from before the mask was computed have padding, too
             for mask in [self.names.get(name) for name in MASKS]:
                 if value.mask is None and value.tokens is not None and isinstance(mask, Tensor):

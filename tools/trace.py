@@ -6,8 +6,8 @@
     python tools/trace.py my_ppo.py --against ppo.py         # the same for a script and its fork
     python tools/trace.py --docs                             # writes the pages in docs/trace/
 
-The file runs unchanged (recorder.py), with few short rows. Methods of a script's class Run are left out. The page is one
-file and needs no network. Its template is trace.html; its style and the functions that draw tokens are those of the
+The file runs unchanged (recorder.py), with few short rows. Methods of a script's class Run are left out. The page is
+one file and needs no network. Its template is trace.html; its style and the functions that draw tokens are those of the
 X-ray's viewer, docs/xray/index.html.
 """
 
@@ -34,9 +34,9 @@ def model_of(names: dict):
     return names.get("policy", names.get("model"))
 
 
-def vocabulary(names: dict) -> int | None:
-    """The size of the model's vocabulary; None for a model of images."""
-    return getattr(model_of(names).config, "vocab_size", None)
+def size_of(names: dict, name: str) -> int | None:
+    """A size in the model's configuration; None for a model of images."""
+    return getattr(getattr(model_of(names), "config", None), name, None)
 
 
 def letters(value: Value, names: dict) -> list[str]:
@@ -46,7 +46,7 @@ def letters(value: Value, names: dict) -> list[str]:
         (x.shape[1] for x in map(names.get, ("responses", "stream")) if isinstance(x, Tensor) and x.dim() == 2), None
     )
     columns = {P + T: "P+T", T: "T", P: "P"} if isinstance(P, int) and T else {}
-    rest = {vocabulary(names): "V", getattr(model_of(names).config, "hidden_size", None): "D"}
+    rest = {size_of(names, "vocab_size"): "V", size_of(names, "hidden_size"): "D"}
     B = "B" if value.rows is None else "b"
     of_axis = [{names.get("B"): B}, columns, rest]
     return [str(of_axis[min(axis, 2)].get(n) or rest.get(n) or n) for axis, n in enumerate(value.x.shape)]
@@ -91,7 +91,7 @@ def entry(value: Value, names: dict, layouts: list) -> dict:
     if layout not in layouts:
         layouts.append(layout)
     found["layout"] = layouts.index(layout)
-    if x.dim() > 1 and x.shape[-1] == vocabulary(names):
+    if x.dim() > 1 and x.shape[-1] == size_of(names, "vocab_size"):
         return found | {"top": likeliest(x)}
     if x.dim() >= 4 and max(x.shape[-2:]) <= 16:  # images: rows of pictures
         pictures = x.flatten(1, -3)[:ROWS, :COLUMNS]
