@@ -3,17 +3,23 @@
 python -m pytest exercises        ends with it, for each script whose functions you have all written
 python exercises/capstone.py      runs the original scripts (or those named after it) and saves their metrics in
                                   capstone.json, for comparison with yours
+
+A student's folder has ppo.py, grpo.py and dpo.py beside this folder, without the functions that the exercises ask for.
 """
 
+import ast
 import json
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-OURS = ROOT / "exercises/capstone.json"  # the metric after each update of our runs, a list for each seed
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+FILE = next(file for file in (HERE / "functions.py", ROOT / "functions.py") if file.exists())  # the second: a student's
+OURS = HERE / "capstone.json"  # the metric after each update of our runs, a list for each seed
 SEEDS = (1, 2, 3)  # on another processor, rounding acts like another seed
 FOLDER = ROOT / "runs/capstone"  # for curves and trained models
 RUNS = {  # the metric, its meaning, and settings for a run of less than half a minute
@@ -25,7 +31,8 @@ RUNS = {  # the metric, its meaning, and settings for a run of less than half a 
 
 def path_of(script: str) -> Path:
     """The file of a script."""
-    return ROOT / f"lecture/{script}.py"
+    file = ROOT / f"lecture/{script}.py"
+    return file if file.parent.exists() else ROOT / file.name
 
 
 def scripts() -> list[str]:
@@ -34,8 +41,10 @@ def scripts() -> list[str]:
 
 
 def functions_of(text: str) -> list[str]:
-    """The names of the functions that a text defines."""
-    return re.findall(r"^def (\w+)\(", text, flags=re.M)
+    """The names of the functions that a text defines, or imports from functions.py."""
+    nodes = ast.parse(text).body
+    imported = [x.name for node in nodes if getattr(node, "module", "") == "functions" for x in node.names]
+    return imported + [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
 
 
 def some_pairs() -> Path:
@@ -47,26 +56,34 @@ def some_pairs() -> Path:
     return folder
 
 
-def train(script: str, functions: dict, **settings) -> list[float]:
-    """Runs a script with these functions in place of its own; returns the metric after each update.
+def run(script: str, functions: dict, flags: list[str], on_update: Callable | None = None) -> dict:
+    """Runs a script with these functions in place of its own; returns its variables.
 
-    The script runs cell by cell, as in a notebook. Functions are replaced after the cell that defines them.
+    The script runs cell by cell, as in a notebook. Functions are replaced after the cell that defines or imports them.
+    After each update `on_update` is called with the variables, the number of the update and its metrics.
     """
+    file = str(path_of(script))
+    text = path_of(script).read_text("utf-8")
+    names = {"__file__": file, "__name__": "__main__"}
+    lines = 0
+    with patch.object(sys, "argv", [file, *flags]), patch("wandb.init"), patch("wandb.log") as log:
+        if on_update:
+            log.side_effect = lambda stats, step: on_update(names, step, stats)
+        for cell in re.split("^(?=# %%)", text, flags=re.M):
+            exec(compile("\n" * lines + cell, file, "exec"), names)
+            names.update({name: functions[name] for name in functions_of(cell) if name in functions})
+            lines += cell.count("\n")
+    return names
+
+
+def train(script: str, functions: dict, **settings) -> list[float]:
+    """Trains with these functions for less than half a minute; returns the metric after each update."""
     metric, _, usual = RUNS[script]
     settings = usual | {"output_dir": Path(tempfile.mkdtemp(), script)} | settings
     if script == "dpo":
         settings["dataset"] = some_pairs()
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    file = str(path_of(script))
-    text = path_of(script).read_text("utf-8")
-    names = {"__file__": file, "__name__": "__main__"}
-    lines = 0
-    with patch.object(sys, "argv", [file, *flags]):
-        for cell in re.split("^(?=# %%)", text, flags=re.M):
-            exec(compile("\n" * lines + cell, file, "exec"), names)
-            names.update({name: functions[name] for name in functions_of(cell) if name in functions})
-            lines += cell.count("\n")
-    return [line[metric] for line in names["history"]]
+    return [line[metric] for line in run(script, functions, flags)["history"]]
 
 
 def end_of(curve: list[float]) -> float:
@@ -102,6 +119,8 @@ def draw(script: str, curve: list[float], ours: list[list[float]]) -> Path:
 
 
 if __name__ == "__main__":
+    if not (ROOT / "lecture").exists():
+        sys.exit("error: this folder has no scripts with functions of their own")
     curves = json.loads(OURS.read_text("utf-8"))
     for script in sys.argv[1:] or scripts():
         curves[script] = []

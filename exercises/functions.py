@@ -30,7 +30,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     Every loss of the scripts ends in a mean like this one. Padding must be neither added nor counted.
 
     Hint: x[mask] has the elements of x where the boolean tensor `mask` is true.
-    Source: lecture/ppo.py.
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("masked_mean")
 
@@ -45,7 +45,8 @@ def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor,
                                                 [5, 6, 7, 8, 5]]            [1, 1, 1, 1, 1]]
 
     Hint: a token is real if no stop token precedes it. `torch.isin` finds stop tokens, `cumsum` counts them.
-    Source: lecture/ppo.py; Huang et al. 2024 (the N+ implementation details, arXiv 2403.17031).
+    Paper: Huang et al. 2024 (the N+ implementation details, arXiv 2403.17031).
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("response_mask")
 
@@ -60,7 +61,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Hint: one function of torch turns logits into log-probabilities; a softmax followed by a log gives -inf if a
     probability is too small for a float. `gather` picks elements; its index needs as many dimensions as its input.
-    Source: lecture/ppo.py.
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("token_logprobs")
 
@@ -80,7 +81,7 @@ def response_logprobs(logits: Tensor, tokens: Tensor, prompt_length: int, temper
         temperature .5:  p(y1 = 1) = 9/10 and p(y2 = 0) = 16/17   ->  [[-.105, -.061]]
 
     Hint: select the logits that predict the T response tokens; the function above does the rest.
-    Source: lecture/ppo.py. In ppo.py the model computes only the logits of the response.
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("response_logprobs")
 
@@ -102,7 +103,8 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, center_rew
              the first with c = .1                                  ->  .288 + .1 * 1.099^2 = [.408]
 
     Hint: sigmoid(-1000) is 0 in floating point, and its log is -inf. torch has one function for log sigmoid.
-    Source: lecture/reward_model.py; Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1).
+    Paper: Ouyang et al. 2022 (InstructGPT, 2203.02155, eq. 1).
+    Solution: lecture/reward_model.py
     """
     raise NotImplementedError("preference_loss")
 
@@ -123,7 +125,8 @@ def dpo_loss(
         rewards [.5 * 2] = [1] and [.5 * -1] = [-.5], losses [-log sigmoid(1.5)] = [.201]
 
     Hint: compute the two log-ratios first. The rewards for logging need `detach`.
-    Source: lecture/dpo.py; dpo.py has other losses besides; Rafailov et al. 2023 (2305.18290, eq. 7).
+    Paper: Rafailov et al. 2023 (2305.18290, eq. 7).
+    Solution: lecture/dpo.py
     """
     raise NotImplementedError("dpo_loss")
 
@@ -144,7 +147,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         k1 = log 2 = [[.693]],   k2 = .693^2 / 2 = [[.240]],   k3 = 1/2 - 1 + .693 = [[.193]]
 
     Hint: the inputs are logarithms, so q / p is the exponential of a difference. Check which one to subtract.
-    Source: lecture/grpo.py; Schulman 2020, "Approximating KL divergence".
+    Paper: Schulman 2020, "Approximating KL divergence".
+    Solution: lecture/grpo.py
     """
     raise NotImplementedError("kl_estimate")
 
@@ -161,7 +165,8 @@ def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 
     Hint: a token is the last if it is real and the next one is not. In a full row there is no next token: F.pad can add
     one.
-    Source: lecture/ppo.py; Ziegler et al. 2019 (1909.08593, sec. 2.2).
+    Paper: Ziegler et al. 2019 (1909.08593, sec. 2.2).
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("shape_rewards")
 
@@ -180,7 +185,8 @@ def leave_one_out(rewards: Tensor, k: int) -> Tensor:
         second group   1 - (1 + 4) / 2 = -1.5,   1 - (1 + 4) / 2 = -1.5,   4 - (1 + 1) / 2 = 3
 
     Hint: one `view` makes each group a row. The sum of the others is the sum of all minus this one.
-    Source: lecture/rloo.py; Ahmadian et al. 2024 (2402.14740, sec. 3).
+    Paper: Ahmadian et al. 2024 (2402.14740, sec. 3).
+    Solution: lecture/rloo.py
     """
     raise NotImplementedError("leave_one_out")
 
@@ -201,8 +207,9 @@ def group_advantages(scores: Tensor, G: int, scale: str) -> Tensor:
         "mean"   [2.9988, -.9996, -.9996, -.9996, 0, 0, 0, 0]
 
     Hint: with `keepdim=True`, one number per group can be subtracted from all scores of the group.
-    Source: lecture/grpo.py; Shao et al. 2024 (2402.03300); "none" is Dr. GRPO (Liu et al. 2025, 2503.20783), and
+    Paper: Shao et al. 2024 (2402.03300); "none" is Dr. GRPO (Liu et al. 2025, 2503.20783), and
     "mean" MaxRL (2602.02710).
+    Solution: lecture/grpo.py
     """
     raise NotImplementedError("group_advantages")
 
@@ -217,7 +224,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     Example: x = [[2, 4, 6, 100]], mask = [[1, 1, 1, 0]]: mean 4, variance (4 + 0 + 4) / 2 = 4, so [[-1, 0, 1, 0]]
 
     Hint: the variance is masked_mean of something, times n / (n - 1), or a method of x[mask].
-    Source: lecture/ppo.py.
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("masked_whiten")
 
@@ -238,7 +245,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
     Hint: A_t needs A_{t+1}, so go from the last column to the first. Rewards are 0 on padding; if values are, too, the
     last token is no special case.
-    Source: lecture/ppo.py; Schulman et al. 2016 (1506.02438, eq. 16).
+    Paper: Schulman et al. 2016 (1506.02438, eq. 16).
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("gae")
 
@@ -268,7 +276,8 @@ def policy_loss(
 
     Hint: a ratio of probabilities is the exponential of a difference. Set the difference to 0 on padding, so that its
     exponential is finite.
-    Source: lecture/ppo.py; Schulman et al. 2017 (1707.06347, eq. 7).
+    Paper: Schulman et al. 2017 (1707.06347, eq. 7).
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("policy_loss")
 
@@ -291,7 +300,8 @@ def value_loss(
         clipped =  0                 1                 0
 
     Hint: `clamp` takes tensors as bounds, too.
-    Source: lecture/ppo.py; it comes from OpenAI's code of PPO, not from the paper.
+    Paper: none; the clip of values is from OpenAI's code of PPO.
+    Solution: lecture/ppo.py
     """
     raise NotImplementedError("value_loss")
 
@@ -315,6 +325,7 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args) -> Ten
     write long wrong answers?
 
     Hint: a mask divided by a number is a tensor of numbers.
-    Source: lecture/grpo.py; Liu et al. 2025 (2503.20783, sec. 3.1), Yu et al. 2025 (2503.14476, sec. 3.3).
+    Paper: Liu et al. 2025 (2503.20783, sec. 3.1), Yu et al. 2025 (2503.14476, sec. 3.3).
+    Solution: lecture/grpo.py
     """
     raise NotImplementedError("token_weights")

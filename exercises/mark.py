@@ -1,11 +1,12 @@
-"""Marks a student's work on handout.md: points for functions, numbers, runs and the capstone, with reasons.
+"""Marks a student's folder (see handout.md): points for functions, numbers, runs and the capstone, with reasons.
 
     python exercises/mark.py ada             # ada/functions.py, ada/answers.toml, ada/runs/group-1, ...
     python exercises/mark.py ada bob --no-capstone
     python exercises/mark.py --ours DIR      # writes thresholds from runs like DIR/group-1 to handout.json, handout.md
 
-Functions are graded by their results, and the settings of runs are read from args.json. (A student could edit
-metrics.jsonl; since the seeds are known, it is cheap to repeat a run.)
+The right numbers are computed from the name in answers.toml, as release.py did for the questions. Functions are graded
+by the tests of this folder, not by those in the student's. The settings of runs are read from args.json. (A student
+could edit metrics.jsonl. The seeds are known, so a run is easily repeated.)
 """
 
 import argparse
@@ -16,7 +17,9 @@ import sys
 import tempfile
 import tomllib
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Callable
+from hashlib import sha256
 from math import comb, isclose, sqrt
 from pathlib import Path
 
@@ -40,62 +43,85 @@ FUNCTIONS = {  # points
     "token_weights": 3,
 }
 CAPSTONE = {"ppo": 2, "grpo": 2, "dpo": 2}
+NUMBERS: dict[str, tuple[float, list[float]]] = {  # symbol of handout.md -> its number there, and those of students
+    "p": (0.25, [n / 100 for n in range(30, 45)]),
+    "G": (8, [5, 6, 7, *range(9, 17)]),
+    "H": (4, [3, 5, 6]),
+    "q": (0.1, [n / 100 for n in range(2, 21) if n != 10]),
+    "n": (8, [6, 7, 9, 10, 11, 12]),
+    "c": (2, [2, 3]),
+    "k": (2, [2, 3]),
+}
+
+
+def draw(student: str) -> dict[str, float]:
+    """The numbers of a student, drawn from the name. Without a name, those of handout.md."""
+    name = " ".join(student.lower().split())
+    if not name:
+        return {symbol: x for symbol, (x, _) in NUMBERS.items()}
+    digests = {symbol: int.from_bytes(sha256(f"{name} {symbol}".encode()).digest()) for symbol in NUMBERS}
+    return {symbol: choices[digests[symbol] % len(choices)] for symbol, (_, choices) in NUMBERS.items()}
+
+
+def number_table(numbers: dict[str, float]) -> str:
+    """The numbers, for the handout."""
+    rows = numbers, ["---:"] * len(numbers), (f"{x:g}" for x in numbers.values())
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def second_moment(p: float, b: float) -> float:
-    """E[x^2] of x = (r - b) d log pi / d theta, where pi is right with p = sigmoid(theta), and r is 1 then, else 0."""
+    """E[g^2] of g = (r - b) d log pi / d theta: the answer is right (r = 1) with p = sigmoid(theta), else r = 0."""
     return p * ((1 - b) * (1 - p)) ** 2 + (1 - p) * (b * p) ** 2
 
 
 def variance(p: float, b: float) -> float:
-    """The variance of the same x. Its mean is p (1 - p) for any b."""
+    """The variance of the same g. Its mean is p (1 - p) for any b."""
     return second_moment(p, b) - (p * (1 - p)) ** 2
 
 
-P, G, RARE = 1 / 4, 8, 1 / 10  # in the handout's questions
-# question -> the right number, and the mistakes behind other numbers
-ANSWERS: dict[str, tuple[float, dict[float, str]]] = {
-    "variance_without_baseline": (
-        variance(P, 0),
-        {second_moment(P, 0): "that is the mean of the square; subtract the square of the mean"},
-    ),
-    "variance_with_mean_baseline": (
-        variance(P, P),
-        {second_moment(P, P): "that is the mean of the square; subtract the square of the mean"},
-    ),
-    "best_baseline": (1 - P, {P: "that is the mean reward, which is good but not the best"}),
-    "shrinkage": (
-        (G - 1) / G,
-        {G / (G - 1): "that is the factor that corrects it", 1 / G: "that is one minus the factor"},
-    ),
-    "silent_groups": (
-        P**4 + (1 - P) ** 4,
-        {
-            (1 - P) ** 4: "groups with only right answers are silent, too",
-            1 - P**4 - (1 - P) ** 4: "those are the groups with a gradient",
-        },
-    ),
-    "weight_deviation": (
-        1 / sqrt(RARE * (1 - RARE)),
-        {1 / (RARE * (1 - RARE)): "that is divided by the variance", sqrt(RARE * (1 - RARE)): "that is the deviation"},
-    ),
-    "weight_mean": (1 / RARE, {1 / (1 - RARE): "that is divided by the share of wrong answers"}),
-    "pass_at_2": (
-        1 - comb(6, 2) / comb(8, 2),
-        {1 - (6 / 8) ** 2: "that samples with replacement; the unbiased estimate takes two of the eight"},
-    ),
-}
+def right_answers(numbers: dict[str, float]) -> dict[str, tuple[float, dict[float, str]]]:
+    """Maps each question to the right number, and to the mistakes behind other numbers."""
+    p, G, H, q, n, c, k = numbers.values()
+    square = "that is the mean of the square; subtract the square of the mean"
+    return {
+        "variance_without_baseline": (variance(p, 0), {second_moment(p, 0): square}),
+        "variance_with_mean_baseline": (variance(p, p), {second_moment(p, p): square}),
+        "best_baseline": (1 - p, {p: "that is the mean reward, and the question says that it is another number"}),
+        "shrinkage": (
+            (G - 1) / G,
+            {G / (G - 1): "that is the factor that corrects it", 1 / G: "that is one minus the factor"},
+        ),
+        "equal_groups": (
+            p**H + (1 - p) ** H,
+            {
+                (1 - p) ** H: "the scores of a group with only right answers are equal, too",
+                1 - p**H - (1 - p) ** H: "that is the share of groups with a gradient",
+            },
+        ),
+        "weight_deviation": (
+            1 / sqrt(q * (1 - q)),
+            {1 / (q * (1 - q)): "that is divided by the variance", sqrt(q * (1 - q)): "that is the deviation"},
+        ),
+        "weight_mean": (1 / q, {1 / (1 - q): "that is divided by the share of wrong answers"}),
+        "pass_at_k": (
+            1 - comb(n - c, k) / comb(n, k),
+            {1 - (1 - c / n) ** k: "that samples with replacement; the unbiased estimate takes k different answers"},
+        ),
+    }
+
+
 ANSWER = 2  # points for each
+LONG, SHORT = {"total_episodes": 6400}, {"total_episodes": 3200, "num_ppo_epochs": 4}
 RUNS = {  # run -> settings that it must have
-    "group": {"scale_rewards": "group", "baseline": "mean", "num_ppo_epochs": 1},
-    "constant": {"scale_rewards": "none", "loss_type": "dr_grpo"},
-    "mean": {"scale_rewards": "mean"},
-    "rft": {"baseline": "none"},
-    "clipped": {"num_ppo_epochs": 4, "epsilon": 0.2},
-    "unclipped": {"num_ppo_epochs": 4, "epsilon": 1000.0},
-    "sequence": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "group": LONG | {"scale_rewards": "group", "baseline": "mean", "num_ppo_epochs": 1, "loss_type": "dapo"},
+    "constant": LONG | {"scale_rewards": "none", "loss_type": "dr_grpo"},
+    "mean": LONG | {"scale_rewards": "mean"},
+    "rft": LONG | {"baseline": "none"},
+    "response": LONG | {"loss_type": "grpo"},
+    "clipped": SHORT | {"epsilon": 0.2},
+    "unclipped": SHORT | {"epsilon": 1000.0},
 }
-METRIC = "eval/pass@1"  # which is compared, at the end of the runs
+METRIC = "eval/pass@1"  # at the end of the runs
 RUN = 3  # points for each
 SEEDS = 3
 
@@ -125,28 +151,46 @@ def functions(folder: Path, no_capstone: bool) -> dict[str, tuple[int, int, str]
     return marks
 
 
+def read_answers(folder: Path) -> tuple[dict, str]:
+    """What answers.toml contains, and a message if it cannot be read."""
+    file = folder / "answers.toml"
+    try:
+        return tomllib.loads(file.read_text("utf-8")), ""
+    except (OSError, ValueError) as error:
+        return {}, f"{file} cannot be read: {error}"
+
+
+def student_of(folder: Path) -> str:
+    """The name in answers.toml, or an empty text."""
+    return str(read_answers(folder)[0].get("student", ""))
+
+
 def answers(folder: Path) -> dict[str, tuple[int, int, str]]:
     """The same for the numbers in answers.toml, with a relative tolerance of 0.5 %."""
-    file = folder / "answers.toml"
-    given = tomllib.loads(file.read_text("utf-8")) if file.exists() else {}
+    given, trouble = read_answers(folder)
+    right_and_wrong = right_answers(draw(student_of(folder)))
 
     def mark(name: str) -> str:
-        right, mistakes = ANSWERS[name]
-        if name not in given:
-            return "not answered"
-        if isclose(given[name], right, rel_tol=0.005, abs_tol=1e-6):
+        right, mistakes = right_and_wrong[name]
+        x = given.get(name)
+        if x is None:
+            return trouble or "not answered"
+        if not isinstance(x, (int, float)):
+            return f"{x!r} is not a number"
+        if isclose(x, right, rel_tol=0.005, abs_tol=1e-6):
             return ""
-        known = [text for x, text in mistakes.items() if isclose(given[name], x, rel_tol=0.005)]
-        return f"{given[name]} is not right" + (f": {known[0]}" if known else "")
+        known = [text for wrong, text in mistakes.items() if isclose(x, wrong, rel_tol=0.005)]
+        return f"{x} is not right" + (f": {known[0]}" if known else "")
 
-    messages = {name: mark(name) for name in ANSWERS}
+    messages = {name: mark(name) for name in right_and_wrong}
     return {name: (0 if text else ANSWER, ANSWER, text) for name, text in messages.items()}
 
 
 def end_of(run: Path) -> float:
-    """The last value of the metric."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
-    return [row[METRIC] for row in rows if row.get(METRIC) is not None][-1]
+    """The last value of the metric; 0 if there is none."""
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    return next((row[METRIC] for row in reversed(rows) if row.get(METRIC) is not None), 0.0)
 
 
 def threshold(name: str) -> float:
@@ -162,6 +206,12 @@ def table() -> str:
     return "\n".join([f"| run | `{METRIC}` at the end, ours | yours, at least |", "|---|---:|---:|", *rows])
 
 
+def with_table(page: str, name: str, rows: str) -> str:
+    """A page with another table between its markers of this name."""
+    part = f"<!-- {name} -->\n{rows}\n<!-- /{name} -->"
+    return re.sub(f"<!-- {name} -->.*<!-- /{name} -->", lambda _: part, page, flags=re.S)
+
+
 def runs(folder: Path) -> dict[str, tuple[int, int, str]]:
     """The same for the runs: enough seeds, the required settings, and the last value of the metric."""
 
@@ -170,10 +220,11 @@ def runs(folder: Path) -> dict[str, tuple[int, int, str]]:
         args = [json.loads(file.read_text("utf-8")) for file in found]
         for file, own in zip(found, args):
             for key, x in RUNS[name].items():
-                if own[key] != x:
-                    return f"{file.parent.name} has {key} {own[key]} instead of {x}"
-        if len({own["seed"] for own in args}) < SEEDS:
-            return f"{len({own['seed'] for own in args})} seeds, of {SEEDS}"
+                if own.get(key) != x:
+                    return f"{file.parent.name} has {key} {own.get(key)} instead of {x}"
+        seeds = {own.get("seed") for own in args}
+        if len(seeds) < SEEDS:
+            return f"{len(seeds)} seeds, of {SEEDS}"
         for file in found:
             if (end := end_of(file.parent)) < threshold(name):
                 return f"{file.parent.name} ends at {METRIC} {end:.2f}; at least {threshold(name):.2f} is required"
@@ -194,7 +245,9 @@ def report(folder: Path, no_capstone: bool) -> str:
         total, most = total + got, most + of
         lines += [f"  {part:10s}{got:4d} of {of}"]
         lines += [f"      {name}: {message}" for name, (_, _, message) in marks.items() if message]
-    return "\n".join([f"{folder}: {total} of {most}", *lines])
+    student = student_of(folder)
+    whose = f"the numbers of {student}" if student else "answers.toml names no student: the numbers of handout.md"
+    return "\n".join([f"{folder}: {total} of {most} ({whose})", *lines])
 
 
 def main() -> None:
@@ -205,15 +258,14 @@ def main() -> None:
     parser.add_argument("--ours", type=Path, metavar="DIR", help="write handout.json from the runs in this folder")
     args = parser.parse_args()
     if args.ours:
-        ends = {name: [end_of(run) for run in sorted(args.ours.glob(f"{name}-*"))] for name in RUNS}
+        ends = {name: [round(end_of(run), 4) for run in sorted(args.ours.glob(f"{name}-*"))] for name in RUNS}
         OURS.write_text(json.dumps(ends) + "\n", "utf-8")
-        page = HANDOUT.read_text("utf-8")
-        part = f"<!-- thresholds -->\n{table()}\n<!-- /thresholds -->"
-        HANDOUT.write_text(
-            re.sub("<!-- thresholds -->.*<!-- /thresholds -->", lambda _: part, page, flags=re.S), "utf-8"
-        )
+        HANDOUT.write_text(with_table(HANDOUT.read_text("utf-8"), "thresholds", table()), "utf-8")
     for folder in args.folders:
         print(report(folder, args.no_capstone))
+    names = Counter(" ".join(student_of(folder).lower().split()) for folder in args.folders)
+    for name in (name for name, n in names.items() if name and n > 1):
+        print(f"{names[name]} folders have the numbers of {name!r}: answers.toml of some of them names another student")
 
 
 if __name__ == "__main__":

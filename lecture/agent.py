@@ -32,7 +32,7 @@ environment. Without stop tokens in the loss, it does not learn to end its turn.
 decodes the stream and encodes it again, the loss may see other tokens than those sampled.
 
   python lecture/agent.py    # guess a number: a minute on a CPU, guesses 4.3 -> 3.5, greedy 3.3
-  python lecture/agent.py --env mine.py:Tool --dataset MINE --model Qwen/Qwen3-0.6B \\
+  python lecture/agent.py --env mine.py:Tool --dataset MINE.jsonl --model Qwen/Qwen3-0.6B \\
       --learning-rate 3e-6 --response-length 2048 --num-generations 8 --batch-size 64
 
 Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516 (arXiv).

@@ -26,8 +26,8 @@ unlike in RLHF on text, no reference model: ../ddpo.py has a KL penalty as an op
   advantages            A             A             A             A             (B,)
 
   python lecture/ddpo.py    # 8 x 8 pixels, a minute on a CPU: shapes move left, reward 0 -> 2.0
-  python lecture/ddpo.py --model runwayml/stable-diffusion-v1-5 --train-learning-rate 1e-5 \
-      --reward-fn rewards/jpeg.py:compressibility --dataset MINE    # on a GPU, with smaller batches
+  python lecture/ddpo.py --model runwayml/stable-diffusion-v1-5 --train-learning-rate 1e-5 \\
+      --reward-fn rewards/jpeg.py:compressibility --dataset MINE.jsonl   # on a GPU; smaller batches
 
 Papers: DDPO 2305.13301 (sec. 4), DDIM 2010.02502 (eq. 12 and 16), PPO 1707.06347 (arXiv).
 """

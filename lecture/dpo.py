@@ -26,7 +26,7 @@ The layout of the tensors, for a pair with a prompt of 2 tokens and completions 
                      .   *   *   .   .       over the stars of a row is log pi(y|x)
 
   python lecture/dpo.py    # the toy world: 4 minutes on a CPU, loss .69 -> .57, accuracy -> .69
-  python lecture/dpo.py --model gpt2 --learning-rate 1e-5 --batch-size 8 --dataset MINE
+  python lecture/dpo.py --model gpt2 --learning-rate 1e-5 --batch-size 8 --dataset MINE.jsonl
 
 Paper: Rafailov et al. 2023 (arXiv 2305.18290; its equation 7 is the loss).
 """
@@ -57,7 +57,7 @@ class Args:
     learning_rate: float = 3.1e-4  # its maximum. For GPT-2: 1e-5
     lr_scheduler_type: str = "linear"  # any name in transformers.get_scheduler
     warmup_ratio: float = 0.1  # share of the run in which the rate rises from 0
-    batch_size: int = 64  # B, the pairs of a step
+    batch_size: int = 64  # B, the pairs of a step, all in one pass: fewer if memory is short
     num_train_epochs: float = 1.0  # passes over the pairs
     response_length: int = 53  # maximum length of the responses printed at the end
     temperature: float = 0.7  # divides the logits of those responses

@@ -26,7 +26,7 @@ In RLOO a response is one action, and KL is part of its reward. Here each token 
 its own clipped ratio, and KL is a term of the loss (if beta > 0). Equal scores give no gradient.
 
   python lecture/grpo.py    # the shell game: half a minute on a CPU, right answers .4 -> 1.0
-  python lecture/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 3e-6 --dataset MINE \\
+  python lecture/grpo.py --model Qwen/Qwen3-0.6B --learning-rate 3e-6 --dataset MINE.jsonl \\
       --reward-fn mine.py:reward --response-length 1024
 
 Papers (arXiv): GRPO 2402.03300 (eq. 3, 19), Dr. GRPO 2503.20783, DAPO 2503.14476, MaxRL 2602.02710.

@@ -25,7 +25,7 @@ after 4 tokens (the longest has T = 6). A dot is padding: it may hold any number
   score                         |              *            one per text, on the last real token
 
   python lecture/ppo.py    # the toy world: a minute on a CPU, score 0 -> 5.3, KL 0 -> 21 nats
-  python lecture/ppo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE
+  python lecture/ppo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE.jsonl
 
 Papers: PPO 1707.06347, GAE 1506.02438, KL in the reward 1909.08593, InstructGPT 2203.02155 (arXiv).
 """

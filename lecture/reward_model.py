@@ -21,7 +21,8 @@ The layout of the tensors, for a pair of 6 and 5 tokens with a prompt of 2:
                                  *           has a causal model read the whole text
 
   python lecture/reward_model.py    # the toy world: 80 seconds on a CPU, accuracy .5 -> .75
-  python lecture/reward_model.py --model gpt2 --learning-rate 1e-5 --batch-size 8 --dataset MINE
+  python lecture/reward_model.py --model gpt2 --learning-rate 1e-5 --batch-size 8 \\
+      --dataset MINE.jsonl
 
 Papers: Christiano 1706.03741, InstructGPT 2203.02155 (eq. 1), Llama 2 2307.09288 (margin), the N+
 implementation details 2403.17031 (the head's initial weights, mean 0; all arXiv).
@@ -53,7 +54,7 @@ class Args:
     learning_rate: float = 7.2e-4  # its maximum. For GPT-2: 1e-5
     lr_scheduler_type: str = "cosine"  # any name in transformers.get_scheduler
     warmup_ratio: float = 0.03  # share of the run in which the rate rises from 0
-    batch_size: int = 64  # B, the pairs of a step
+    batch_size: int = 64  # B, the pairs of a step, all in one pass: fewer if memory is short
     num_train_epochs: float = 1.0  # passes over the pairs; large models overfit with more
     model: str = f"{TOY}/sft"  # the model to start from: a folder, or a name on the hub
     dataset: str = f"{TOY}/data/preferences"  # columns prompt, chosen, rejected [, margin]

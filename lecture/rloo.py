@@ -26,7 +26,7 @@ The baseline of PPO is the critic. Here it is the mean reward of the other respo
 They do not depend on this response, so the gradient is unbiased. The response is one action.
 
   python lecture/rloo.py    # the toy world: a minute on a CPU, score 0 -> 4.4, KL 0 -> 17 nats
-  python lecture/rloo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE
+  python lecture/rloo.py --model gpt2 --learning-rate 1e-5 --reward-model MINE --dataset MINE.jsonl
 
 Papers: RLOO 2402.14740, REINFORCE with a leave-one-out baseline (Kool et al. 2019), PPO 1707.06347.
 """

@@ -20,7 +20,7 @@ Prompt tokens carry no loss: the policy is to answer prompts, not to invent them
 that never sees where texts end never ends one.
 
   python lecture/sft.py    # the toy world, from random weights: a minute on a CPU, loss 8.1 -> 3.1
-  python lecture/sft.py --model gpt2 --learning-rate 2e-5 --micro-batch-size 4 --dataset MINE
+  python lecture/sft.py --model gpt2 --learning-rate 2e-5 --micro-batch-size 4 --dataset MINE.jsonl
 
 Papers: InstructGPT 2203.02155, sec. 3.5; the N+ implementation details 2403.17031 (arXiv).
 """

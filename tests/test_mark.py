@@ -1,4 +1,4 @@
-"""exercises/mark.py: what is right gets its points, and what is missing is said."""
+"""exercises/mark.py: right work gets its points, and a message names what is missing."""
 
 import json
 import sys
@@ -12,8 +12,8 @@ import mark  # noqa: E402
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """What somebody handed in: all answers, and runs that end as ours do; but for functions, which pytest grades."""
-    answers = "".join(f"{name} = {right:.4g}\n" for name, (right, _) in mark.ANSWERS.items())
+    """A student's folder with all answers, to the numbers of handout.md, and with runs that end as ours do."""
+    answers = "".join(f"{name} = {right:.4g}\n" for name, (right, _) in mark.right_answers(mark.draw("")).items())
     (tmp_path / "answers.toml").write_text(answers)
     for name, ends in json.loads(mark.OURS.read_text()).items():
         for seed, end in enumerate(ends, 1):
@@ -25,8 +25,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_handout_has_the_thresholds():
-    assert mark.table() in mark.HANDOUT.read_text("utf-8")
+def test_the_handout_has_the_thresholds_and_numbers():
+    page = mark.HANDOUT.read_text("utf-8")
+    assert mark.with_table(page, "thresholds", mark.table()) == page
+    assert mark.with_table(page, "numbers", mark.number_table(mark.draw(""))) == page
+    assert set(json.loads(mark.OURS.read_text())) == set(mark.RUNS)
+    for name in [*mark.right_answers(mark.draw("")), *mark.RUNS]:
+        assert name in page
 
 
 def points(marks):
@@ -41,11 +46,13 @@ def test_all_is_right(folder):
 
 
 def test_a_wrong_number_is_named(folder):
-    for name, (_, mistakes) in mark.ANSWERS.items():
+    for name, (_, mistakes) in mark.right_answers(mark.draw("")).items():
         for x, sentence in mistakes.items():
             (folder / "answers.toml").write_text(f"{name} = {x:.4g}\n")
             marks = mark.answers(folder)
             assert marks[name][0] == 0 and sentence in marks[name][2] and points(marks) == (0, 16)
+    (folder / "answers.toml").write_text('best_baseline = "0.75"\n')
+    assert "is not a number" in mark.answers(folder)["best_baseline"][2]
 
 
 def test_a_run_that_is_not_what_was_asked_for(folder):
@@ -60,6 +67,18 @@ def test_a_run_that_is_not_what_was_asked_for(folder):
     assert "ends at eval/pass@1 0.10" in mark.runs(folder)["group"][2] and mark.runs(folder)["mean"][0] == 3
 
 
+def test_the_report_names_the_student(folder, monkeypatch, capsys):
+    """And warns of two folders with the same name."""
+    monkeypatch.setattr(mark, "functions", lambda *_: {"gae": (5, 5, "")})
+    assert "names no student" in mark.report(folder, True)
+    text = (folder / "answers.toml").read_text()
+    (folder / "answers.toml").write_text('student = "Ada"\n' + text)
+    assert "(the numbers of Ada)" in mark.report(folder, True)
+    monkeypatch.setattr(sys, "argv", ["mark.py", str(folder), str(folder)])
+    mark.main()
+    assert "2 folders have the numbers of 'ada'" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_functions_are_graded(folder):
     """Those of the short files are right; one is emptied, another wrong."""
@@ -69,4 +88,4 @@ def test_functions_are_graded(folder):
     (folder / "functions.py").write_text(text)
     marks = mark.functions(folder, no_capstone=True)
     assert points(marks) == (1, sum(mark.FUNCTIONS.values()))
-    assert "not right" in marks["leave_one_out"][2] and marks["gae"][2] == "not done yet"
+    assert "that of the batch" in marks["leave_one_out"][2] and marks["gae"][2] == "not done yet"

@@ -131,6 +131,83 @@ def test_the_numbers_are_those_of_the_run(ppo, tmp_path, monkeypatch):
     torch.testing.assert_close(ppo.values[first].x, torch.ones(4, 22))
 
 
+SCRIPT_FILE = """
+from dataclasses import dataclass
+import torch
+from types import SimpleNamespace
+
+
+@dataclass
+class Batch:
+    responses: torch.Tensor
+    mask: torch.Tensor
+    scores: torch.Tensor | None = None
+
+
+class Run:
+    def steps(self):
+        hidden = torch.zeros(1)
+        yield from range(3)
+
+
+def score(responses):
+    return responses.sum(1)
+
+
+def update(policy, batch):
+    for index in torch.tensor([1, 0]).split(1):
+        part = batch.responses[index] / 4
+    return part
+
+
+def train():
+    policy = SimpleNamespace(config=SimpleNamespace(vocab_size=7))
+    early = score(torch.ones(1, 1))
+    for step in Run().steps():
+        batch = Batch(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[True] * 3, [True, True, False]]))
+        batch.scores = score(batch.responses)
+        last = update(policy, batch)
+
+
+def main():
+    train()
+    raise AssertionError("the recorder stops after an update")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_script(tmp_path):
+    """Its loop is in a function, and its tensors in a dataclass, whose micro-batches have the right rows and tokens."""
+    file, fork = tmp_path / "script.py", tmp_path / "fork.py"
+    file.write_text(SCRIPT_FILE)
+    fork.write_text(SCRIPT_FILE.replace("responses.sum(1)", "responses.sum(1) + 1"))
+    seen = recorder.Recorder(file).run()
+    names = {step.place: set() for step in seen.steps}
+    for step in seen.steps:
+        names[step.place] |= step.made.keys()
+    assert set(names) == {"loop", "score", "update"}
+    assert names["loop"] == {"step", "batch.responses", "batch.mask", "batch.scores", "last"}
+    [call] = [step for step in seen.steps if "batch.scores" in step.made and step.place == "loop"]
+    assert list(call.made) == ["batch.scores"] and list(call.read) == ["batch.responses"]
+    parts = [seen.values[step.made["part"]] for step in seen.steps if "part" in step.made]
+    assert [(part.rows, part.tokens.tolist()) for part in parts] == [([1], [[4, 5, 6]]), ([0], [[1, 2, 3]])]
+    assert parts[0].mask.tolist() == [[True, True, False]]
+    assert "update" in trace["make_page"](trace["read_record"](seen, "a title", "a command"))
+    found = trace["compare"](recorder.Recorder(fork).run(), seen, {"values": [], "layouts": []})
+    assert found.endswith("in score: return responses.sum(1) + 1\n  returned[0] is 7, and was 6")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "reward_model", "ppo", "rloo", "grpo", "dpo", "ddpo"])
+def test_each_script_has_a_page(name):
+    seen = recorder.Recorder(ROOT / f"{name}.py").run()
+    assert {"loop", "update"} <= {step.place for step in seen.steps}
+    assert len(trace["make_page"](trace["read_record"](seen, name, ""))) < 2_000_000
+
+
 def test_the_page_loads_nothing_and_shows_text_as_text(record):
     page = trace["make_page"](trace["read_record"](record(), "<img src=x>", ""))
     elements = Elements(page)

@@ -1,16 +1,20 @@
-"""Runs one update of a short file, and records what each line does to the tensors.
+"""Runs one update of a file, and records what each line does to the tensors.
 
 The file is not changed: Python calls a function before each line (`sys.settrace`), which compares the variables before
-and after a line. The code above the loop runs without this; then one pass of the longest loop at the top level is
-recorded, and the run ends. tools/trace.py draws the record.
+and after a line. The code above the loop runs without this; then one pass of the longest loop is recorded, and the run
+ends. The loop is at the top level of a short file, and in the function `train` of a script. tools/trace.py draws the
+record.
 """
 
 import ast
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, is_dataclass
+from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import datasets
@@ -21,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # names of tensors of tokens, and of masks
 TOKENS = ("ids", "input_ids", "targets", "responses", "stream", "tokens", "prompts", "drawn")
 MASKS = ("mask", "real", "attention_mask", "prompt_mask")
-ROW_NUMBERS = ("rows", "i")  # what the loop over mini-batches calls its row numbers
+ROW_NUMBERS = ("rows", "i", "index")  # what the loops over mini-batches and micro-batches call their row numbers
 FEW = {  # settings that make an update small enough to read; those that a file lacks are left out
     "batch_size": 4,
     "rloo_k": 2,
@@ -129,9 +133,19 @@ def reads(statement: ast.stmt) -> list[str]:
         head = statement.iter
     if isinstance(statement, (ast.If, ast.While)):
         head = statement.test
-    names = [node for node in ast.walk(head) if isinstance(node, ast.Name)]
+    names = [node for node in ast.walk(head) if isinstance(node, (ast.Name, ast.Attribute))]
     changed = getattr(statement, "target", None) if isinstance(statement, ast.AugAssign) else None
-    return list(dict.fromkeys(node.id for node in names if isinstance(node.ctx, ast.Load) or node is changed))
+    return list(dict.fromkeys(ast.unparse(node) for node in names if isinstance(node.ctx, ast.Load) or node is changed))
+
+
+def variables(frame) -> dict:
+    """A function's variables by name; the tensors of a dataclass by names such as rollout.mask."""
+    found = {}
+    for name, x in frame.f_locals.items():
+        if is_dataclass(x) and not isinstance(x, type):
+            found |= {f"{name}.{key}": y for key, y in vars(x).items() if isinstance(y, Tensor)}
+        found[name] = x
+    return found
 
 
 class Recorder:
@@ -151,20 +165,24 @@ class Recorder:
                 first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
                 for line in range(first, max(last, node.lineno) + 1):
                     self.statements[line] = node
-        loops = [node for node in self.tree.body if isinstance(node, ast.For)]
+        functions = {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
+        self.place = functions.get("train", self.tree)  # what contains the loop
+        loops = [node for node in self.place.body if isinstance(node, ast.For)]
         if not loops:
-            sys.exit(f"error: {file} has no loop at its top level: traces are for files like those of lecture/")
+            sys.exit(f"error: {file} has no loop at its top level, nor in a function `train`")
         self.loop = max(loops, key=lambda node: node.end_lineno - node.lineno)
         self.mini_batches = [
             node
-            for node in ast.walk(self.loop)
+            for part in (self.loop, functions.get("update", ast.Module([])))
+            for node in ast.walk(part)
             if isinstance(node, ast.For) and getattr(node.target, "id", "") in ROW_NUMBERS
         ]
-        self.open: list[Call] = []  # the innermost is the last
+        self.open: list[Call] = []  # the first has the loop, the last is the innermost
         self.numbers: dict[object, int] = {}  # identity of a tensor -> number of its value
         self.alive = []  # keeps tensors, since Python may give a deleted one's id to another
         has_toy = any(Path(folder, "toy").exists() for folder in file.parents[:2])
-        home = file if has_toy else ROOT / "lecture" / file.name  # a fork may be in any folder
+        folder = ROOT / "lecture" if self.place is self.tree else ROOT
+        home = file if has_toy else folder / file.name  # a fork may be in any folder
         self.names: dict = {"__name__": "__main__", "__file__": str(home)}
 
     def run(self) -> "Recorder":
@@ -185,23 +203,32 @@ class Recorder:
             data = load(*args, **options)
             return data.select(range(min(64, len(data))))
 
-        new = ["--output-dir", str(Path(tempfile.mkdtemp(), "model"))] if "output_dir" in fields else []
-        before = self.tree.body[: self.tree.body.index(self.loop)]
-        patches = (
+        script = ModuleType("traced")  # a script's dataclasses look up their types in a module
+        sys.modules[script.__name__] = script
+        is_short = self.place is self.tree
+        script.__dict__.update(self.names if is_short else self.names | {"__name__": script.__name__})
+        self.names = script.__dict__
+        above = self.tree.body[: self.tree.body.index(self.loop)] if is_short else self.tree.body
+        with (
+            tempfile.TemporaryDirectory() as folder,
             mock.patch("datasets.load_dataset", load_some),
-            mock.patch.object(sys, "argv", [self.file.name, *self.words, *new]),
-        )
-        with patches[0], patches[1]:
-            exec(compile(ast.Module(before, []), self.file, "exec"), self.names)
+            mock.patch.object(sys, "argv", [self.file.name, *self.words]),
+            redirect_stdout(StringIO()),
+        ):
+            sys.argv += ["--output-dir", f"{folder}/model"] if "output_dir" in fields else []
+            exec(compile(ast.Module(above, []), self.file, "exec"), self.names)
+            if "Run" in self.names:
+                script.Run.rescue = lambda run: None  # no checkpoint when the loop is left
             code = compile(ast.Module([self.loop], []), self.file, "exec")
             previous = sys.gettrace()
             sys.settrace(self.on_call)
             try:
-                exec(code, self.names)
+                exec(code, self.names) if is_short else script.main()
             except Seen:
                 pass
             finally:
                 sys.settrace(previous)
+                self.open.clear()
         for value in self.values:  # tensors from before the mask was computed have padding, too
             for mask in [self.names.get(name) for name in MASKS]:
                 if value.mask is None and value.tokens is not None and isinstance(mask, Tensor):
@@ -217,15 +244,22 @@ class Recorder:
     def on_call(self, frame, event, arg):
         """Called when a function begins. If the function is in the file, its lines are recorded, too."""
         code = frame.f_code
-        if code.co_filename != str(self.file) or (code.co_name[0] == "<" and code.co_name != "<module>"):
+        if code.co_filename != str(self.file):
+            return None
+        if not self.open:
+            return self.on_line if code.co_name == getattr(self.place, "name", "<module>") else None
+        if code.co_name[0] == "<" or code.co_qualname.startswith("Run."):  # Run keeps checkpoints and files
             return None
         self.open.append(Call(frame))
-        if code.co_name != "<module>":
-            self.begin(self.statements[code.co_firstlineno], {})  # records its arguments
+        self.begin(self.statements[code.co_firstlineno], {})  # records its arguments
         return self.on_line
 
     def on_line(self, frame, event, arg):
         """Called before a line runs, and when a function returns."""
+        if not self.open:
+            if event != "line" or self.statements.get(frame.f_lineno) is not self.loop:
+                return self.on_line
+            self.open.append(Call(frame))
         call = self.open[-1]
         if event == "line":
             statement = self.statements[frame.f_lineno]
@@ -235,11 +269,12 @@ class Recorder:
                     call.statement = None
                     return self.on_line
                 if statement is self.loop and self.steps:
+                    self.names = self.names | self.known(frame)
                     raise Seen
                 self.begin(statement, self.look(frame))
         elif event == "return":
             self.finish()
-            if frame.f_code.co_name != "<module>" and arg is not None:
+            if len(self.open) > 1 and arg is not None:
                 step = self.steps[call.step]
                 for name, x in ({} if isinstance(arg, Mapping) else tensors_in("returned", arg)).items():
                     step.made[name] = self.number(name, x, identity(x))
@@ -248,26 +283,27 @@ class Recorder:
 
     def look(self, frame) -> dict:
         """The identities of a function's variables."""
-        return {name: identity(x) for name, x in frame.f_locals.items() if name[0] != "_"}
+        return {name: identity(x) for name, x in variables(frame).items() if name[0] != "_"}
 
     def begin(self, statement: ast.stmt, before: dict) -> None:
         """Records a statement that is about to run, and the tensors that it reads."""
         call = self.open[-1]
         name = call.frame.f_code.co_name
         parent = self.open[-2].step if len(self.open) > 1 else None
-        step = Step(statement.lineno, "loop" if name == "<module>" else name, parent)
+        step = Step(statement.lineno, "loop" if parent is None else name, parent)
         call.statement, call.step, call.before = statement, len(self.steps), before
         self.steps.append(step)
+        own = variables(call.frame)
         for name in reads(statement):
-            if name in call.frame.f_locals:
-                step.read |= self.written(name, call.frame.f_locals[name])
+            if name in own:
+                step.read |= self.written(name, own[name])
 
     def finish(self) -> None:
         """Records what the last statement has made."""
         call = self.open[-1]
         if call.statement is None:
             return
-        for name, x in call.frame.f_locals.items():
+        for name, x in variables(call.frame).items():
             if name[0] != "_" and call.before.get(name, ()) != identity(x):
                 self.steps[call.step].made |= self.written(name, x, True)
 
@@ -293,10 +329,16 @@ class Recorder:
         return self.numbers[key]
 
     def shuffled(self) -> Tensor | None:
-        """The row numbers of the mini-batch, while the loop over mini-batches runs."""
-        names = [node.target.id for node in self.mini_batches if is_in(self.open[0].statement, node)]
-        numbers = self.names.get(names[-1]) if names else None
-        return numbers if isinstance(numbers, Tensor) and numbers.dim() == 1 else None
+        """The row numbers of the mini-batch or micro-batch, while the loop over them runs."""
+        for call in reversed(self.open):
+            for node in reversed(self.mini_batches):
+                if is_in(call.statement, node):
+                    numbers = call.frame.f_locals.get(node.target.id)
+                    return numbers if isinstance(numbers, Tensor) and numbers.dim() == 1 else None
+
+    def known(self, frame) -> dict:
+        """A function's variables; the tensors of its dataclasses under their own names, those of the newest."""
+        return {name.rpartition(".")[2]: x for name, x in variables(frame).items()}
 
     def around(self, x: Tensor) -> tuple:
         """Returns the row numbers of a new tensor, the tokens of its columns, and the mask of its real tokens."""
@@ -307,9 +349,9 @@ class Recorder:
         B, C = x.shape[:2]
         found = {"tokens": {}, "mask": {}}  # for each width, from the innermost function
         for call in reversed(self.open):
-            own = call.frame.f_locals
+            own = self.known(call.frame)
             parts = [own.get("prompts"), *tensors_in("responses", own.get("responses")).values()]
-            if len(parts) == 2 and isinstance(parts[0], Tensor):
+            if len(parts) == 2 and isinstance(parts[0], Tensor) and len(parts[0]) == len(parts[1]):
                 parts.append(torch.cat(parts, 1))
             for kind, candidates in {
                 "tokens": [*(own.get(name) for name in TOKENS), *parts],
@@ -317,7 +359,7 @@ class Recorder:
             }.items():
                 for y in candidates:
                     if isinstance(y, Tensor) and y.dim() == 2 and not y.is_floating_point():
-                        y = y[rows] if own is self.names and rows and len(y) > max(rows) else y
+                        y = y[rows] if call is self.open[0] and rows and len(y) > max(rows) else y
                         if len(y) == B:
                             found[kind].setdefault(y.shape[1], y)
         # with one column less than tokens, a column belongs to the token after it

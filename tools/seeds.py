@@ -121,7 +121,7 @@ def compare(runs: tuple[list, list], metrics: list[str]) -> dict[str, tuple[list
 
 
 def show(ends: dict[str, tuple[list[float], list[float]]]) -> None:
-    """Prints the table. ± is the standard deviation over seeds after a mean, the standard error after a difference."""
+    """Prints the table."""
     from rich.box import MARKDOWN
     from rich.console import Console
     from rich.table import Table
@@ -143,7 +143,8 @@ def show(ends: dict[str, tuple[list[float], list[float]]]) -> None:
 
 
 def draw(runs: tuple[list, list], commands: list[str], metrics: list[str], file: Path) -> None:
-    """Draws each metric against updates: the mean over seeds, plus and minus one standard error."""
+    """Draws each metric against updates: the mean over seeds, plus and minus one standard error. A run of one update is
+    a point."""
     from matplotlib.figure import Figure
 
     figure = Figure((4.5 * len(metrics), 3.4), layout="constrained")
@@ -154,7 +155,7 @@ def draw(runs: tuple[list, list], commands: list[str], metrics: list[str], file:
             means = [statistics.fmean(row) for _, row in points]
             errors = [statistics.stdev(row) / math.sqrt(len(row)) for _, row in points]
             x = [x for x, _ in points]
-            axis.plot(x, means, color=colour, label=command)
+            axis.plot(x, means, "o" if len(x) == 1 else "-", color=colour, label=command)
             bounds = [[m + sign * e for m, e in zip(means, errors)] for sign in (-1, 1)]
             axis.fill_between(x, *bounds, color=colour, alpha=0.2, linewidth=0)
         axis.set_title(metric, fontsize=10)
@@ -186,7 +187,10 @@ def main() -> None:
     runs = tuple([read(run.file) for run in side] for side in sides)
     ends = compare(runs, args.metrics)
     print(f"A: {args.sides[0]}\nB: {args.sides[1]}")
+    if not ends:
+        return print("All metrics are the same on both sides.")
     show(ends)
+    print("± after a mean: standard deviation over seeds; after B − A: standard error. *: the interval has no 0 in it")
     picture = args.output_dir / f"{sides[0][0].file.stem[:-2]}-{sides[1][0].file.stem[:-2]}.png"
     draw(runs, args.sides, args.metrics or list(ends)[:PANELS], picture)
     print(f"curves: {picture}")

@@ -1,12 +1,14 @@
-"""One update of a short file, line by line: a web page with the code on the left, and each line's results on the right.
+"""One update, line by line: a web page with the code on the left, and each line's results on the right.
 
     python tools/trace.py lecture/ppo.py                     # writes runs/trace/ppo.html, for any browser
     python tools/trace.py lecture/ppo.py --batch-size 2      # with settings of the file
     python tools/trace.py fork.py --against lecture/ppo.py   # also prints the first line where a number differs
+    python tools/trace.py my_ppo.py --against ppo.py         # the same for a script and its fork
     python tools/trace.py --docs                             # writes the pages in docs/trace/
 
-The file runs unchanged (recorder.py), with few short rows. The page is one file and needs no network. Its template is
-trace.html; its style and the functions that draw tokens are those of the X-ray's viewer, docs/xray/index.html.
+The file runs unchanged (recorder.py), with few short rows. Methods of a script's class Run are left out. The page is
+one file and needs no network. Its template is trace.html; its style and the functions that draw tokens are those of the
+X-ray's viewer, docs/xray/index.html.
 """
 
 import argparse
@@ -32,9 +34,9 @@ def model_of(names: dict):
     return names.get("policy", names.get("model"))
 
 
-def vocabulary(names: dict) -> int | None:
-    """The size of the model's vocabulary; None for a model of images."""
-    return getattr(model_of(names).config, "vocab_size", None)
+def size_of(names: dict, name: str) -> int | None:
+    """A size in the model's configuration; None for a model of images."""
+    return getattr(getattr(model_of(names), "config", None), name, None)
 
 
 def letters(value: Value, names: dict) -> list[str]:
@@ -44,7 +46,7 @@ def letters(value: Value, names: dict) -> list[str]:
         (x.shape[1] for x in map(names.get, ("responses", "stream")) if isinstance(x, Tensor) and x.dim() == 2), None
     )
     columns = {P + T: "P+T", T: "T", P: "P"} if isinstance(P, int) and T else {}
-    rest = {vocabulary(names): "V", getattr(model_of(names).config, "hidden_size", None): "D"}
+    rest = {size_of(names, "vocab_size"): "V", size_of(names, "hidden_size"): "D"}
     B = "B" if value.rows is None else "b"
     of_axis = [{names.get("B"): B}, columns, rest]
     return [str(of_axis[min(axis, 2)].get(n) or rest.get(n) or n) for axis, n in enumerate(value.x.shape)]
@@ -89,7 +91,7 @@ def entry(value: Value, names: dict, layouts: list) -> dict:
     if layout not in layouts:
         layouts.append(layout)
     found["layout"] = layouts.index(layout)
-    if x.dim() > 1 and x.shape[-1] == vocabulary(names):
+    if x.dim() > 1 and x.shape[-1] == size_of(names, "vocab_size"):
         return found | {"top": likeliest(x)}
     if x.dim() >= 4 and max(x.shape[-2:]) <= 16:  # images: rows of pictures
         pictures = x.flatten(1, -3)[:ROWS, :COLUMNS]
@@ -128,7 +130,7 @@ def read_record(recorder: Recorder, title: str, command: str) -> dict:
                 if isinstance(x, int) and len(shape) == len(values[x]["size"]):
                     values[x]["shape"] = shape
                     break
-    tokenizer = recorder.names.get("tokenizer")
+    tokenizer = recorder.names.get("tokenizer") or getattr(model_of(recorder.names), "tokenizer", None)
     ids = {k for layout in layouts for row in layout.get("tokens", []) for k in row}
     ids |= {k for value in values for row in value.get("top", []) for cell in row for k, _ in cell}
     ids |= {k for value in values if value.get("kind") == "token" for row in value["x"] for k in row}
@@ -266,7 +268,7 @@ def compare(fork: Recorder, original: Recorder, data: dict) -> str:
 def main() -> None:
     """Reads the command line and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Other settings are the file's own.")
-    parser.add_argument("file", type=Path, nargs="?", help="a file of lecture/, or a fork of one")
+    parser.add_argument("file", type=Path, nargs="?", help="a file of lecture/, a script, or a fork of one")
     parser.add_argument("--against", type=Path, help="another such file: print the first line with another number")
     parser.add_argument("--output", type=Path, help="the page to write; by default runs/trace/NAME.html")
     parser.add_argument("--docs", action="store_true", help="write the pages of docs/trace/")

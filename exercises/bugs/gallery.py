@@ -2,9 +2,10 @@
 
 python exercises/bugs/gallery.py               # 95 runs, 40 minutes of one core; continues where it stopped
 python exercises/bugs/gallery.py --redraw      # draws the pictures and writes the page again
+python exercises/bugs/gallery.py --svg runs/bugs/svg     # draws the pictures as SVG, for slides
 
 Runs have the settings of play.py, which are shorter than the defaults. Results are added to results.json beside this
-file; a bug with a changed text runs again.
+file. If the text of a bug changes, its runs are made again.
 """
 
 import json
@@ -18,7 +19,7 @@ from textwrap import fill
 import torch
 from play import BUGS, ROOT, RUNS, healthy, plant, run
 
-sys.path += [str(ROOT / folder) for folder in ("experiments", "tools")]
+sys.path += [str(ROOT / "experiments"), str(ROOT / "tools")]
 from forks import complete, put_tables
 from seeds import judge
 
@@ -84,23 +85,27 @@ def end(history: dict, metric: str) -> float:
 
 
 def is_shown(results: dict, bug: dict, metric: str) -> bool:
-    """Whether the runs with the bug end with another value: 0 lies outside Student's interval of paired seeds."""
+    """Whether 0 is outside of the 95 % interval of what a bug does to a metric at the end, over paired seeds."""
     sides = [
-        [end(history, metric) for history in runs_of(results, fork)] for fork in (name_of_healthy(bug), bug["name"])
+        {run["seed"]: end(run["history"], metric) for run in results["runs"] if run["fork"] == fork}
+        for fork in (name_of_healthy(bug), bug["name"])
     ]
-    found = judge(*sides)
+    seeds = sorted(sides[0].keys() & sides[1].keys())
+    found = judge(*([side[seed] for seed in seeds] for side in sides))
     return found["low"] > 0 or found["high"] < 0
 
 
 def draw(results: dict, bug: dict, file: Path) -> None:
-    """Draws score and metric of all runs with a bug, and without it in grey; a single number becomes a point."""
+    """Draws score and metric of all runs with a bug, and without it in grey. A single number becomes a point. The title
+    says if no difference is shown."""
     from matplotlib.figure import Figure
 
     figure = Figure((8, 2.6), layout="constrained")
     for i, metric in enumerate([bug["score"], bug["metric"]]):
-        title = metric if is_shown(results, bug, metric) else f"{metric} (no difference is shown)"
-        axis = figure.add_subplot(1, 2, i + 1)
-        axis.set_title(title, fontsize=10)
+        axis = figure.add_subplot(1, 2, i + 1, title=metric)
+        if not is_shown(results, bug, metric):
+            n = len(runs_of(results, bug["name"]))
+            axis.set_title(f"{metric} (no difference shown, {n} seeds)", fontsize=10)
         for x, (fork, colour) in enumerate(((name_of_healthy(bug), "0.6"), (bug["name"], "C3"))):
             for history in runs_of(results, fork):
                 values = history[metric]
@@ -158,13 +163,21 @@ def gallery(results: dict) -> str:
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--redraw", action="store_true", help="do not train")
+    parser.add_argument("--svg", type=Path, metavar="FOLDER", help="only draw the pictures, as SVG, into this folder")
     args = parser.parse_args()
     diffs = {name_of_healthy(bug): [] for bug in BUGS} | {bug["name"]: bug["edits"] for bug in BUGS}
     wanted = [{"fork": fork, "seed": seed} for seed in SEEDS for fork in diffs]
-    results = json.loads(OUTPUT.read_text()) if args.redraw else complete(OUTPUT, diffs, wanted, measure, 0.4, False)
+    results = (
+        json.loads(OUTPUT.read_text())
+        if args.redraw or args.svg
+        else complete(OUTPUT, diffs, wanted, measure, 0.4, False)
+    )
+    if args.svg:
+        args.svg.mkdir(parents=True, exist_ok=True)
     for n, bug in enumerate(BUGS, 1):
-        draw(results, bug, ROOT / f"docs/bugs/{n}.png")
-    put_tables(PAGE, {"gallery": gallery(results)})
+        draw(results, bug, args.svg / f"{n}.svg" if args.svg else ROOT / f"docs/bugs/{n}.png")
+    if not args.svg:
+        put_tables(PAGE, {"gallery": gallery(results)})
 
 
 if __name__ == "__main__":
