@@ -90,7 +90,7 @@ def cell(runs: list[dict], column: str, first: list[dict]) -> str:
         "minutes": lambda: minutes(runs),
         "last": lambda: [run["curves"][metric][-1] for run in runs],
         "highest": lambda: [max(smooth(run["curves"][metric])) for run in runs],
-        "best": lambda: [run["read"]["best of"]["8"][0] for run in runs],
+        "best": lambda: [run["read"]["best of"]["8"][0] for run in runs if "read" in run],
     }.get(part, lambda: values(runs, part, metric))()
     return figure(found, digits)
 
@@ -233,13 +233,6 @@ def beside() -> str:
     scripts = ("ppo", "grpo")
     seeds = [f"`{name}.py` {len(learned(name))}, TRL {len(learned(f'TRL {name}'))}" for name in scripts]
     return f"Seeds: {'; '.join(seeds)}.\n\n{beside_trl(scripts)}"
-
-
-def sft_rate() -> str:
-    """One row of perplexities."""
-    rates = ("3e-4", "1e-3", "3e-3 (default)", "1e-2")
-    names = [f"sft --learning-rate {rate}" if "default" not in rate else "sft" for rate in rates]
-    return markdown([list(rates), [mean(name, "end", "eval/perplexity") for name in names]], "r" * len(rates))
 
 
 def from_file(name: str) -> dict:
@@ -531,21 +524,6 @@ def real(name: str) -> list[dict]:
     return by_name("real").get(name, [])
 
 
-def curve_table() -> str:
-    """Over the training on sums, the mean of the seeds."""
-    updates = {"1": slice(1)} | {f"{n - 2} to {n}": slice(n - 3, n) for n in (5, 10, 20, 30, 40, 50)}
-    lines = [["updates", *updates]]
-    for title, metric, digits in (
-        ("right answers in the batch", "reward", 2),
-        ("groups that all score alike", "frac_reward_zero_std", 2),
-        ("entropy of a token, nats", "entropy", 2),
-        ("tokens of an answer", "completions/mean_length", 1),
-    ):
-        means = [[statistics.fmean(run["curves"][metric][part]) for run in real("grpo")] for part in updates.values()]
-        lines.append([title, *(number(x, digits) for x in means)])
-    return markdown(lines)
-
-
 def unseen() -> dict[str, dict[int, list[float]]]:
     """Metric -> updates -> seeds, of the evaluations on unseen sums along the runs; before training after 0."""
     found = {metric: {} for metric in ("eval/accuracy", "eval/pass@1", "eval/pass@8")}
@@ -660,7 +638,6 @@ TABLES = {
     "caption": caption,
     "beside": beside,
     "beside-trl": beside_trl,
-    "sft-rate": sft_rate,
     "throughput": throughput_table,
     "prompts": prompts_table,
     "teacher": teacher_table,
@@ -677,7 +654,6 @@ TABLES = {
     "best of n": best_of_n_table,
     "ppo": ppo_table,
     "checks": check_table,
-    "real-curve": curve_table,
     "real-unseen": unseen_table,
     "real-answers": lambda: texts_table({"before": "before", "after": "grpo"}),
     "real-sayings": lambda: texts_table({"before": "before, opinions", "ppo.py": "ppo, 0.02", "rloo.py": "rloo, 0.02"}),
