@@ -433,22 +433,29 @@ def sums() -> None:
 
 
 def pipeline() -> None:
-    """Reward, gold score and the lexicon alone against KL along the training; points: best of n."""
+    """Reward, gold score and the lexicon alone against KL: along the training, the mean of the seeds (thin lines: each
+    seed), best of n, and where other trainings end."""
     figure, [axes] = figure_of(1, 3, 13, 3.6)
     names = {"rewards/reward_model/mean": "reward", f"rewards/{GOLD.split(':')[1]}/mean": "gold score"}
     names |= {f"rewards/{LEXICON.split(':')[1]}/mean": "lexicon alone"}
-    colours = {"ppo": ("#a8c4e0", "#3b6ea8", "#1b3350"), "rloo": ("#e8b8ae", "#c0563f", "#6b2418")}
-    for script, shades in colours.items():
-        for k, colour in zip(("0", "0.02", "0.05"), shades):
-            for run in tables.real(f"{script}, {k}"):
-                for panel, metric in zip(axes, names):
-                    label = f"{script}.py, kl_coef {k}" if run["seed"] == 1 else None
-                    panel.plot(run["curves"]["objective/kl"], run["curves"][metric], color=colour, label=label, lw=1.5)
+    lines = {"ppo, 0.02": "#3b6ea8", "rloo, 0.02": "#c0563f"}
+    for name, colour in lines.items():
+        curves = [run["curves"] for run in tables.real(name)]
+        for panel, metric in zip(axes, names):
+            means = [[statistics.fmean(x) for x in zip(*(of[y] for of in curves))] for y in ("objective/kl", metric)]
+            panel.plot(*means, color=colour, label=name.replace(", ", ".py --kl-coef "), lw=2)
+            for of in curves if len(curves) > 1 else []:
+                panel.plot(of["objective/kl"], of[metric], color=colour, lw=0.6, alpha=0.5)
     best = [run["read"]["best of"] for run in tables.real("reward model")]
     kl = [math.log(n) - (n - 1) / n for n in (1, 2, 4, 8)]
-    for panel, title, column in zip(axes, names.values(), (2, 0, 1)):
+    scores = (tables.REWARD_MODEL, GOLD, LEXICON)
+    for panel, title, column, score in zip(axes, names.values(), (2, 0, 1), scores):
         means = [statistics.fmean(of[n][column] for of in best) for n in ("1", "2", "4", "8")]
         panel.plot(kl, means, "k.", label="best of 1, 2, 4, 8")
+        for name, marker in {"grpo, 0.02": "D", "dpo": "^", "sft on the best of 4": "s"}.items():
+            for run in tables.real(name):
+                end = run["end"]
+                panel.plot(end["kl"]["mean"], end[score]["mean"], f"k{marker}", ms=5, mfc="none", label=name)
         head(panel, title, "KL, nats")
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(DOCS / "pipeline.png", dpi=100)
