@@ -3,7 +3,7 @@
 # before the course. It takes some twenty minutes of CPU time and repeats nothing that exists.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-gold="--reward-fn reward_model toy/make.py:gold_score --reward-weights 1 0"
+gold="--reward-fn reward_model toy/gold_score.py:gold_score --reward-weights 1 0"
 
 make() { # FOLDER COMMAND: makes the run runs/course/FOLDER
     [ -e "runs/course/$1" ] && return
