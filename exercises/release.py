@@ -33,7 +33,7 @@ FILES = {  # file or folder of the repository -> its place in the student's fold
 SAME_PLACE = """
 exercises/test_functions.py exercises/test_training.py exercises/grading.py exercises/conftest.py exercises/pytest.ini
 exercises/capstone.py exercises/capstone.json exercises/train.py tools/seeds.py rewards/verifiers.py LICENSE
-toy/make.py toy/lexicon.txt toy/sft toy/reward_model toy/data/prompts toy/data/preferences
+toy/gold_score.py toy/lexicon.txt toy/sft toy/reward_model toy/data/prompts toy/data/preferences
 toy/shells/make.py toy/shells/sft toy/shells/data/prompts
 """
 FILES |= {file: file for file in SAME_PLACE.split()}
