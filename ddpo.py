@@ -1292,6 +1292,7 @@ def draw_curves(folder: Path) -> None:
         shown = lines.filter(regex=pattern)
         styles = ["o" if name.startswith("eval") else "-" for name in shown]
         shown.plot(ax=axis, style=styles, title=title, xlabel="step")
+        axis.legend(fontsize=7)
     figure.savefig(folder / "curves.png", dpi=120)
 
 
