@@ -4,7 +4,7 @@
         --response-length 96
 
 A row of games.jsonl has a conversation that ends with a question, and the number to find. A small model needs an
-example of a complete game in the conversation (experiments/real.py writes such rows):
+example of a complete game in the conversation (experiments/real_data.py writes such rows):
 
     {"prompt": [{"role": "user", "content": "I think of a number from 1 to 15. What is it?"}], "number": 6}
 """
