@@ -8,7 +8,7 @@
 
 The file runs unchanged (recorder.py), with few short rows. Methods of a script's class Run are left out. The page is
 one file and needs no network. Its template is trace.html; its style and the functions that draw tokens are those of the
-X-ray's viewer, docs/xray/index.html.
+X-ray's viewer, xray.html.
 """
 
 import argparse
@@ -240,7 +240,7 @@ def shared(viewer: str) -> list[str]:
 
 def make_page(data: dict) -> str:
     """Fills style, functions and data into the template."""
-    style, functions = shared((ROOT / "docs/xray/index.html").read_text("utf-8"))
+    style, functions = shared(TEMPLATE.with_name("xray.html").read_text("utf-8"))
     page = TEMPLATE.read_text("utf-8")
     for place, text in (("/* style */", style), ("/* functions */", functions), ("/* data */", as_json(data))):
         page = page.replace(place, text)
