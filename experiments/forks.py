@@ -9,20 +9,15 @@ what it measures of them: means over the last five updates.
 
 import argparse
 import contextlib
-import json
 import re
-import shlex
 import statistics
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from record import LAST, ROOT, Run, diff_of, read_diffs, with_tables
-from common import describe_machine, describe_ours
+from record import LAST, ROOT, Run, diff_of, read_diffs
 from gold_score import gold_text_score
 
 PAGES = ("docs/fork.md", "docs/questions.md", "docs/agent.md")
@@ -106,31 +101,6 @@ def measure(run: Run) -> dict:
     """The end of a run."""
     updates, _ = train(run, look)
     return {"end": {name: round(statistics.fmean(u[name] for u in updates[-LAST:]), 4) for name in updates[0]}}
-
-
-def complete(
-    output: Path, diffs: dict[str, str], wanted: list[dict], measure: Callable[..., dict], minutes: float, is_list: bool
-) -> dict:
-    """For exercises/bugs/gallery.py, with a record of its own: its results, after the runs that were missing."""
-    old = json.loads(output.read_text()) if output.exists() else {"diffs": {}, "runs": []}
-    fresh = [run for run in old["runs"] if old["diffs"][run["fork"]] == diffs.get(run["fork"])]
-    runs = [run for run in fresh if any(key.items() <= run.items() for key in wanted)]
-    missing = [key for key in wanted if not any(key.items() <= run.items() for run in runs)]
-    print(f"{len(missing)} runs, about {len(missing) * minutes:.0f} minutes")
-    results = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
-    results |= {"machine": describe_machine(), "seeds": sorted({key["seed"] for key in wanted})}
-    results |= {"diffs": diffs, "runs": runs}
-    for key in [] if is_list else missing:
-        start = time.process_time()
-        result = measure(**key)
-        runs.append(key | {"cpu_seconds": round(time.process_time() - start)} | result)
-        output.write_text(json.dumps(results) + "\n")
-    return results
-
-
-def put_tables(page: Path, tables: dict[str, str]) -> None:
-    """Writes each table between its marks in the page."""
-    page.write_text(with_tables(page.read_text("utf-8"), tables), "utf-8")
 
 
 def main() -> None:

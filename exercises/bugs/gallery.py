@@ -9,7 +9,9 @@ file. If the text of a bug changes, its runs are made again.
 """
 
 import json
+import shlex
 import sys
+import time
 from argparse import ArgumentParser
 from itertools import islice
 from pathlib import Path
@@ -20,7 +22,8 @@ import torch
 from play import BUGS, ROOT, RUNS, healthy, plant, run
 
 sys.path += [str(ROOT / "experiments"), str(ROOT / "tools")]
-from forks import complete, put_tables
+from record import with_tables
+from common import describe_machine, describe_ours
 from seeds import judge
 
 PAGE = ROOT / "docs/bugs.md"
@@ -160,6 +163,22 @@ def gallery(results: dict) -> str:
     return "\n".join(lines) + "\n\n" + "\n\n".join(sections)
 
 
+def make_missing(edits: dict[str, list], wanted: list[dict]) -> dict:
+    """Makes the runs that are missing in results.json, or whose bug has changed, and returns all results."""
+    old = json.loads(OUTPUT.read_text())
+    runs = [run for run in old["runs"] if old["diffs"][run["fork"]] == edits.get(run["fork"])]
+    missing = [key for key in wanted if not any(key.items() <= run.items() for run in runs)]
+    print(f"{len(missing)} runs, about {0.4 * len(missing):.0f} minutes")
+    results = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
+    results |= {"machine": describe_machine(), "seeds": list(SEEDS), "diffs": edits, "runs": runs}
+    for key in missing:
+        start = time.process_time()
+        result = measure(**key)
+        runs.append(key | {"cpu_seconds": round(time.process_time() - start)} | result)
+        OUTPUT.write_text(json.dumps(results) + "\n")
+    return results
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--redraw", action="store_true", help="do not train")
@@ -167,17 +186,13 @@ def main() -> None:
     args = parser.parse_args()
     diffs = {name_of_healthy(bug): [] for bug in BUGS} | {bug["name"]: bug["edits"] for bug in BUGS}
     wanted = [{"fork": fork, "seed": seed} for seed in SEEDS for fork in diffs]
-    results = (
-        json.loads(OUTPUT.read_text())
-        if args.redraw or args.svg
-        else complete(OUTPUT, diffs, wanted, measure, 0.4, False)
-    )
+    results = json.loads(OUTPUT.read_text()) if args.redraw or args.svg else make_missing(diffs, wanted)
     if args.svg:
         args.svg.mkdir(parents=True, exist_ok=True)
     for n, bug in enumerate(BUGS, 1):
         draw(results, bug, args.svg / f"{n}.svg" if args.svg else ROOT / f"docs/bugs/{n}.png")
     if not args.svg:
-        put_tables(PAGE, {"gallery": gallery(results)})
+        PAGE.write_text(with_tables(PAGE.read_text("utf-8"), {"gallery": gallery(results)}), "utf-8")
 
 
 if __name__ == "__main__":
