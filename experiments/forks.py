@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import textwrap
-from pathlib import Path
+from collections.abc import Callable
 from unittest import mock
 
 from record import LAST, ROOT, Run, diff_of, read_diffs
