@@ -576,7 +576,7 @@ def policies_table() -> str:
     best = [number([run["read"]["best of"]["8"][i] for run in runs], 3 - (i > 0)) for i in range(3)]
     lines.append(["best of 8", str(len(runs)), best[0], "", *best[1:], f"{math.log(8) - 7 / 8:.1f}", "", "", ""])
     names = ["sft on the best of 4", "dpo", *(f"{x}, {k}" for x in ("ppo", "rloo") for k in ("0", "0.02", "0.05"))]
-    for name in (*names, "grpo, 0.02"):
+    for name in (*names, "rloo, 0, far", "grpo, 0.02"):
         runs = real(name)
         if not runs:
             continue

@@ -407,6 +407,7 @@ class Plain:
             answers = self.look(self.noted.next_rows(self, args.eval_temperature))
             for name in ("objective/scores", "val/eos_share", "val/response_length"):
                 stats[f"eval/{name.split('/')[1]}"] = answers.stats[name]
+            stats |= {f"eval/rewards/{name}/mean": mean(rewards) for name, rewards in answers.rewards.items()}
             stats["eval/log_ratio"] = mean([(old - ref).sum() for old, ref in zip(answers.old, answers.ref)])
         if args.adaptive_kl:  # Ziegler et al.: by at most 20 % * episodes / horizon
             error = max(-0.2, min(0.2, stats["objective/kl"] / args.kl_target - 1))
