@@ -438,12 +438,13 @@ def pipeline() -> None:
     figure, [axes] = figure_of(1, 3, 13, 3.6)
     names = {"rewards/reward_model/mean": "reward", f"rewards/{GOLD.split(':')[1]}/mean": "gold score"}
     names |= {f"rewards/{LEXICON.split(':')[1]}/mean": "lexicon alone"}
-    lines = {"ppo, 0.02": "#3b6ea8", "rloo, 0.02": "#c0563f"}
-    for name, colour in lines.items():
+    lines = {"ppo, 0.02": ("#3b6ea8", "ppo.py --kl-coef 0.02"), "rloo, 0.02": ("#c0563f", "rloo.py --kl-coef 0.02")}
+    lines["rloo, 0, far"] = ("#888888", "rloo.py --kl-coef 0, twice the rate")
+    for name, (colour, label) in lines.items():
         curves = [run["curves"] for run in tables.real(name)]
         for panel, metric in zip(axes, names):
             means = [[statistics.fmean(x) for x in zip(*(of[y] for of in curves))] for y in ("objective/kl", metric)]
-            panel.plot(*means, color=colour, label=name.replace(", ", ".py --kl-coef "), lw=2)
+            panel.plot(*means, color=colour, label=label, lw=2)
             for of in curves if len(curves) > 1 else []:
                 panel.plot(of["objective/kl"], of[metric], color=colour, lw=0.6, alpha=0.5)
     best = [run["read"]["best of"] for run in tables.real("reward model")]
@@ -457,6 +458,8 @@ def pipeline() -> None:
                 end = run["end"]
                 panel.plot(end["kl"]["mean"], end[score]["mean"], f"k{marker}", ms=5, mfc="none", label=name)
         head(panel, title, "KL, nats")
+        panel.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
+        panel.set_xticks([n**2 for n in range(math.ceil(panel.get_xlim()[1] ** 0.5))])
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(DOCS / "pipeline.png", dpi=100)
 

@@ -104,16 +104,19 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.group) - set(groups):
         parser.error(f"there is no group {', '.join(unknown)}")
-    wanted = []
+    found, wanted = [], []
     for group in args.group or groups:
         runs = [run for run in runs_of_group(group) if args.seeds is None or run.seed in args.seeds]
         runs = [run for run in runs if any(fnmatch.fnmatchcase(run.name, pattern) for pattern in args.only)]
         missing = missing_of(runs)
+        found += runs
         wanted += missing
         print(f"{group}: {len(runs)} runs, {len(missing)} missing")
         for name in dict.fromkeys(run.name for run in runs) if args.list and args.group else []:
             seeds = [run.seed for run in missing if run.name == name]
             print(f"    {name}{f': seeds {seeds} missing' if seeds else ''}")
+    if not found:
+        parser.error("no run has such a name and seed: see --list")
     if args.list or not wanted:
         return
     if describe_ours(ROOT)["commit"].endswith("-dirty"):

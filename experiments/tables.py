@@ -656,7 +656,9 @@ TABLES = {
     "checks": check_table,
     "real-unseen": unseen_table,
     "real-answers": lambda: texts_table({"before": "before", "after": "grpo"}),
-    "real-sayings": lambda: texts_table({"before": "before, opinions", "ppo.py": "ppo, 0.02", "rloo.py": "rloo, 0.02"}),
+    "real-sayings": lambda: texts_table(
+        {"before": "before, opinions", "`ppo.py`": "ppo, 0.02", "`rloo.py`, far": "rloo, 0, far"}
+    ),
     "real-policies": policies_table,
     "real-tasks": tasks_table,
     "real-game": game_table,
