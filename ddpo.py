@@ -228,11 +228,6 @@ def train(args: Args) -> None:
         if run.is_due(args.image_steps):
             draw_images(run, chain, prompts, args)
         schedule.step()
-        must_stop = run.must_stop()
-        if must_stop or run.is_due(args.save_steps):
-            run.save()
-        if must_stop:
-            break
     run.finish()
 
 
@@ -1032,8 +1027,9 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the remaining steps. Meanwhile, Ctrl-C and SIGTERM request a stop after the current
-        step, unless they are ignored (as Ctrl-C is in background jobs of a shell script)."""
+        """Yields the numbers of the remaining steps, and saves a checkpoint after a step if one is due. Ctrl-C and
+        SIGTERM end the loop after the current step, unless they are ignored (as Ctrl-C is in background jobs of a
+        shell script)."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -1046,8 +1042,14 @@ class Run:
                 self.state = "unchanged"  # the weights; "changing" in the update, then "updated"
                 self.before = deepcopy(self.memory), self.position()
                 yield self.step
-        except GeneratorExit:  # the loop was left by `break`, or by an error
+                must_stop = self.must_stop()
+                if must_stop or self.is_due(self.args.save_steps):
+                    self.save()
+                if must_stop:
+                    break
+        except BaseException:  # an error in the body of the loop arrives here as GeneratorExit
             self.rescue()
+            raise
         finally:
             hook.remove()
             for number, handler in handlers.items():

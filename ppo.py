@@ -300,17 +300,7 @@ def train(args: Args) -> None:
 
         # 2. Score
         with run.clock("score"):
-            stats = {}
-            micro_batches = None
-            if ratio_rounding(args) > 1e-3:  # bf16 or TF32: sampling token by token rounds differently
-                micro_batches = first_pass(rollout, args)
-                rollout.old_logprobs, error = read_again(policy, rollout, rollout.mask, micro_batches, args)
-                check_first_ratio(error, step, args)
-                stats["policy/sampler_error"] = error
-            with adapter_off(policy, reference):
-                rollout.ref_logprobs = rollout.in_micro_batches(
-                    lambda r: logprobs_under(reference, r, args), args, micro_batches
-                )
+            stats = read_logprobs(policy, reference, rollout, step, args)
             rollout.kl = rollout.in_micro_batches(lambda r: response_kl(policy, reference, r, args), args)
             rollout.values = rollout.in_micro_batches(lambda r: critic_values(policy, critic, r), args)
             rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args)
@@ -334,7 +324,6 @@ def train(args: Args) -> None:
             stats |= update(policy, critic, ema, optimizer, rollout, texts, args)
         check_first_ratio(stats["policy/first_ratio_error"], step, args)
         stats |= rollout_stats(rollout)
-        stats["rewards/unscored"] = unscored(rollout.rewards_by_name).sum().item()
         stats["val/explained_variance"] = explained_variance(rollout)
         stats["lr"] = policy_group["lr"]
 
@@ -346,11 +335,6 @@ def train(args: Args) -> None:
             stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
         report(run, stats, rollout, policy, args)
         schedule.step()
-        must_stop = run.must_stop()
-        if must_stop or run.is_due(args.save_steps):
-            run.save()
-        if must_stop:
-            break
     run.finish()
 
 
@@ -609,15 +593,28 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
     return micro_batches
 
 
-def read_again(
-    policy: nn.Module, rollout: Rollout, mask: Tensor, micro_batches: list[Tensor], args: Args
-) -> tuple[Tensor, float]:
-    """Computes log-probabilities (B, T) as the update does: complete responses, in the same micro-batches with the same
-    padding. The rounding is then the same, so the ratio before the first step is exactly 1. Also returns the mean of
-    |ratio - 1| for the ratio to the sampler's log-probabilities."""
-    logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args, micro_batches)
-    ratio = (logprobs - rollout.old_logprobs)[mask].exp()
-    return logprobs, (ratio - 1).abs().mean().item()
+def read_logprobs(policy: nn.Module, reference: nn.Module, rollout: Rollout, step: int, args: Args) -> dict[str, float]:
+    """Adds log-probabilities (B, T) to the rollout: the reference's, and with bf16 or TF32 the policy's, in
+    place of the sampler's.
+
+    The sampler reads token by token, which rounds differently. Here complete responses are read in the micro-batches of
+    the update, with the same padding, so the ratio before its first step is exactly 1. Returns the sampler's error, the
+    mean of |ratio - 1|.
+    """
+    stats = {}
+    micro_batches = None
+    if ratio_rounding(args) > 1e-3:
+        micro_batches = first_pass(rollout, args)
+        logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args, micro_batches)
+        ratio = (logprobs - rollout.old_logprobs)[rollout.mask].exp()
+        stats["policy/sampler_error"] = (ratio - 1).abs().mean().item()
+        check_first_ratio(stats["policy/sampler_error"], step, args)
+        rollout.old_logprobs = logprobs
+    with adapter_off(policy, reference):
+        rollout.ref_logprobs = rollout.in_micro_batches(
+            lambda r: logprobs_under(reference, r, args), args, micro_batches
+        )
+    return stats
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -929,6 +926,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": rollout.mask.sum(1).float().mean().item(),
+        "rewards/unscored": unscored(rollout.rewards_by_name).sum().item(),
     }
     return stats | reward_stats(rollout)
 
@@ -2268,8 +2266,9 @@ class Run:
         self.memory["wandb_id"] = self.wandb.id
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the remaining steps. Meanwhile, Ctrl-C and SIGTERM request a stop after the current
-        step, unless they are ignored (as Ctrl-C is in background jobs of a shell script)."""
+        """Yields the numbers of the remaining steps, and saves a checkpoint after a step if one is due. Ctrl-C and
+        SIGTERM end the loop after the current step, unless they are ignored (as Ctrl-C is in background jobs of a
+        shell script)."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -2282,8 +2281,14 @@ class Run:
                 self.state = "unchanged"  # the weights; "changing" in the update, then "updated"
                 self.before = deepcopy(self.memory), self.position()
                 yield self.step
-        except GeneratorExit:  # the loop was left by `break`, or by an error
+                must_stop = self.must_stop()
+                if must_stop or self.is_due(self.args.save_steps):
+                    self.save()
+                if must_stop:
+                    break
+        except BaseException:  # an error in the body of the loop arrives here as GeneratorExit
             self.rescue()
+            raise
         finally:
             hook.remove()
             for number, handler in handlers.items():

@@ -22,7 +22,7 @@ MODULES = {script: importlib.import_module(Path(script).stem) for script in SCRI
 # What bears the same name in several scripts has the same text, but for these, which differ on purpose
 OF_THE_ALGORITHM = """
     Args train update Rollout.by_length response_forward policy_forward rollout_stats evaluate report
-    model_reward read_reward show_samples first_pass load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs as_pairs
+    model_reward read_reward show_samples first_pass read_logprobs load_policy load_reward_model make_optimizer check_args choose_sizes encode_pairs as_pairs
     encode_pair
     default_rate"""
 OF_IMAGES = """
