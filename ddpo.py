@@ -167,7 +167,7 @@ class Args:
     seed: Natural = 1  # seed of the noise, the order of prompts, and the adapters
 
     # --- Run ---
-    # folder of a run to continue with its settings; the command line may change some
+    # folder of a run to continue. It keeps its settings, except those given on the command line
     resume: Name | None = None
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
     exp_name: Name = "ddpo"  # name of this run, in its folder and on W&B
@@ -657,7 +657,7 @@ def function_reward(spec: str, args: Args) -> Callable[[Rollout], Tensor]:
             rewards = function(part.images.clone(), [row[args.prompt_column] for row in rows], rows)
         if isinstance(rewards, tuple):
             rewards = rewards[0]
-        is_list = len(rewards) == len(rows)
+        is_list = hasattr(rewards, "__len__") and len(rewards) == len(rows)
         require(is_list, f"{spec} should return a list of {len(rows)} rewards, not {rewards!r:.80}")
         return torch.tensor([math.nan if x is None else float(x) for x in rewards], device=args.device)
 
@@ -755,7 +755,7 @@ def check_first_ratio(error: float, epoch: int, args: Args) -> None:
     warnings.warn("sampling and update use different distributions: see first_ratio_error among the metrics")
 
 
-# --- Identical in every script from here on: loading of models and data, processes, the run ---------------------------
+# --- From here on, a function is identical in all scripts that have it: models, data, processes, the run --------------
 
 
 def require(condition: object, message: str) -> None:
@@ -765,7 +765,7 @@ def require(condition: object, message: str) -> None:
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Exits if a named setting has no effect, but has a value that is neither the default nor off (0, none, False)."""
+    """Exits if one of these settings was changed but has no effect. A setting that is off (0, none, False) passes."""
     for name in names.split():
         value = getattr(args, name)
         is_default_or_off = value in (getattr(Args, name), "none") or not value
@@ -819,9 +819,9 @@ def import_file(path: str) -> ModuleType:
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
-    Values stay as they are in the file. By default, the library reads the JSON text "2024-01-05" as a date, and 72 as
-    72.0 if another row has 3.5. A csv column becomes numbers only if Python prints each of them as it is written: 007
-    and 1.50 stay texts.
+    Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
+    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. A csv column becomes numbers only if Python
+    prints each of them as it is written: 007 and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -836,6 +836,10 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     else:
         has_no_pattern = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
         require(has_no_pattern, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+    for file in [path, *path.rglob("*")]:
+        if ".csv" in file.suffixes and file.is_file():
+            has_names = isinstance(pandas.read_csv(file, nrows=1).index, pandas.RangeIndex)
+            require(has_names, f"{file} has more cells in a row than names: put texts that have a comma in quotes")
     try:
         data = datasets.load_dataset(**options)
         if data.info.builder_name == "csv" and "features" not in options:
@@ -844,6 +848,11 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
         sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
     if data.info.builder_name == "csv":
         return with_numbers(data)
+    if data.info.builder_name == "json" and "Json(" in str(data.features):
+        warnings.warn(
+            f"{name} has values of several types in one place. The library reads a text there that is valid JSON, such "
+            'as "72" or "true", as a number or a truth value: give all values one type'
+        )
     is_exact = lambda kind: not re.search("time|date|float", str(kind))  # noqa: E731
     if data.info.builder_name != "json" or all(map(is_exact, data.features.values())):
         return data
@@ -859,7 +868,7 @@ def csv_options(columns: Sequence[str]) -> dict:
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts each column of texts to numbers if Python prints them as they are written."""
+    """Converts each column of texts to numbers if Python prints these numbers exactly as they are written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
@@ -872,19 +881,22 @@ def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
 def batch(rows: list, number: int, size: int, seed: int) -> list:
     """Returns batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
     positions = range(number * size, (number + 1) * size)
-    return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
+    n = len(rows)
+    order = [shuffled(n, seed, i // n)[i % n] for i in positions]
+    return [rows[i] for i in order]
 
 
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
-    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: unlike the seed of a step
+    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number, for example of a pass."""
+    # The 1 makes this seed differ from that of a step
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
 
 def make_seed(*numbers: int) -> int:
-    """Combines numbers into one seed. All random numbers depend only on --seed and the number of a step or a pass, not
-    on earlier steps."""
+    """Combines numbers into one seed. Random numbers depend on --seed and the number of a step or pass (dropout also on
+    the process), not on earlier steps."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -922,7 +934,8 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """Gathers all rows (B, ...). Each process passes its rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
+    """Returns all rows (B, ...). Each process passes its own, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE,
+    ...)."""
     shares = [x.clone() for _ in range(WORLD_SIZE)]
     if WORLD_SIZE > 1:
         dist.all_gather(shares, x.contiguous())
@@ -962,13 +975,13 @@ class Run:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
         memory: dict,
-        asked: Args | None = None,
+        asked: Args,
         **models: nn.Module | None,
     ):
-        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
-        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` holds what one step passes to the next, besides weights and moments, as JSON values. `asked` are the
+        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
-        self.asked = asked or args
+        self.asked = asked
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.schedule = schedule
@@ -976,10 +989,10 @@ class Run:
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.broken = 0  # updates in a row with a non-finite gradient
+        self.num_broken = 0  # updates in a row with a non-finite gradient
         self.stop_requested = False
         self.is_logged = False  # whether any step was logged
-        self.saved = 0  # the step of the newest checkpoint
+        self.saved_step = 0  # the step of the newest checkpoint
         now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # many runs may start in one second
         self.output = Path(args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}")
         if not RANK:
@@ -1028,8 +1041,8 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the remaining steps, and saves a checkpoint after a step if one is due. Ctrl-C and
-        SIGTERM end the loop after the current step, unless they are ignored (as Ctrl-C is in background jobs of a
-        shell script)."""
+        SIGTERM end the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell
+        script."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -1040,7 +1053,7 @@ class Run:
             while self.step < self.num_steps:
                 self.step += 1
                 self.state = "unchanged"  # the weights; "changing" in the update, then "updated"
-                self.before = deepcopy(self.memory), self.position()
+                self.memory_before = deepcopy(self.memory)
                 yield self.step
                 must_stop = self.must_stop()
                 if must_stop or self.is_due(self.args.save_steps):
@@ -1056,26 +1069,24 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the previous step
-        if no weight has changed since, otherwise none. An error in the first step saves nothing. Prints how to
-        resume."""
-        if self.saved == self.step or (self.step == 1 and not self.is_logged):
+        """Saves a checkpoint when an error ends the loop. If the update of this step is complete, it saves this step.
+        If no weight has changed, it saves the previous step. Otherwise, and in the first step, it saves nothing. Prints
+        how to resume."""
+        if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
         try:
             if self.state == "unchanged":
                 self.step -= 1
-                self.memory, position = self.before
-                if not RANK:
-                    self.file.truncate(position)
-            if self.state != "changing" and self.saved != self.step:
+                self.memory = self.memory_before
+            if self.state != "changing" and self.saved_step != self.step:
                 self.wait_for_all()
                 self.save()
         except BaseException as error:  # torch has an error that is not an Exception
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
             prints_message = True  # process 0 may never get here
-        if self.saved and prints_message:
-            print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
+        if self.saved_step and prints_message:
+            print(f"\nto continue from step {self.saved_step}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
         """Waits up to 20 seconds for all processes: after an error in one of them, the others may never get here."""
@@ -1083,10 +1094,6 @@ class Run:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
             store.wait([f"ended {rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=20))
-
-    def position(self) -> int:
-        """The size of metrics.jsonl in bytes."""
-        return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
         """Handles Ctrl-C and SIGTERM. (torchrun gives the step 30 seconds to end: see its --shutdown-timeout.)"""
@@ -1112,7 +1119,7 @@ class Run:
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar. Exits after five
         updates in a row with non-finite gradients."""
         norms = [x for name, x in stats.items() if name.endswith("grad_norm")]
-        self.broken = 0 if all(map(math.isfinite, norms)) else self.broken + 1
+        self.num_broken = 0 if all(map(math.isfinite, norms)) else self.num_broken + 1
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
@@ -1125,7 +1132,7 @@ class Run:
         if self.wandb:
             self.wandb.log(stats, step=self.step)
         require(
-            self.broken < 5,
+            self.num_broken < 5,
             "the gradient was NaN or infinite in five updates in a row, and their optimiser steps were skipped: "
             "the learning rate may be too high",
         )
@@ -1136,7 +1143,8 @@ class Run:
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
         """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
-        the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
+        the first step there are no moments. With `create_moments`, they are created by a step that changes no
+        weight."""
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
             return weights
@@ -1155,13 +1163,13 @@ class Run:
             files[name] = 1 + size // 2**28  # a new file for each 256 MB, since the writer keeps a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
-            self.saved = self.step
+            self.saved_step = self.step
             return
         num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.position(), "memory": self.memory}
+        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
-        self.saved = self.step
+        self.saved_step = self.step
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
             shutil.rmtree(old)
 
@@ -1175,12 +1183,13 @@ class Run:
         self.step = state["step"]
         for _ in range(self.step):
             self.schedule.step()
-        self.saved = self.step
+        self.saved_step = self.step
         if not RANK:
             lines = (self.output / "metrics.jsonl").read_bytes()
             if len(lines) < state["bytes_of_metrics"]:
                 warnings.warn("metrics.jsonl lacks lines: was the folder copied during the run?")
             self.file.truncate(lines.rfind(b"\n", 0, state["bytes_of_metrics"]) + 1)
+            self.file.seek(0, os.SEEK_END)  # truncate does not move the position
         print(f"continues after step {self.step}")
 
     def load(self, folder: Path) -> dict:
@@ -1193,17 +1202,17 @@ class Run:
         if files != state["files"]:
             raise OSError(f"{folder} has {files} of its {state['files']} files of weights")
         reader = HuggingFaceStorageReader(folder)
-        there = reader.read_metadata().state_dict_metadata
+        stored = reader.read_metadata().state_dict_metadata
         tensors = self.tensors(create_moments=True)
-        unknown = sorted(set(there) - set(tensors))
+        unknown = sorted(set(stored) - set(tensors))
         require(
             not unknown,
             f"{folder} has weights that this run does not train, such as {unknown[:2]}: resume with the same settings",
         )
-        tensors = {name: x for name, x in tensors.items() if name in there or not name.startswith("state.")}
+        tensors = {name: x for name, x in tensors.items() if name in stored or not name.startswith("state.")}
         dcp.load(tensors, storage_reader=reader)
         for name, p in self.models.named_parameters():
-            if f"state.{name}.step" not in there:
+            if f"state.{name}.step" not in stored:
                 self.optimizer.state.pop(p, None)
         return state
 
@@ -1231,9 +1240,7 @@ class Run:
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
         settings = asdict(self.asked).items()
-        changed = {name: x for name, x in settings if x != getattr(Args(), name)}
-        words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in changed.items()}
-        flags = [f"--{name.replace('_', '-')} {x}" for name, x in words.items()]
+        changed = [f"{name}={x!r}" for name, x in settings if x != getattr(Args(), name)]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]
@@ -1242,7 +1249,7 @@ class Run:
             f"base_model: {base}\n---" if is_on_hub else "---",
             f"Made by {made['script']}, version {made['version']} (revision {made['revision']}).\n",
             f"Base model: {base or 'none'}. Data: {self.args.dataset}.\n",
-            f"Settings that are not the default: {' '.join(flags) or 'none'} (args.json has all).\n",
+            f"Settings that are not the default: {', '.join(changed) or 'none'} (args.json has all).\n",
             f"After {self.step} of {self.num_steps} steps: {', '.join(metrics)} (metrics.jsonl has all).\n",
         ]
         (self.output / "README.md").write_text("\n".join(card))
@@ -1277,11 +1284,13 @@ def code_version() -> dict[str, str]:
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """Names of settings that the user left open, so that they depend on this machine. A resumed run chooses them again,
-    since it may be on another machine."""
+    """Names of settings that the user did not set and that depend on the machine. A resumed run, which may be on
+    another machine, chooses them again."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
-    return names + ["device"] * (asked.device == Args().device)
+    if asked.device == Args().device:
+        names.append("device")
+    return names
 
 
 def draw_curves(folder: Path) -> None:

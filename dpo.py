@@ -121,7 +121,6 @@ MinorShare = Annotated[float, Field(ge=0, lt=0.5)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
-Pattern = Name  # a regular expression
 
 
 @pydantic.dataclasses.dataclass  # checks the values
@@ -156,7 +155,7 @@ class Args:
     model: Name = "toy/sft"
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
+    lora_target_modules: Name = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -177,7 +176,7 @@ class Args:
     seed: Natural = 1  # seed of the order of pairs, of adapters, and of the answers shown
 
     # --- Run ---
-    # folder of a run to continue with its settings; the command line may change some
+    # folder of a run to continue. It keeps its settings, except those given on the command line
     resume: Name | None = None
     num_train_epochs: Positive = 1.0  # passes over the pairs
     exp_name: Name = "dpo"  # name of this run, in its folder and on W&B
@@ -186,7 +185,7 @@ class Args:
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of newest checkpoints to keep
-    eval_steps: Count = 100  # steps between evaluations; the last one follows the last step
+    eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
     num_sample_generations: Natural = 3  # number of tables of sampled answers to print
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
@@ -195,7 +194,7 @@ class Args:
     # --- Many GPUs: torchrun --nproc-per-node N ---
     # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
+    shard_size: Count | None = None  # GPUs that together hold one copy, e.g. those of a node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
 
 
@@ -538,7 +537,8 @@ def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
 
 
 def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, limit: int) -> datasets.Dataset:
-    """Encodes the pairs of a split, and cuts them to `limit` tokens: rows of `Preference` with their lengths."""
+    """Encodes the pairs of a split and cuts them to `limit` tokens. A row has the fields of `Preference` and its
+    length."""
     fits = args.max_prompt_length < limit
     require(fits, f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion in {limit} tokens")
     read_pair = pair_reader(data, args)
@@ -588,8 +588,8 @@ def check_args(args: Args) -> None:
 
 
 def default_rate(args: Args, policy: nn.Module) -> float:
-    """The default learning rate: 1e-5 for a model of GPT-2's size, higher for smaller models, at least 5e-7 (DPO's
-    Pythia 2.8B: 1e-6); ten times as high with LoRA."""
+    """The default learning rate: 1e-5 for a model of GPT-2's size, higher for smaller models, at least 5e-7 (the
+    paper's, for 2.8B: 1e-6); ten times as high with LoRA."""
     rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)
     if args.lora_r:
         rate *= 10
@@ -608,28 +608,37 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
 
 
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
-    """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
-    conversations, `whole_turns` checks each row."""
+    """Whether all texts of these columns begin with their prompt, so that it has to be removed from them. Warns if only
+    some do. For conversations, `whole_turns` checks each row."""
     if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
         return False
-    prompts = [str(prompt).strip() for prompt in data[prompt_column]]
-    count = 0
+    begins = []
     for column in columns:
-        count += sum(str(text).lstrip().startswith(prompt) for prompt, text in zip(prompts, data[column]) if prompt)
-    num_texts = len(columns) * sum(map(bool, prompts))
-    if 0 < count < num_texts:
-        warnings.warn(f"{count} of {num_texts} texts begin with their prompt, which becomes part of the completion")
-    return 0 < count == num_texts
+        for prompt, text in zip(data[prompt_column], data[column]):
+            if str(prompt).strip():
+                begins.append(str(text).lstrip().startswith(str(prompt).strip()))
+    if any(begins) and not all(begins):
+        warnings.warn(f"{sum(begins)} of {len(begins)} texts begin with their prompt: in these it is read twice")
+    return bool(begins) and all(begins)
 
 
 def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
-    """Joins the turns of the prompt and of the text, unless the text already contains the prompt."""
+    """Joins the turns of the prompt and of the text. Turns of the prompt that the text repeats at its start occur once.
+
+    u, a, s: messages of user, assistant, system. [u] + [s u a] -> [s u a]; [s u] + [u a] -> [s u a];
+    [u1 a1 u2] + [u2 a2] -> [u1 a1 u2 a2]
+    """
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    holds_prompt = answer[: len(turns)] == turns
-    if turns and answer and turns[-1]["role"] == "user":
-        holds_prompt |= answer[0]["role"] != "assistant"  # for example, a system message before the prompt
-    return answer if holds_prompt else turns + answer
+    head, tail = ([turn for turn in x if turn["role"] != "system"] for x in (turns, answer))
+    if not head or not tail or tail[0]["role"] == "assistant":
+        return turns + answer
+    words = lambda x: [(turn["role"], turn["content"].strip()) for turn in x]  # noqa: E731
+    repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
+    is_next = repeated > 0 or head[-1]["role"] == "assistant"
+    require(is_next, "the text begins with a user's message, but not with that of the prompt")
+    system = [turn for turn in (answer + turns) if turn["role"] == "system"][:1]
+    return system + head[: len(head) - repeated] + tail
 
 
 def shared_length(*texts: list[int]) -> int:
@@ -649,8 +658,8 @@ def warn_of_joined_tokens(n: int) -> None:
 def encode_whole(
     prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}
 ) -> list[int]:
-    """Encodes prompt + text + EOS. If one of the two is a list of messages, encodes the conversation, which ends with
-    the token that ends its last turn. `options` are those of the chat template."""
+    """Encodes prompt + text + EOS. If one of them is a list of messages, encodes the conversation, up to the token that
+    ends its last turn. `options` are those of the chat template."""
     if isinstance(prompt, str) and isinstance(text, str):
         require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
         return with_eos(encode_text(prompt + text, tokenizer), tokenizer)
@@ -690,9 +699,11 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
         """Reads prompt, chosen and rejected text of a row."""
         texts = [read_value(row, column) for column in (chosen, rejected)]
         start = read_value(row, prompt) if prompt else ""
-        if hold_prompt:
+        if hold_prompt and start.strip():
             start = start.strip()
             texts = [text.lstrip().removeprefix(start) for text in texts]
+        is_one_kind = type(texts[0]) is type(texts[1])
+        require(is_one_kind, "one of the chosen and the rejected text is a list of messages, the other is not")
         questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
         is_same = questions[0] == questions[1] or [] in questions
         require(is_same, "the user's messages differ between the chosen and the rejected conversation")
@@ -702,19 +713,17 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
 
 
 def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
-    """Drops pairs of equal texts, whose loss is constant. Prints the numbers of pairs kept, dropped and cut."""
+    """Drops pairs of equal texts, which show no preference. Prints the numbers of pairs kept, dropped and cut."""
     is_different = np.array(pairs["is_different"])
     num_cut = sum(pairs["is_cut"])
     num_dropped = len(pairs) - is_different.sum()
     notes = [
         f"cut {num_cut} of {len(pairs)} to {limit} tokens" if num_cut else "",
-        f"dropped {num_dropped} of {len(pairs)}, whose texts are equal" if num_dropped else "",
+        f"dropped {num_dropped} of {len(pairs)}, whose texts are equal up to {limit} tokens" if num_dropped else "",
     ]
     require(num_dropped < len(pairs), f"no pairs are left: {', '.join(filter(None, notes))}")
     print_lengths(f"{pairs.split} pairs", np.array(pairs["length"])[is_different], *notes)
-    if num_dropped:
-        pairs = pairs.select(np.flatnonzero(is_different))
-    return pairs
+    return pairs.select(np.flatnonzero(is_different))
 
 
 def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
@@ -736,7 +745,7 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
 
 
 def default_batch_size(num_rows: float) -> int:
-    """The largest power of two, from 4 to 64, that gives at least 100 steps. num_rows are the rows of all epochs."""
+    """The largest power of two, from 4 to 64, that gives at least 100 steps. num_rows counts a row once per epoch."""
     sizes = [size for size in (4, 8, 16, 32, 64) if num_rows / size >= 100]
     return max(sizes, default=4)
 
@@ -770,25 +779,19 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def shard_rows(n: int) -> Tensor:
-    """(m,) numbers of the rows, out of n, that this process computes: every WORLD_SIZE-th.
-
-    m is the same for all processes, because sharded weights need the same number of passes in each. If WORLD_SIZE does
-    not divide n, the last numbers are n or more: they repeat rows 0, 1, ..., which are not counted twice.
-    """
-    return torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)
-
-
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows."""
+    """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows.
+
+    A process takes every WORLD_SIZE-th row. All processes make the same number of passes, because sharded weights need
+    that: if WORLD_SIZE does not divide the number of rows, some processes repeat one of the first rows.
+    """
     n = len(rows)
-    for numbers in shard_rows(n).split(args.micro_batch_size):
-        counts = numbers < n
-        some = [rows[i] for i in numbers % n]
-        yield some, counts.to(args.device)
+    numbers = torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
+    for part in numbers.split(args.micro_batch_size):
+        yield [rows[i] for i in part % n], (part < n).to(args.device)
 
 
-# --- Identical in every script from here on: loading of models and data, processes, the run ---------------------------
+# --- From here on, a function is identical in all scripts that have it: models, data, processes, the run --------------
 
 
 def require(condition: object, message: str) -> None:
@@ -798,7 +801,7 @@ def require(condition: object, message: str) -> None:
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Exits if a named setting has no effect, but has a value that is neither the default nor off (0, none, False)."""
+    """Exits if one of these settings was changed but has no effect. A setting that is off (0, none, False) passes."""
     for name in names.split():
         value = getattr(args, name)
         is_default_or_off = value in (getattr(Args, name), "none") or not value
@@ -890,10 +893,10 @@ def rows_that_fit(
 ) -> int:
     """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
 
-    A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
-    needs 2 numbers, for keys and values. The rows may fill an eighth of the free GPU memory. On a CPU, large batches
-    are slow, so the limit is 64 MB. For large models it is four times the weights, up to 2 GB, because each micro-batch
-    updates the gradient of all weights.
+    For the backward pass, a token needs about 20 numbers per layer and hidden unit (2 with --gradient-checkpointing),
+    and 3 per logit. For sampling it needs 2, for its key and its value. The rows may fill an eighth of the free GPU
+    memory. On a CPU, large batches are slow, so the limit is 64 MB. For large models it is four times the weights, up
+    to 2 GB, because each micro-batch updates the gradient of all weights.
     """
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
@@ -911,7 +914,7 @@ def rows_that_fit(
 
 
 def use_bfloat16(model: nn.Module) -> None:
-    """Casts the frozen weights of matrix products to bfloat16, once; autocast would do it at each use.
+    """Casts frozen weights of matrix products to bfloat16 once. Otherwise autocast would cast them at each use.
 
     Weights of experts (E, D, D) are cast, too: autocast does not cover grouped products. Embeddings and heads with one
     output stay in float32.
@@ -940,7 +943,8 @@ def context_length(model: nn.Module) -> int:
 
 def eos_tokens(model: nn.Module) -> list[int]:
     """Ids of the tokens that end a text: the tokenizer's EOS, the chat template's end of a turn, and the EOS tokens of
-    the generation config. Only special tokens count: the config's default can be any token."""
+    the generation config. Tokens of the ordinary vocabulary are left out, since the config's default can be any
+    token."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -960,20 +964,21 @@ def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
     if not tokenizer.chat_template:
         return "", ""
     turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
-    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")  # Qwen: "<|im_end|>\n"
+    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    for token in sorted(special, key=tail.find):  # in the order of the text
-        if token in tail:
-            return token, tail.partition(token)[2]
-    return "", ""
+    ends = [token for token in special if token in tail]
+    if not ends:
+        return "", ""
+    end = min(ends, key=tail.find)
+    return end, tail.partition(end)[2]
 
 
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
-    Values stay as they are in the file. By default, the library reads the JSON text "2024-01-05" as a date, and 72 as
-    72.0 if another row has 3.5. A csv column becomes numbers only if Python prints each of them as it is written: 007
-    and 1.50 stay texts.
+    Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
+    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. A csv column becomes numbers only if Python
+    prints each of them as it is written: 007 and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -988,6 +993,10 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     else:
         has_no_pattern = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
         require(has_no_pattern, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+    for file in [path, *path.rglob("*")]:
+        if ".csv" in file.suffixes and file.is_file():
+            has_names = isinstance(pandas.read_csv(file, nrows=1).index, pandas.RangeIndex)
+            require(has_names, f"{file} has more cells in a row than names: put texts that have a comma in quotes")
     try:
         data = datasets.load_dataset(**options)
         if data.info.builder_name == "csv" and "features" not in options:
@@ -996,6 +1005,11 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
         sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
     if data.info.builder_name == "csv":
         return with_numbers(data)
+    if data.info.builder_name == "json" and "Json(" in str(data.features):
+        warnings.warn(
+            f"{name} has values of several types in one place. The library reads a text there that is valid JSON, such "
+            'as "72" or "true", as a number or a truth value: give all values one type'
+        )
     is_exact = lambda kind: not re.search("time|date|float", str(kind))  # noqa: E731
     if data.info.builder_name != "json" or all(map(is_exact, data.features.values())):
         return data
@@ -1011,7 +1025,7 @@ def csv_options(columns: Sequence[str]) -> dict:
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts each column of texts to numbers if Python prints them as they are written."""
+    """Converts each column of texts to numbers if Python prints these numbers exactly as they are written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
@@ -1034,16 +1048,17 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
 
 def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
     """Exits if a dataset lacks one of the columns (a dict from flags to columns), or has images, videos or audio."""
-    there = ", ".join(data.column_names)
+    names = ", ".join(data.column_names)
     for flag, column in columns.items():
-        require(column in data.column_names, f"the dataset has no column {column!r}, only {there}: set {flag}")
+        require(column in data.column_names, f"the dataset has no column {column!r}, only {names}: set {flag}")
     unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
     require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads only texts: remove them")
 
 
 def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
     """Applies `encode` to each row; with `keep`, the row's own columns stay. The result is a memory-mapped file. Later
-    runs use the same file, unless the data or `encode` have changed.
+    runs use the same file, unless the data or `encode` have changed; they do not repeat its warnings. (So `encode` must
+    not refer to args: any other setting would make a new file.)
     """
     split = str(data.split)
 
@@ -1082,10 +1097,14 @@ def template_options(row: dict) -> dict:
             with suppress(ValueError):  # it is not JSON
                 value = json.loads(value)
         has_type = isinstance(value, kind) and all(isinstance(x, dict) for x in value if kind is list)
-        require(has_type, f"the column {column!r} is for chat templates (as in TRL); they cannot use {value!r:.80}")
+        require(
+            has_type, f"the column {column!r} goes to the chat template (as in TRL), which cannot use {value!r:.80}"
+        )
         given[column] = without_none(value)
     options = given["chat_template_kwargs"]
-    return options | {"tools": given["tools"]} if given["tools"] else options
+    if given["tools"]:
+        options["tools"] = given["tools"]
+    return options
 
 
 def without_none(x: object) -> object:
@@ -1126,7 +1145,7 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
 
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
-    """Renders a conversation with the chat template. A prompt ends where the assistant's answer begins."""
+    """Renders a conversation with the chat template. With is_prompt, it ends where the assistant is to answer."""
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1141,8 +1160,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. A list or dict as
-        Python prints it does not count."""
+        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. It is not if the
+        template only prints the list or dict as Python does."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -1162,8 +1181,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
             message["content"] = message["content"].rpartition("</think>")[2]
         for key, value in message.items():
             if key in ("content", "tool_calls", *thoughts):
-                place = f"{key!r} of message {number}, of role {role!r}"
-                require(is_there(value), f"the chat template leaves out {place}, or a part of it")
+                where = f"{key!r} of message {number}, of role {role!r}"
+                require(is_there(value), f"the chat template leaves out {where}, or a part of it")
             elif key not in ("name", "tool_call_id") and not is_there(value):
                 warnings.warn(f"the chat template ignores the key {key!r} of messages, so the model does not read it")
     for tool in options.get("tools", []):
@@ -1175,7 +1194,7 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
 
 def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> str:
     """Renders a conversation up to the token that ends its last turn. If that turn is an answer, the text before it is
-    the prompt that a rollout reads.
+    exactly the prompt of a rollout.
 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
@@ -1194,8 +1213,8 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
 
 
 def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text that can be continued: with one BOS if the tokenizer adds it, and without the EOS that some
-    tokenizers add."""
+    """Token ids of a text, so that it can be continued. Keeps one BOS if the tokenizer adds it; removes an EOS that the
+    tokenizer adds."""
     ids = tokenizer(text)["input_ids"]
     if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text already starts with BOS
         ids = ids[1:]
@@ -1234,14 +1253,15 @@ def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] =
 
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
-    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: unlike the seed of a step
+    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number, for example of a pass."""
+    # The 1 makes this seed differ from that of a step
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
 
 def make_seed(*numbers: int) -> int:
-    """Combines numbers into one seed. All random numbers depend only on --seed and the number of a step or a pass, not
-    on earlier steps."""
+    """Combines numbers into one seed. Random numbers depend on --seed and the number of a step or pass (dropout also on
+    the process), not on earlier steps."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -1300,7 +1320,8 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """Gathers all rows (B, ...). Each process passes its rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
+    """Returns all rows (B, ...). Each process passes its own, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE,
+    ...)."""
     shares = [x.clone() for _ in range(WORLD_SIZE)]
     if WORLD_SIZE > 1:
         dist.all_gather(shares, x.contiguous())
@@ -1347,7 +1368,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Ties shared weights again, since a move from `meta` separates them."""
+    """Shares tied weights again: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -1400,13 +1421,13 @@ class Run:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
         memory: dict,
-        asked: Args | None = None,
+        asked: Args,
         **models: nn.Module | None,
     ):
-        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
-        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` holds what one step passes to the next, besides weights and moments, as JSON values. `asked` are the
+        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
-        self.asked = asked or args
+        self.asked = asked
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.schedule = schedule
@@ -1414,10 +1435,10 @@ class Run:
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.broken = 0  # updates in a row with a non-finite gradient
+        self.num_broken = 0  # updates in a row with a non-finite gradient
         self.stop_requested = False
         self.is_logged = False  # whether any step was logged
-        self.saved = 0  # the step of the newest checkpoint
+        self.saved_step = 0  # the step of the newest checkpoint
         now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # many runs may start in one second
         self.output = Path(args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}")
         if not RANK:
@@ -1466,8 +1487,8 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the remaining steps, and saves a checkpoint after a step if one is due. Ctrl-C and
-        SIGTERM end the loop after the current step, unless they are ignored (as Ctrl-C is in background jobs of a
-        shell script)."""
+        SIGTERM end the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell
+        script."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -1478,7 +1499,7 @@ class Run:
             while self.step < self.num_steps:
                 self.step += 1
                 self.state = "unchanged"  # the weights; "changing" in the update, then "updated"
-                self.before = deepcopy(self.memory), self.position()
+                self.memory_before = deepcopy(self.memory)
                 yield self.step
                 must_stop = self.must_stop()
                 if must_stop or self.is_due(self.args.save_steps):
@@ -1494,26 +1515,24 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the previous step
-        if no weight has changed since, otherwise none. An error in the first step saves nothing. Prints how to
-        resume."""
-        if self.saved == self.step or (self.step == 1 and not self.is_logged):
+        """Saves a checkpoint when an error ends the loop. If the update of this step is complete, it saves this step.
+        If no weight has changed, it saves the previous step. Otherwise, and in the first step, it saves nothing. Prints
+        how to resume."""
+        if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
         try:
             if self.state == "unchanged":
                 self.step -= 1
-                self.memory, position = self.before
-                if not RANK:
-                    self.file.truncate(position)
-            if self.state != "changing" and self.saved != self.step:
+                self.memory = self.memory_before
+            if self.state != "changing" and self.saved_step != self.step:
                 self.wait_for_all()
                 self.save()
         except BaseException as error:  # torch has an error that is not an Exception
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
             prints_message = True  # process 0 may never get here
-        if self.saved and prints_message:
-            print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
+        if self.saved_step and prints_message:
+            print(f"\nto continue from step {self.saved_step}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
         """Waits up to 20 seconds for all processes: after an error in one of them, the others may never get here."""
@@ -1521,10 +1540,6 @@ class Run:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
             store.wait([f"ended {rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=20))
-
-    def position(self) -> int:
-        """The size of metrics.jsonl in bytes."""
-        return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
         """Handles Ctrl-C and SIGTERM. (torchrun gives the step 30 seconds to end: see its --shutdown-timeout.)"""
@@ -1550,7 +1565,7 @@ class Run:
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar. Exits after five
         updates in a row with non-finite gradients."""
         norms = [x for name, x in stats.items() if name.endswith("grad_norm")]
-        self.broken = 0 if all(map(math.isfinite, norms)) else self.broken + 1
+        self.num_broken = 0 if all(map(math.isfinite, norms)) else self.num_broken + 1
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
@@ -1563,7 +1578,7 @@ class Run:
         if self.wandb:
             self.wandb.log(stats, step=self.step)
         require(
-            self.broken < 5,
+            self.num_broken < 5,
             "the gradient was NaN or infinite in five updates in a row, and their optimiser steps were skipped: "
             "the learning rate may be too high",
         )
@@ -1592,7 +1607,8 @@ class Run:
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
         """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
-        the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
+        the first step there are no moments. With `create_moments`, they are created by a step that changes no
+        weight."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
@@ -1612,13 +1628,13 @@ class Run:
             files[name] = 1 + size // 2**28  # a new file for each 256 MB, since the writer keeps a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
-            self.saved = self.step
+            self.saved_step = self.step
             return
         num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.position(), "memory": self.memory}
+        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
-        self.saved = self.step
+        self.saved_step = self.step
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
             shutil.rmtree(old)
 
@@ -1632,12 +1648,13 @@ class Run:
         self.step = state["step"]
         for _ in range(self.step):
             self.schedule.step()
-        self.saved = self.step
+        self.saved_step = self.step
         if not RANK:
             lines = (self.output / "metrics.jsonl").read_bytes()
             if len(lines) < state["bytes_of_metrics"]:
                 warnings.warn("metrics.jsonl lacks lines: was the folder copied during the run?")
             self.file.truncate(lines.rfind(b"\n", 0, state["bytes_of_metrics"]) + 1)
+            self.file.seek(0, os.SEEK_END)  # truncate does not move the position
         print(f"continues after step {self.step}")
 
     def load(self, folder: Path) -> dict:
@@ -1650,17 +1667,17 @@ class Run:
         if files != state["files"]:
             raise OSError(f"{folder} has {files} of its {state['files']} files of weights")
         reader = HuggingFaceStorageReader(folder)
-        there = reader.read_metadata().state_dict_metadata
+        stored = reader.read_metadata().state_dict_metadata
         tensors = self.tensors(create_moments=True)
-        unknown = sorted(set(there) - set(tensors))
+        unknown = sorted(set(stored) - set(tensors))
         require(
             not unknown,
             f"{folder} has weights that this run does not train, such as {unknown[:2]}: resume with the same settings",
         )
-        tensors = {name: x for name, x in tensors.items() if name in there or not name.startswith("state.")}
+        tensors = {name: x for name, x in tensors.items() if name in stored or not name.startswith("state.")}
         dcp.load(tensors, storage_reader=reader)
         for name, p in self.models.named_parameters():
-            if f"state.{name}.step" not in there:
+            if f"state.{name}.step" not in stored:
                 self.optimizer.state.pop(p, None)
         return state
 
@@ -1688,9 +1705,7 @@ class Run:
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
         settings = asdict(self.asked).items()
-        changed = {name: x for name, x in settings if x != getattr(Args(), name)}
-        words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in changed.items()}
-        flags = [f"--{name.replace('_', '-')} {x}" for name, x in words.items()]
+        changed = [f"{name}={x!r}" for name, x in settings if x != getattr(Args(), name)]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]
@@ -1699,7 +1714,7 @@ class Run:
             f"base_model: {base}\n---" if is_on_hub else "---",
             f"Made by {made['script']}, version {made['version']} (revision {made['revision']}).\n",
             f"Base model: {base or 'none'}. Data: {self.args.dataset}.\n",
-            f"Settings that are not the default: {' '.join(flags) or 'none'} (args.json has all).\n",
+            f"Settings that are not the default: {', '.join(changed) or 'none'} (args.json has all).\n",
             f"After {self.step} of {self.num_steps} steps: {', '.join(metrics)} (metrics.jsonl has all).\n",
         ]
         (self.output / "README.md").write_text("\n".join(card))
@@ -1740,11 +1755,13 @@ def code_version() -> dict[str, str]:
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """Names of settings that the user left open, so that they depend on this machine. A resumed run chooses them again,
-    since it may be on another machine."""
+    """Names of settings that the user did not set and that depend on the machine. A resumed run, which may be on
+    another machine, chooses them again."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
-    return names + ["device"] * (asked.device == Args().device)
+    if asked.device == Args().device:
+        names.append("device")
+    return names
 
 
 def draw_curves(folder: Path) -> None:

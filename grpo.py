@@ -18,7 +18,7 @@ For each batch of prompts, G responses to each (`num_generations`):
   1. sample     response y_1..y_T ~ pi(. | prompt), at the given temperature, up to and including the stop token
   2. score      one number per response, usually from a check of its answer; --dynamic-sampling replaces groups with
                 equal scores
-  3. advantage  A_i = score_i - mean of the group's scores, divided by their standard deviation (`scale_rewards`)
+  3. advantage  A_i = (score_i - mean of the group's scores) / their standard deviation (`scale_rewards`)
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), or its geometric mean over the response (GSPO);
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t];
                 pi_old: the policy of step 1; KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t)
@@ -135,7 +135,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
-Pattern = Name  # a regular expression
 
 
 @pydantic.dataclasses.dataclass  # checks the values
@@ -143,11 +142,12 @@ class Args:
     # --- GRPO ---
     # responses per prompt. More: a better baseline
     num_generations: Annotated[int, Field(ge=2)] = 8
-    # weights of tokens. dapo, cispo: equal; grpo: equal per response; dr_grpo: constant; bnpo: equal per micro-batch
+    # weights of tokens. dapo, cispo: all equal; grpo: equal sums for all responses; dr_grpo: a constant; bnpo: as dapo,
+    # but within each micro-batch
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
     # level of the ratio: token, or sequence (GSPO; use it with loss_type grpo)
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    # divide advantages by the group's or batch's standard deviation, the group's mean (MaxRL), or nothing (Dr. GRPO)
+    # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL); 1 (none, Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     # mean: subtract the group's mean from each score; none: the scores are the advantages, without scaling (RFT)
     baseline: Literal["mean", "none"] = "mean"
@@ -164,7 +164,8 @@ class Args:
     # --- Rollout ---
     # maximum tokens in a response (TRL: max_completion_length); dr_grpo divides the loss by it
     response_length: Count = 16
-    response_length_min: Count | None = None  # random limit per rollout, from this to response_length (cf. TRL 0.7)
+    # if set, each rollout has a random limit, from this to response_length (cf. TRL 0.7)
+    response_length_min: Count | None = None
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
     # tokens that end a response: eos (all EOS tokens of the model), none, token ids, or texts of one token each
     stop_token: tuple[Name, ...] = ("eos",)
@@ -186,7 +187,8 @@ class Args:
     # responses per update, on all GPUs together; by default 64
     batch_size: Count | None = None
     micro_batch_size: Count | None = None  # responses per forward/backward pass; only bnpo depends on it
-    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x num_mini_batches x GPUs
+    # TRL's name for micro_batch_size. If batch_size is not set, it becomes this x gradient_accumulation_steps x
+    # num_mini_batches x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
 
@@ -199,7 +201,7 @@ class Args:
     reward_weights: tuple[Weight, ...] = ()  # weights of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
     lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Pattern = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
+    lora_target_modules: Name = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -225,7 +227,7 @@ class Args:
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run ---
-    # folder of a run to continue with its settings; the command line may change some
+    # folder of a run to continue. It keeps its settings, except those given on the command line
     resume: Name | None = None
     total_episodes: Count = 12_800  # number of responses sampled in the run; 12,800 are one pass over the toy prompts
     num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
@@ -235,7 +237,7 @@ class Args:
     device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     save_steps: Count = 50  # updates between checkpoints, which hold the full state of the run
     save_total_limit: Count = 2  # number of newest checkpoints to keep
-    eval_steps: Count = 50  # updates between evaluations; the last one follows the last update
+    eval_steps: Count = 50  # updates between evaluations; the last update is always followed by one
     num_sample_generations: Natural = 10  # number of tables of responses to print, plus one after update 1 (TRL)
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
     wandb_project_name: Name = "rlhf"  # W&B project, with --track
@@ -244,7 +246,7 @@ class Args:
     # --- Many GPUs: torchrun --nproc-per-node N ---
     # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
     zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # number of GPUs that share a set of shards, e.g. one node (ZeRO++); default: all
+    shard_size: Count | None = None  # GPUs that together hold one copy, e.g. those of a node (ZeRO++); default: all
     offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
     gather_for_rollout: bool = True  # with zero_stage 3: gather the weights once per rollout, not for every token
 
@@ -327,7 +329,7 @@ class Rollout:
     responses: Tensor  # (B, T), right-padded
     mask: Tensor  # (B, T), true up to and including the stop token
     ended: Tensor  # (B,), true if the response has a stop token
-    old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
+    old_logprobs: Tensor  # (B, T), under the policy that sampled the responses; see read_logprobs
     examples: list[dict]  # the B rows of the dataset that the prompts come from
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
     scores: Tensor | None = None  # (B,), weighted sum of rewards, minus the penalty
@@ -404,7 +406,7 @@ class Rollout:
         share = torch.cat(parts)
         result = share.new_zeros(B, *share.shape[1:])
         result[torch.cat(micro_batches)] = share
-        return all_reduce(result)  # each process has zeros in the other rows
+        return all_reduce(result)  # a sum: each process has zeros in the rows of the others
 
 
 RewardFns = dict[str, Callable[[Rollout], Tensor]]  # reward functions by name: each returns rewards (B,), NaN for none
@@ -418,7 +420,8 @@ def deal(rows: Tensor, args: Args) -> tuple[Tensor, ...]:
 
 
 def response_mask(responses: Tensor, stop_token_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns a mask (B, T), true up to and including the first stop token, and (B,) true if there is a stop token.
+    """Returns a mask (B, T), true up to and including the first stop token, and `ended` (B,), true where there is a
+    stop token.
 
     The pad token plays no role, so it may be equal to the stop token. With stop token 0:
         responses [[5, 0, 7, 0], [5, 6, 7, 8]]  ->  mask [[1, 1, 0, 0], [1, 1, 1, 1]], ended [1, 0]
@@ -451,7 +454,7 @@ class OneTypeCache(StaticCache):
         return super().update(keys.to(values.dtype), values, *others, **options)
 
 
-def read_prompts(
+def prefill(
     model: nn.Module, prompts: Tensor, prompt_mask: Tensor, cache: Cache, **options
 ) -> tuple[ModelOutput, Tensor]:
     """Fills a key-value cache with prompts (B, P). Equal prompts are computed once: returns the output for the b
@@ -486,13 +489,13 @@ def sample(
     stops = prompts.new_tensor(policy.stop_token_ids)
     cache = OneTypeCache(config=policy.config, max_cache_len=P + T)  # allocated once, at full size
     if P > 1:  # all but the last token, with which the loop starts
-        read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
+        prefill(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     rows = torch.arange(B, device=prompts.device)  # rows still in the forward pass, and in the cache
     look_every = 1 if prompts.device.type == "cpu" else 8  # steps between checks; each check waits for the GPU
     for t in range(T):
         output = policy(
             input_ids=tokens[rows, t : t + 1],
-            attention_mask=attention_mask[rows, : P + t],  # one column per token in the cache, for sliding windows
+            attention_mask=attention_mask[rows, : P + t],  # the P + t tokens so far: sliding windows count columns
             position_ids=positions[rows, t : t + 1],
             past_key_values=cache,
             use_cache=True,
@@ -503,12 +506,12 @@ def sample(
         has_stopped[rows] |= torch.isin(tokens[rows, t + 1], stops)
         if (t + 1) % look_every:
             continue
-        left = (~has_stopped[rows]).nonzero().squeeze(1)
-        if not all_reduce(torch.tensor(len(left))):  # sharded weights need all processes in each pass
+        unfinished = (~has_stopped[rows]).nonzero().squeeze(1)
+        if not all_reduce(torch.tensor(len(unfinished))):  # sharded weights need all processes in each pass
             break
-        if 0 < len(left) < 0.75 * len(rows):  # copying the cache costs less than computing ended rows
-            cache.reorder_cache(left)
-            rows = rows[left]
+        if 0 < len(unfinished) < 0.75 * len(rows):  # copying the cache costs less than computing ended rows
+            cache.reorder_cache(unfinished)
+            rows = rows[unfinished]
     responses = tokens[:, 1:]
     mask, ended = response_mask(responses, policy.stop_token_ids)  # false on tokens sampled after the stop token
     return responses.masked_fill(~mask, policy.tokenizer.pad_token_id), mask, ended, logprobs.masked_fill(~mask, 0.0)
@@ -539,7 +542,8 @@ def sample_batch(policy: nn.Module, examples: list[dict], args: Args) -> Rollout
 
 
 def equal_groups(scores: Tensor, k: int) -> Tensor:
-    """Returns (B/k,), true where all k scores of a group are equal. Only KL gives such a group a gradient."""
+    """Returns (B/k,), true where all k scores of a group are equal. Such a group has no gradient, unless a KL or a
+    router's loss adds one."""
     groups = scores.view(-1, k)
     return (groups == groups[:, :1]).all(1)
 
@@ -556,9 +560,10 @@ def sample_groups(
     num_groups = args.batch_size // G
     parts = []
     num_differing = 0
+    draw_batch = play_batch if args.env else sample_batch
     for draw in range(1 + args.dynamic_sampling):
         examples = batch(prompts, first_draw + draw, num_groups, args.seed)
-        part = (play_batch if args.env else sample_batch)(policy, repeat(examples, G), args)
+        part = draw_batch(policy, repeat(examples, G), args)
         part.rewards_by_name, part.scores = score_responses(part, reward_fns, args, G)
         parts.append(part)
         num_differing += int((~equal_groups(part.scores, G)).sum())
@@ -625,7 +630,7 @@ def response_forward(model: nn.Module, r: Rollout, args: Args, **options) -> tup
     inputs = r.inputs()
     if shares_prompts(model, r, args):
         cache = DynamicCache(config=model.config)
-        output, row_of = read_prompts(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
+        output, row_of = prefill(model, r.prompts, r.prompt_mask, cache, logits_to_keep=1)
         first_logits = output.logits[row_of]  # (b, 1, V), at the last prompt token
         inputs |= {"input_ids": r.responses, "position_ids": inputs["position_ids"][:, P:]}  # the mask covers both
         keep = torch.arange(T - 1, device=r.mask.device)  # the last token predicts nothing
@@ -669,12 +674,12 @@ def first_pass(rollout: Rollout, args: Args) -> list[Tensor]:
 def read_logprobs(
     policy: nn.Module, reference: nn.Module | None, rollout: Rollout, step: int, args: Args
 ) -> dict[str, float]:
-    """Adds log-probabilities (B, T) to the rollout: the reference's with --beta, and with bf16 or TF32 the
-    policy's, in place of the sampler's.
+    """With --beta, adds the reference's log-probabilities (B, T) to the rollout. With bf16 or TF32, replaces the
+    sampler's by the policy's.
 
     The sampler reads token by token, which rounds differently. Here complete responses are read in the micro-batches of
-    the update, with the same padding, so the ratio before its first step is exactly 1. Returns the sampler's error, the
-    mean of |ratio - 1|.
+    the update, with the same padding, so the ratio before its first step is exactly 1. With bf16 or TF32, also returns
+    the sampler's error, the mean of |ratio - 1|.
     """
     stats = {}
     micro_batches = None
@@ -696,7 +701,8 @@ def read_logprobs(
 def score_responses(
     rollout: Rollout, reward_fns: RewardFns, args: Args, G: int = 1
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the rewards (B,) of each reward function, by name, and the scores (B,), for G rows per prompt.
+    """Returns the rewards (B,) of each reward function, by name, and the scores (B,). G is the number of rows per
+    prompt.
 
     A score is the weighted sum of the rewards, minus the penalty for a missing stop token.
     """
@@ -705,7 +711,8 @@ def score_responses(
     scores = weighted_sum(rewards, args.reward_weights)
     require(scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
     if args.stop_token != ("none",):  # with none, no response has a stop token
-        scores = penalize_missing_eos(scores, rollout.ended, args.missing_eos_penalty)
+        # as in TRL; in the N+ details, such scores become -1
+        scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
     if is_unscored.any():
         require(not is_unscored.all(), "no response has a reward: all functions of --reward-fn returned None or NaN")
         scores = fill_in(scores, is_unscored, G)
@@ -714,7 +721,7 @@ def score_responses(
 
 def unscored(rewards: dict[str, Tensor]) -> Tensor:
     """Returns (B,), true where no reward function returned a reward."""
-    return torch.stack([x.isnan() for x in rewards.values()]).all(0)
+    return torch.stack(list(rewards.values())).isnan().all(0)
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
@@ -732,12 +739,6 @@ def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tens
     if weights:
         table = table * table.new_tensor(weights)[:, None]
     return table.nansum(0)
-
-
-def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float) -> Tensor:
-    """Subtracts `penalty` from the scores (B,) of responses without a stop token, as in TRL. (In the N+ details, such
-    scores become -1.)"""
-    return torch.where(ended, scores, scores - penalty)
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -1030,7 +1031,8 @@ def scored_answers(
     eval_args = replace(args, temperature=temperature, response_length_min=None)
     extra = -N % WORLD_SIZE  # all processes need the same number of prompts
     examples = (prompts * WORLD_SIZE)[: N + extra]
-    rollout = (play_batch if args.env else sample_batch)(policy, repeat(examples, k), eval_args)
+    draw_batch = play_batch if args.env else sample_batch
+    rollout = draw_batch(policy, repeat(examples, k), eval_args)
     rollout.rewards_by_name, rollout.scores = score_responses(rollout, reward_fns, args, k)
     return rollout.select(torch.arange(N * k, device=rollout.mask.device))
 
@@ -1051,9 +1053,8 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
 
 def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None:
     """Prints a few episodes as a table. Saves all their tensors in a file for tools/xray.py."""
-    texts = lambda ids, mask: [tokenizer.decode(row[real]) for row, real in zip(ids, mask)]  # noqa: E731
     columns = {
-        "prompt": texts(rollout.prompts, rollout.prompt_mask),
+        "prompt": [tokenizer.decode(row[real]) for row, real in zip(rollout.prompts, rollout.prompt_mask)],
         "response": [transcript(*row, tokenizer) for row in zip(rollout.responses, rollout.mask, rollout.written)],
         "score": [f"{score:.2f}" for score in rollout.scores.tolist()],
     }
@@ -1108,11 +1109,11 @@ def play(
     ended = ~active
     num_turns, rewards, logprobs = torch.zeros(B), torch.zeros(B, T), torch.zeros_like(uniforms)
     responses = torch.zeros(B, T, dtype=torch.long)
-    mask, written = responses > 0, responses > 0
+    mask, written = torch.zeros(2, B, T, dtype=torch.bool)
     stops = responses.new_tensor(policy.stop_token_ids)
     cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)  # allocated once, at full size
     if prompts.shape[1] > 1:  # all but the last token, with which the loop starts
-        read_prompts(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
+        prefill(policy, prompts[:, :-1], prompt_mask[:, :-1], cache, logits_to_keep=1)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     tokens = prompts[:, -1:]  # (B, 1), like `positions`
     positions = prompt_mask.sum(1, keepdim=True) - 1
@@ -1190,6 +1191,8 @@ def load_policy(args: Args) -> nn.Module:
     The policy stays in evaluation mode: with dropout, rollout, scoring and loss would use different distributions.
     """
     policy = load_model(AutoModelForCausalLM, args.model, args)
+    has_router = hasattr(policy.config.get_text_config(), "output_router_logits")
+    require(has_router or not args.aux_loss_coef, f"--aux-loss-coef: {args.model} is not a mixture of experts")
     policy.stop_token_ids = find_stop_tokens(args, policy)
     stored = policy.generation_config  # saved with the policy, for programs that sample from it later
     stored.eos_token_id = policy.stop_token_ids or None
@@ -1222,7 +1225,7 @@ def find_stop_tokens(args: Args, policy: nn.Module) -> list[int]:
         is_one_token = len(ids) == 1 and ids[0] < len(tokenizer)
         require(
             is_known and is_one_token,
-            f"--stop-token {text!r} is not one token of {args.model}, but {ids}: choose another, or none",
+            f"--stop-token {text!r} is not one token of {args.model}, but {ids}: choose another, or --stop-token none",
         )
         found += ids
     require(found, f"{args.model} has no EOS token: choose another with --stop-token, or none")
@@ -1296,16 +1299,17 @@ def make_reward_fns(args: Args, policy: nn.Module, reward_model: nn.Module | Non
 
 
 def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[Rollout], Tensor]:
-    """Makes a reward function of a reward model. If its tokenizer or chat template is not the policy's, texts are
-    encoded again. If a text exceeds its context length, it reads only the end."""
-    templates = (None, policy.tokenizer.chat_template)
+    """Makes a reward function of a reward model. If the reward model has another tokenizer or chat template than the
+    policy, texts are encoded again. Of a text longer than its context, it then reads only the end."""
+    has_same_tokens = same_tokens(policy, model)
+    has_same_template = model.tokenizer.chat_template in (None, policy.tokenizer.chat_template)
 
     def reward(r: Rollout) -> Tensor:
         """(b,) rewards of a part of the rollout."""
-        ids = r.inputs()["input_ids"]
-        mask = r.inputs()["attention_mask"]
+        inputs = r.inputs()
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
         is_text = isinstance(r.examples[0][args.prompt_column], str)
-        reads_same_ids = same_tokens(policy, model) and (is_text or model.tokenizer.chat_template in templates)
+        reads_same_ids = has_same_tokens and (is_text or has_same_template)
         if not reads_same_ids:
             rows = encode_again(r, policy.tokenizer, model.tokenizer, args)
             ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
@@ -1313,7 +1317,7 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
         if reads_same_ids and shares_prompts(model, r, args):
             ids = r.responses
             cache = DynamicCache(config=model.config)
-            read_prompts(model.base_model, r.prompts, r.prompt_mask, cache)
+            prefill(model.base_model, r.prompts, r.prompt_mask, cache)
         return read_reward(model, ids, mask.long(), cache)
 
     return lambda rollout: rollout.in_micro_batches(reward, args)
@@ -1350,12 +1354,13 @@ def response_texts(r: Rollout, tokenizer: AutoTokenizer, args: Args) -> list[str
     if isinstance(r.examples[0][args.prompt_column], list):
         blank = blank_before_answer(tokenizer)
     texts = []
-    for prompt, given, ids, real in zip(r.prompts.cpu(), r.prompt_mask.cpu(), r.responses.cpu(), r.mask.cpu()):
-        text = text_behind(prompt[given].tolist(), ids[real].tolist(), tokenizer)
+    for prompt, is_prompt, ids, real in zip(r.prompts.cpu(), r.prompt_mask.cpu(), r.responses.cpu(), r.mask.cpu()):
+        text = decode_after(prompt[is_prompt].tolist(), ids[real].tolist(), tokenizer)
         texts.append(text.removeprefix(blank))
     return texts
 
 
+@cache
 def blank_before_answer(tokenizer: AutoTokenizer) -> str:
     """The white space that the chat template writes between prompt and answer (Mistral: a space); empty if none."""
     if not tokenizer.chat_template:
@@ -1367,11 +1372,11 @@ def blank_before_answer(tokenizer: AutoTokenizer) -> str:
 
 
 def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> Tensor:
-    """(B,) output of a reward model's head at the last real token of texts (B, S), or of their last S tokens if a cache
-    has the tokens before them. The attention mask covers all tokens.
+    """(B,) output of a reward model's head at the last real token of texts (B, S). If a cache holds the first tokens of
+    the texts, `input_ids` are the other S; the attention mask covers all tokens.
 
-    transformers' classifiers read the last token that is not the pad token. If the pad token is EOS, this is the token
-    before EOS.
+    transformers' classifiers read the last token that is not the pad token. If the pad token is also EOS, they read the
+    token before EOS.
     """
     S = input_ids.shape[1]
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -S:]
@@ -1400,19 +1405,19 @@ def function_reward(spec: str, policy: nn.Module, args: Args) -> Callable[[Rollo
         rows = [deepcopy(example) for example in r.examples]  # the rows of a group share one object
         given = {name: [row[name] for row in rows] for name in rows[0]}
         given["prompts"] = given[args.prompt_column]
-        given["prompts_text"] = policy.tokenizer.batch_decode([row["input_ids"] for row in rows])
+        given["prompts_text"] = policy.tokenizer.batch_decode(given["input_ids"])
         given["completion_ids"] = [ids[real].tolist() for ids, real in zip(r.responses.cpu(), r.mask.cpu())]
         given["completions"] = response_texts(r, policy.tokenizer, args)
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
         with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
             values = function(**given)
-        return all_gather(torch.tensor(read_rewards(values, len(rows), spec), device=args.device))
+        return all_gather(torch.tensor(check_rewards(values, len(rows), spec), device=args.device))
 
     return reward
 
 
-def read_rewards(values: object, n: int, spec: str) -> list[float]:
+def check_rewards(values: object, n: int, spec: str) -> list[float]:
     """The rewards that a function returned for n rows, NaN for None. Exits unless they are n numbers."""
     is_list = hasattr(values, "__iter__") and not isinstance(values, (str, dict))
     rewards = list(values) if is_list else []
@@ -1487,8 +1492,12 @@ def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args)
     require(
         not clash, f"--dataset {args.dataset}: rename the columns {clash}: reward functions have arguments of that name"
     )
-    encode = lambda row: encode_prompt(read_value(row, column), tokenizer, template_options(row))  # noqa: E731
-    data = encode_rows(data, lambda row: {"input_ids": encode(row)}, keep=True)
+
+    def encode(row: dict) -> dict:
+        """Returns the column to add to a row."""
+        return {"input_ids": encode_prompt(read_value(row, column), tokenizer, template_options(row))}
+
+    data = encode_rows(data, encode, keep=True)
     unknown = sum(tokenizer.unk_token_id in ids for ids in data["input_ids"])
     if unknown and tokenizer.unk_token != tokenizer.eos_token:  # in GPT-2 they are one token
         warnings.warn(f"{unknown} of {len(data)} prompts have unknown words, encoded as {tokenizer.unk_token}")
@@ -1503,7 +1512,7 @@ def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args)
     require(any(fits), f"--dataset {args.dataset}: {dropped} (set --max-prompt-length)")
     kept = [length for length, fit in zip(lengths, fits) if fit]
     print_lengths(f"{data.split} prompts", kept, "" if all(fits) else dropped)
-    return data if all(fits) else data.select(np.flatnonzero(fits))
+    return data.select(np.flatnonzero(fits))
 
 
 def longest_prompt(prompts: datasets.Dataset) -> int:
@@ -1528,10 +1537,13 @@ def check_args(args: Args) -> None:
     _, upper = clip_bounds(args)
     is_beyond = args.delta is None or args.delta > upper
     require(is_beyond, f"--delta must be greater than the upper bound of the clip range, {upper:g}")
-    fits = len(args.reward_weights) in (0, len(args.reward_fn))
-    require(fits, f"--reward-weights has {len(args.reward_weights)} values, but --reward-fn has {len(args.reward_fn)}")
-    fits = (args.response_length_min or 0) <= args.response_length
-    require(fits, f"--response-length-min is greater than --response-length {args.response_length}")
+    has_all_weights = len(args.reward_weights) in (0, len(args.reward_fn))
+    require(
+        has_all_weights,
+        f"--reward-weights has {len(args.reward_weights)} values, but --reward-fn has {len(args.reward_fn)}",
+    )
+    is_in_order = (args.response_length_min or 0) <= args.response_length
+    require(is_in_order, f"--response-length-min is greater than --response-length {args.response_length}")
 
 
 def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: int) -> Args:
@@ -1555,15 +1567,14 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     fitting = rows_that_fit(policy, longest, args)
     is_shared = can_share_prompts(policy, args)
     if is_shared:
-        # a row adds its share of the prompt, and its keys and values, which need a fifth of the prompt's memory
+        # a row needs its share of the prompt's pass, a copy of its keys and values (a fifth of that), and its response
         per_row = math.ceil(prompt_length * min(1.0, args.num_mini_batches / G + 0.2)) + args.response_length
         fitting = rows_that_fit(policy, per_row, args, num_targets=args.response_length)
         limit = max(fitting, min(G, 2 * fitting))  # a group that is split computes its prompt twice
         fitting = max([n for n in range(G, limit + 1, G) if rows % n == 0], default=fitting)
     fitting = min(rows, fitting)
     micro_batch_size = args.micro_batch_size or per_device or fitting
-    sampled = rows_that_fit(policy, longest, args, is_trained=False)
-    rollout_batch_size = args.local_rollout_forward_batch_size or sampled
+    rollout_batch_size = args.local_rollout_forward_batch_size or rows_that_fit(policy, longest, args, is_trained=False)
 
     episodes = args.total_episodes
     if args.num_train_epochs:
@@ -1588,8 +1599,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
 
 
 def ratio_rounding(args: Args) -> float:
-    """Returns the largest mean of |ratio - 1| before the first step that rounding can cause: bfloat16 has 8 bits of
-    precision, TF32 has 11.
+    """Returns the limit for the mean of |ratio - 1| before the first step, where only rounding moves the ratio:
+    bfloat16 has 8 bits of precision, TF32 has 11.
 
     Measured with bf16: .021 to .036 for SmolLM2, at temperatures of .5 to 1 and lengths of 16 to 200 tokens, on CPUs
     with and without bfloat16 matrix products. Its largest logits are 10 to 40. Rounding errors grow in proportion to
@@ -1599,13 +1610,13 @@ def ratio_rounding(args: Args) -> float:
     return 6e-3 if torch.get_float32_matmul_precision() == "high" else 1e-3
 
 
-def check_first_ratio(error: float, update: int, args: Args) -> None:
+def check_first_ratio(error: float, step: int, args: Args) -> None:
     """Checks that the ratio is 1 before the first step, up to rounding. Otherwise the update and the sampler use
     different distributions. Exits in the first update of a run; in later updates, only warns."""
     if error <= ratio_rounding(args):
         return
     require(
-        update > 1,
+        step > 1,
         f"the ratio pi/pi_old is off by {error:.2g} before any step was made (allowed: {ratio_rounding(args):g}): "
         "rollout and update use different distributions. Usual causes: a model that ignores position_ids or the "
         "attention mask, dropout that is on, different temperatures, weights that are not finite; with bf16, rounding",
@@ -1613,7 +1624,7 @@ def check_first_ratio(error: float, update: int, args: Args) -> None:
     warnings.warn("rollout and update use different distributions: see policy/first_ratio_error and sampler_error")
 
 
-# --- Identical in every script from here on: loading of models and data, processes, the run ---------------------------
+# --- From here on, a function is identical in all scripts that have it: models, data, processes, the run --------------
 
 
 def require(condition: object, message: str) -> None:
@@ -1623,7 +1634,7 @@ def require(condition: object, message: str) -> None:
 
 
 def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Exits if a named setting has no effect, but has a value that is neither the default nor off (0, none, False)."""
+    """Exits if one of these settings was changed but has no effect. A setting that is off (0, none, False) passes."""
     for name in names.split():
         value = getattr(args, name)
         is_default_or_off = value in (getattr(Args, name), "none") or not value
@@ -1715,10 +1726,10 @@ def rows_that_fit(
 ) -> int:
     """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
 
-    A token needs about 20 numbers per layer and hidden unit for the backward pass, and three times its logits. Sampling
-    needs 2 numbers, for keys and values. The rows may fill an eighth of the free GPU memory. On a CPU, large batches
-    are slow, so the limit is 64 MB. For large models it is four times the weights, up to 2 GB, because each micro-batch
-    updates the gradient of all weights.
+    For the backward pass, a token needs about 20 numbers per layer and hidden unit (2 with --gradient-checkpointing),
+    and 3 per logit. For sampling it needs 2, for its key and its value. The rows may fill an eighth of the free GPU
+    memory. On a CPU, large batches are slow, so the limit is 64 MB. For large models it is four times the weights, up
+    to 2 GB, because each micro-batch updates the gradient of all weights.
     """
     config = model.config.get_text_config()
     per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
@@ -1736,7 +1747,7 @@ def rows_that_fit(
 
 
 def use_bfloat16(model: nn.Module) -> None:
-    """Casts the frozen weights of matrix products to bfloat16, once; autocast would do it at each use.
+    """Casts frozen weights of matrix products to bfloat16 once. Otherwise autocast would cast them at each use.
 
     Weights of experts (E, D, D) are cast, too: autocast does not cover grouped products. Embeddings and heads with one
     output stay in float32.
@@ -1765,7 +1776,8 @@ def context_length(model: nn.Module) -> int:
 
 def eos_tokens(model: nn.Module) -> list[int]:
     """Ids of the tokens that end a text: the tokenizer's EOS, the chat template's end of a turn, and the EOS tokens of
-    the generation config. Only special tokens count: the config's default can be any token."""
+    the generation config. Tokens of the ordinary vocabulary are left out, since the config's default can be any
+    token."""
     tokenizer = model.tokenizer
     stored = model.generation_config.eos_token_id  # an int, a list, or None
     ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
@@ -1785,12 +1797,13 @@ def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
     if not tokenizer.chat_template:
         return "", ""
     turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
-    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")  # Qwen: "<|im_end|>\n"
+    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    for token in sorted(special, key=tail.find):  # in the order of the text
-        if token in tail:
-            return token, tail.partition(token)[2]
-    return "", ""
+    ends = [token for token in special if token in tail]
+    if not ends:
+        return "", ""
+    end = min(ends, key=tail.find)
+    return end, tail.partition(end)[2]
 
 
 def load_function(spec: str) -> Callable:
@@ -1816,9 +1829,9 @@ def import_file(path: str) -> ModuleType:
 def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
-    Values stay as they are in the file. By default, the library reads the JSON text "2024-01-05" as a date, and 72 as
-    72.0 if another row has 3.5. A csv column becomes numbers only if Python prints each of them as it is written: 007
-    and 1.50 stay texts.
+    Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
+    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. A csv column becomes numbers only if Python
+    prints each of them as it is written: 007 and 1.50 stay texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -1833,6 +1846,10 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     else:
         has_no_pattern = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
         require(has_no_pattern, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
+    for file in [path, *path.rglob("*")]:
+        if ".csv" in file.suffixes and file.is_file():
+            has_names = isinstance(pandas.read_csv(file, nrows=1).index, pandas.RangeIndex)
+            require(has_names, f"{file} has more cells in a row than names: put texts that have a comma in quotes")
     try:
         data = datasets.load_dataset(**options)
         if data.info.builder_name == "csv" and "features" not in options:
@@ -1841,6 +1858,11 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
         sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
     if data.info.builder_name == "csv":
         return with_numbers(data)
+    if data.info.builder_name == "json" and "Json(" in str(data.features):
+        warnings.warn(
+            f"{name} has values of several types in one place. The library reads a text there that is valid JSON, such "
+            'as "72" or "true", as a number or a truth value: give all values one type'
+        )
     is_exact = lambda kind: not re.search("time|date|float", str(kind))  # noqa: E731
     if data.info.builder_name != "json" or all(map(is_exact, data.features.values())):
         return data
@@ -1856,7 +1878,7 @@ def csv_options(columns: Sequence[str]) -> dict:
 
 
 def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts each column of texts to numbers if Python prints them as they are written."""
+    """Converts each column of texts to numbers if Python prints these numbers exactly as they are written."""
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
             texts = data[column] if feature.dtype == "string" else []
@@ -1879,16 +1901,17 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
 
 def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
     """Exits if a dataset lacks one of the columns (a dict from flags to columns), or has images, videos or audio."""
-    there = ", ".join(data.column_names)
+    names = ", ".join(data.column_names)
     for flag, column in columns.items():
-        require(column in data.column_names, f"the dataset has no column {column!r}, only {there}: set {flag}")
+        require(column in data.column_names, f"the dataset has no column {column!r}, only {names}: set {flag}")
     unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
     require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads only texts: remove them")
 
 
 def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
     """Applies `encode` to each row; with `keep`, the row's own columns stay. The result is a memory-mapped file. Later
-    runs use the same file, unless the data or `encode` have changed.
+    runs use the same file, unless the data or `encode` have changed; they do not repeat its warnings. (So `encode` must
+    not refer to args: any other setting would make a new file.)
     """
     split = str(data.split)
 
@@ -1927,10 +1950,14 @@ def template_options(row: dict) -> dict:
             with suppress(ValueError):  # it is not JSON
                 value = json.loads(value)
         has_type = isinstance(value, kind) and all(isinstance(x, dict) for x in value if kind is list)
-        require(has_type, f"the column {column!r} is for chat templates (as in TRL); they cannot use {value!r:.80}")
+        require(
+            has_type, f"the column {column!r} goes to the chat template (as in TRL), which cannot use {value!r:.80}"
+        )
         given[column] = without_none(value)
     options = given["chat_template_kwargs"]
-    return options | {"tools": given["tools"]} if given["tools"] else options
+    if given["tools"]:
+        options["tools"] = given["tools"]
+    return options
 
 
 def without_none(x: object) -> object:
@@ -1971,7 +1998,7 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
 
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
-    """Renders a conversation with the chat template. A prompt ends where the assistant's answer begins."""
+    """Renders a conversation with the chat template. With is_prompt, it ends where the assistant is to answer."""
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1986,8 +2013,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. A list or dict as
-        Python prints it does not count."""
+        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. It is not if the
+        template only prints the list or dict as Python does."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -2007,8 +2034,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
             message["content"] = message["content"].rpartition("</think>")[2]
         for key, value in message.items():
             if key in ("content", "tool_calls", *thoughts):
-                place = f"{key!r} of message {number}, of role {role!r}"
-                require(is_there(value), f"the chat template leaves out {place}, or a part of it")
+                where = f"{key!r} of message {number}, of role {role!r}"
+                require(is_there(value), f"the chat template leaves out {where}, or a part of it")
             elif key not in ("name", "tool_call_id") and not is_there(value):
                 warnings.warn(f"the chat template ignores the key {key!r} of messages, so the model does not read it")
     for tool in options.get("tools", []):
@@ -2020,7 +2047,7 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
 
 def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> str:
     """Renders a conversation up to the token that ends its last turn. If that turn is an answer, the text before it is
-    the prompt that a rollout reads.
+    exactly the prompt of a rollout.
 
     Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
     the prompt is rendered alone, and the answer as in a conversation without the system message.
@@ -2039,8 +2066,8 @@ def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> 
 
 
 def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text that can be continued: with one BOS if the tokenizer adds it, and without the EOS that some
-    tokenizers add."""
+    """Token ids of a text, so that it can be continued. Keeps one BOS if the tokenizer adds it; removes an EOS that the
+    tokenizer adds."""
     ids = tokenizer(text)["input_ids"]
     if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text already starts with BOS
         ids = ids[1:]
@@ -2095,7 +2122,7 @@ def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] =
     return text
 
 
-def text_behind(prompt: list[int], response: list[int], tokenizer: AutoTokenizer) -> str:
+def decode_after(prompt: list[int], response: list[int], tokenizer: AutoTokenizer) -> str:
     """Decodes a response after its prompt, without special tokens. (SentencePiece drops the first space of a response
     that is decoded without its prompt.)"""
     head = tokenizer.decode(prompt, skip_special_tokens=True)
@@ -2108,19 +2135,22 @@ def text_behind(prompt: list[int], response: list[int], tokenizer: AutoTokenizer
 def batch(rows: list, number: int, size: int, seed: int) -> list:
     """Returns batch `number` (0, 1, ...) of an endless sequence of passes over the rows, each in a new order."""
     positions = range(number * size, (number + 1) * size)
-    return [rows[shuffled(len(rows), seed, i // len(rows))[i % len(rows)]] for i in positions]
+    n = len(rows)
+    order = [shuffled(n, seed, i // n)[i % n] for i in positions]
+    return [rows[i] for i in order]
 
 
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, number: int) -> list[int]:
-    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number of the pass."""
-    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))  # 1: unlike the seed of a step
+    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number, for example of a pass."""
+    # The 1 makes this seed differ from that of a step
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
 
 def make_seed(*numbers: int) -> int:
-    """Combines numbers into one seed. All random numbers depend only on --seed and the number of a step or a pass, not
-    on earlier steps."""
+    """Combines numbers into one seed. Random numbers depend on --seed and the number of a step or pass (dropout also on
+    the process), not on earlier steps."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -2179,7 +2209,8 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """Gathers all rows (B, ...). Each process passes its rows RANK, RANK + WORLD_SIZE, ... as x (B/WORLD_SIZE, ...)."""
+    """Returns all rows (B, ...). Each process passes its own, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE,
+    ...)."""
     shares = [x.clone() for _ in range(WORLD_SIZE)]
     if WORLD_SIZE > 1:
         dist.all_gather(shares, x.contiguous())
@@ -2226,7 +2257,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def tie(model: nn.Module) -> None:
-    """Ties shared weights again, since a move from `meta` separates them."""
+    """Shares tied weights again: a move from `meta` separates them."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
@@ -2294,13 +2325,13 @@ class Run:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
         memory: dict,
-        asked: Args | None = None,
+        asked: Args,
         **models: nn.Module | None,
     ):
-        """`memory` is all state between steps except weights and moments, as JSON values. `asked` are the settings
-        before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+        """`memory` holds what one step passes to the next, besides weights and moments, as JSON values. `asked` are the
+        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
         self.args = args
-        self.asked = asked or args
+        self.asked = asked
         self.num_steps = num_steps
         self.optimizer = optimizer
         self.schedule = schedule
@@ -2308,10 +2339,10 @@ class Run:
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.broken = 0  # updates in a row with a non-finite gradient
+        self.num_broken = 0  # updates in a row with a non-finite gradient
         self.stop_requested = False
         self.is_logged = False  # whether any step was logged
-        self.saved = 0  # the step of the newest checkpoint
+        self.saved_step = 0  # the step of the newest checkpoint
         now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # many runs may start in one second
         self.output = Path(args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}")
         if not RANK:
@@ -2360,8 +2391,8 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the remaining steps, and saves a checkpoint after a step if one is due. Ctrl-C and
-        SIGTERM end the loop after the current step, unless they are ignored (as Ctrl-C is in background jobs of a
-        shell script)."""
+        SIGTERM end the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell
+        script."""
         handlers = {
             number: signal.signal(number, self.request_stop)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -2372,7 +2403,7 @@ class Run:
             while self.step < self.num_steps:
                 self.step += 1
                 self.state = "unchanged"  # the weights; "changing" in the update, then "updated"
-                self.before = deepcopy(self.memory), self.position()
+                self.memory_before = deepcopy(self.memory)
                 yield self.step
                 must_stop = self.must_stop()
                 if must_stop or self.is_due(self.args.save_steps):
@@ -2388,26 +2419,24 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop: of this step if its update is complete, of the previous step
-        if no weight has changed since, otherwise none. An error in the first step saves nothing. Prints how to
-        resume."""
-        if self.saved == self.step or (self.step == 1 and not self.is_logged):
+        """Saves a checkpoint when an error ends the loop. If the update of this step is complete, it saves this step.
+        If no weight has changed, it saves the previous step. Otherwise, and in the first step, it saves nothing. Prints
+        how to resume."""
+        if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
         try:
             if self.state == "unchanged":
                 self.step -= 1
-                self.memory, position = self.before
-                if not RANK:
-                    self.file.truncate(position)
-            if self.state != "changing" and self.saved != self.step:
+                self.memory = self.memory_before
+            if self.state != "changing" and self.saved_step != self.step:
                 self.wait_for_all()
                 self.save()
         except BaseException as error:  # torch has an error that is not an Exception
             print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
             prints_message = True  # process 0 may never get here
-        if self.saved and prints_message:
-            print(f"\nto continue from step {self.saved}: --resume {self.output}", file=sys.stderr)
+        if self.saved_step and prints_message:
+            print(f"\nto continue from step {self.saved_step}: --resume {self.output}", file=sys.stderr)
 
     def wait_for_all(self) -> None:
         """Waits up to 20 seconds for all processes: after an error in one of them, the others may never get here."""
@@ -2415,10 +2444,6 @@ class Run:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ended {RANK}", "")
             store.wait([f"ended {rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=20))
-
-    def position(self) -> int:
-        """The size of metrics.jsonl in bytes."""
-        return 0 if RANK else self.file.tell()
 
     def request_stop(self, number: int, frame) -> None:
         """Handles Ctrl-C and SIGTERM. (torchrun gives the step 30 seconds to end: see its --shutdown-timeout.)"""
@@ -2444,7 +2469,7 @@ class Run:
         """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar. Exits after five
         updates in a row with non-finite gradients."""
         norms = [x for name, x in stats.items() if name.endswith("grad_norm")]
-        self.broken = 0 if all(map(math.isfinite, norms)) else self.broken + 1
+        self.num_broken = 0 if all(map(math.isfinite, norms)) else self.num_broken + 1
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         stats["perf/peak_memory_mb"] = peak_memory_mb()
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
@@ -2457,7 +2482,7 @@ class Run:
         if self.wandb:
             self.wandb.log(stats, step=self.step)
         require(
-            self.broken < 5,
+            self.num_broken < 5,
             "the gradient was NaN or infinite in five updates in a row, and their optimiser steps were skipped: "
             "the learning rate may be too high",
         )
@@ -2486,7 +2511,8 @@ class Run:
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
         """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
-        the first step there are no moments, unless `create_moments` makes a step that changes no weight."""
+        the first step there are no moments. With `create_moments`, they are created by a step that changes no
+        weight."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
@@ -2506,13 +2532,13 @@ class Run:
             files[name] = 1 + size // 2**28  # a new file for each 256 MB, since the writer keeps a file in memory
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
         if RANK:
-            self.saved = self.step
+            self.saved_step = self.step
             return
         num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.position(), "memory": self.memory}
+        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder / f"step-{self.step:08d}")
-        self.saved = self.step
+        self.saved_step = self.step
         for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
             shutil.rmtree(old)
 
@@ -2526,12 +2552,13 @@ class Run:
         self.step = state["step"]
         for _ in range(self.step):
             self.schedule.step()
-        self.saved = self.step
+        self.saved_step = self.step
         if not RANK:
             lines = (self.output / "metrics.jsonl").read_bytes()
             if len(lines) < state["bytes_of_metrics"]:
                 warnings.warn("metrics.jsonl lacks lines: was the folder copied during the run?")
             self.file.truncate(lines.rfind(b"\n", 0, state["bytes_of_metrics"]) + 1)
+            self.file.seek(0, os.SEEK_END)  # truncate does not move the position
         print(f"continues after step {self.step}")
 
     def load(self, folder: Path) -> dict:
@@ -2544,17 +2571,17 @@ class Run:
         if files != state["files"]:
             raise OSError(f"{folder} has {files} of its {state['files']} files of weights")
         reader = HuggingFaceStorageReader(folder)
-        there = reader.read_metadata().state_dict_metadata
+        stored = reader.read_metadata().state_dict_metadata
         tensors = self.tensors(create_moments=True)
-        unknown = sorted(set(there) - set(tensors))
+        unknown = sorted(set(stored) - set(tensors))
         require(
             not unknown,
             f"{folder} has weights that this run does not train, such as {unknown[:2]}: resume with the same settings",
         )
-        tensors = {name: x for name, x in tensors.items() if name in there or not name.startswith("state.")}
+        tensors = {name: x for name, x in tensors.items() if name in stored or not name.startswith("state.")}
         dcp.load(tensors, storage_reader=reader)
         for name, p in self.models.named_parameters():
-            if f"state.{name}.step" not in there:
+            if f"state.{name}.step" not in stored:
                 self.optimizer.state.pop(p, None)
         return state
 
@@ -2582,9 +2609,7 @@ class Run:
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
         settings = asdict(self.asked).items()
-        changed = {name: x for name, x in settings if x != getattr(Args(), name)}
-        words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in changed.items()}
-        flags = [f"--{name.replace('_', '-')} {x}" for name, x in words.items()]
+        changed = [f"{name}={x!r}" for name, x in settings if x != getattr(Args(), name)]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]
@@ -2593,7 +2618,7 @@ class Run:
             f"base_model: {base}\n---" if is_on_hub else "---",
             f"Made by {made['script']}, version {made['version']} (revision {made['revision']}).\n",
             f"Base model: {base or 'none'}. Data: {self.args.dataset}.\n",
-            f"Settings that are not the default: {' '.join(flags) or 'none'} (args.json has all).\n",
+            f"Settings that are not the default: {', '.join(changed) or 'none'} (args.json has all).\n",
             f"After {self.step} of {self.num_steps} steps: {', '.join(metrics)} (metrics.jsonl has all).\n",
         ]
         (self.output / "README.md").write_text("\n".join(card))
@@ -2634,11 +2659,13 @@ def code_version() -> dict[str, str]:
 
 
 def chosen_here(asked: Args) -> list[str]:
-    """Names of settings that the user left open, so that they depend on this machine. A resumed run chooses them again,
-    since it may be on another machine."""
+    """Names of settings that the user did not set and that depend on the machine. A resumed run, which may be on
+    another machine, chooses them again."""
     sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
     names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
-    return names + ["device"] * (asked.device == Args().device)
+    if asked.device == Args().device:
+        names.append("device")
+    return names
 
 
 def draw_curves(folder: Path) -> None:

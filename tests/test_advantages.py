@@ -1,5 +1,7 @@
 """Steps 3 and 4: from scores to per-token rewards and advantages, with a critic (GAE) or against a group."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,7 +64,8 @@ def test_rewards_and_gae_against_trl016(case):
     theirs = o["cases"][case]
     a = theirs["args"]
     mask, ended = ppo.response_mask(i["responses"], i["eos_id"])
-    scores = ppo.penalize_missing_eos(i["scores"], ended, a["missing_eos_penalty"] or 0.0)
+    args = ppo.Args(missing_eos_penalty=a["missing_eos_penalty"] or 0.0)
+    _, scores = ppo.score_responses(SimpleNamespace(ended=ended), {"theirs": lambda _: i["scores"]}, args)
     kl = ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "k1")
     assert torch.equal(mask, ~theirs["padding_mask"]) and torch.equal(ended, theirs["contain_eos"])
     close(scores, theirs["scores_after_penalty"])
@@ -82,6 +85,7 @@ def test_rewards_and_gae_against_trl016(case):
     close(ppo.masked_whiten(advantages, mask), theirs["advantages"])
 
     rollout = make_rollout(mask, i["logprobs"], kl=kl, ended=ended, scores=scores, kl_coef=a["kl_coef"])
+    rollout.rewards_by_name = {"theirs": i["scores"]}
     stats = ppo.rollout_stats(rollout)
     theirs = theirs["stats"]
     close(stats["objective/kl"], theirs["objective_kl"])

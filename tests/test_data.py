@@ -259,7 +259,11 @@ def test_a_prompt_beside_messages_is_read_once(tokenizer):
     text = reward_model.encode_whole("The film", system + good, tokenizer)  # as in orca_dpo_pairs
     for prompt, answer in ((system, good), (system + good[:1], system + good), ("", system + good)):
         assert reward_model.encode_whole(prompt, answer, tokenizer) == text
+    assert reward_model.encode_whole(system + good[:1], good, tokenizer) == text
     more = turns("The film", "is", "what", "good.")  # an answer that goes on behind another
     text_of_all = reward_model.encode_whole("", more, tokenizer)
-    assert reward_model.encode_whole(more[:2], more[2:], tokenizer) == text_of_all
+    for start in (more[:2], more[:3]):  # with the last question once more, or not
+        assert reward_model.encode_whole(start, more[2:], tokenizer) == text_of_all
+    with pytest.raises(SystemExit, match="user's message"):
+        reward_model.encode_whole("A tree", good, tokenizer)
     assert tokenizer.decode(text) == f"system: Be brief.{eos}user: The film{eos}assistant: good.{eos}"

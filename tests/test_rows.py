@@ -244,6 +244,28 @@ def test_completions_that_were_judged_bad_are_not_taught(folder):
         start_run(sft, folder, rows)
 
 
+def test_columns_of_two_formats_are_not_both_named(folder):
+    rows = rows_for_all(told("The film?"))
+    for settings in (dict(text_column="messages", completion_column="chosen"), dict(prompt_column="chosen")):
+        with pytest.raises(SystemExit, match="--(text|prompt)-column"):
+            start_run(sft, folder, rows, **settings)
+
+
+@pytest.mark.parametrize("module", [dpo, reward_model], ids=lambda module: module.__name__)
+def test_a_text_beside_a_conversation(module, folder):
+    rows = [dict(prompt="The film?", chosen="Good.", rejected=[{"role": "assistant", "content": "Bad."}])] * 4
+    with pytest.raises(SystemExit, match="list of messages"):
+        start_run(module, folder, rows)
+
+
+def test_a_margin_that_is_no_number(folder):
+    rows = [
+        dict(prompt="The film?", chosen=" Good.", rejected=" Bad.", margin=margin) for margin in (1.0, "nan", 2.0, 3.0)
+    ]
+    with pytest.raises(SystemExit, match="'margin'.*row 1"):
+        start_run(reward_model, folder, rows)
+
+
 def test_the_named_column_is_read(folder):
     """In sft.py, though the rows have another of the three formats, too; one that is missing is named with its flag."""
     data = sft.datasets.Dataset.from_list([dict(prompt="The film", completion=" is bad.", story="It sings.")])
@@ -338,6 +360,21 @@ def test_numbers_stay_what_they_are(tmp_path):
     ]
 
 
+def test_types_that_differ_within_a_column(tmp_path):
+    """The library would read this text as a number: the run says so."""
+    file = write_rows(tmp_path / "d.jsonl", [{"prompt": "The film", "answer": x} for x in (72, "72", "none")])
+    with pytest.warns(UserWarning, match="several types"):
+        ppo.load_split(file, None, "train")
+
+
+@pytest.mark.parametrize("place", ["d.csv", ""], ids=["file", "folder"])
+def test_commas_without_quotes(place, tmp_path):
+    """In each row of a csv file: its first cell would be dropped."""
+    (tmp_path / "d.csv").write_text("prompt,chosen,rejected\nIs it, good?,yes,no\nIs it, bad?,no,yes\n")
+    with pytest.raises(SystemExit, match="d.csv.*comma"):
+        ppo.load_split(str(tmp_path / place), None, "train")
+
+
 def test_dates_in_messages_and_in_a_typed_file(tmp_path, folder, capsys):
     """A turn may be a date. Of a parquet file, whose dates are dates, the run says so."""
     data = ppo.load_split(write_rows(tmp_path / "d.jsonl", [{"prompt": told("2024-01-05")}] * 2), None, "train")
@@ -419,8 +456,8 @@ def test_a_response_is_the_text_behind_its_prompt(module, sentencepiece):
     ids = sentencepiece("The film went home.")["input_ids"]
     n = len(sentencepiece("The film")["input_ids"])
     assert sentencepiece.decode(ids[n:]) == "went home."
-    assert module.text_behind(ids[:n], ids[n:], sentencepiece) == " went home."
-    assert module.text_behind(ids, [sentencepiece.eos_token_id], sentencepiece) == ""
+    assert module.decode_after(ids[:n], ids[n:], sentencepiece) == " went home."
+    assert module.decode_after(ids, [sentencepiece.eos_token_id], sentencepiece) == ""
 
 
 # --- 6. Tokenizers that end every text

@@ -246,8 +246,9 @@ def test_nodes_without_a_shared_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "WORLD_SIZE", 2)
     monkeypatch.setattr(ppo, "RANK", 1)
     monkeypatch.setattr(ppo.dist, "broadcast_object_list", lambda names: None)
+    args = ppo.Args(output_dir=str(tmp_path / "not-here"))
     with pytest.raises(SystemExit, match="share"):
-        ppo.Run(ppo.Args(output_dir=str(tmp_path / "not-here")), 1, None, None, {})
+        ppo.Run(args, 1, None, None, {}, args)
 
 
 def test_one_run_to_a_folder(whole, settings_of, tmp_path):
@@ -264,7 +265,7 @@ def test_one_run_to_a_folder(whole, settings_of, tmp_path):
 def test_runs_begun_in_the_same_second(tmp_path, monkeypatch):
     """As those of a job with many parts."""
     monkeypatch.chdir(tmp_path)
-    runs = [ppo.Run(ppo.Args(), 1, None, None, {}) for _ in range(5)]
+    runs = [ppo.Run(ppo.Args(), 1, None, None, {}, ppo.Args()) for _ in range(5)]
     assert len({run.output for run in runs}) == 5
 
 
@@ -311,6 +312,14 @@ def test_flags_win_over_the_settings_of_a_resumed_run(whole, tmp_path):
     assert untimed(lines[:3]) == untimed(lines_of(whole("ppo")))
     assert [line["lr"] for line in lines[3:]] == pytest.approx([4e-4, 2e-4])
     assert json.loads((copy / "args.json").read_text())["total_episodes"] == 40
+
+
+def test_a_resumed_run_can_fix_the_weight_of_the_kl(whole, tmp_path):
+    """The checkpoint has an adapted one."""
+    copy = kill(whole("ppo"), tmp_path / "cut", 2)
+    resume("ppo", copy, "--no-adaptive-kl", "--kl-coef", "0.2")
+    *_, adapted, last = lines_of(copy)
+    assert adapted["objective/kl_coef"] != 0.2 and last["objective/kl_coef"] == 0.2
 
 
 # --- Signals
@@ -403,6 +412,18 @@ def test_an_error_of_the_rewards(script, whole, settings_of, tmp_path, monkeypat
     assert checkpoints(tmp_path / "run") == [2]
     resume(script, tmp_path / "run")
     assert_same_run(tmp_path / "run", whole(script))
+
+
+def test_an_error_in_the_first_step_of_a_resumed_run(whole, tmp_path, monkeypatch):
+    """It leaves the metrics of the steps before."""
+    copy = kill(whole("ppo"), tmp_path / "cut", 1)
+    with monkeypatch.context() as patch:
+        fail(patch, ppo, "policy_loss", 1)
+        with pytest.raises(Gone):
+            resume("ppo", copy)
+    assert untimed(lines_of(copy)) == untimed(lines_of(whole("ppo"))[:1])
+    resume("ppo", copy)
+    assert_same_run(copy, whole("ppo"))
 
 
 def test_an_error_in_an_evaluation(whole, settings_of, tmp_path, monkeypatch):
@@ -499,7 +520,7 @@ def test_what_a_run_leaves_behind(tmp_path, tiny, pictures):
     card = (tmp_path / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["tags"] == ["ppo"]
     assert "toy/sft" in card and tiny["ppo"]["dataset"] in card
-    assert "--num-ppo-epochs 2" in card and "--batch-size 8" in card and "micro-batch-size" not in card
+    assert "num_ppo_epochs=2" in card and "batch_size=8" in card and "micro_batch_size" not in card
     assert f"objective/scores {lines_of(tmp_path)[-1]['objective/scores']:.4g}" in card
 
 

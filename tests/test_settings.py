@@ -8,6 +8,7 @@ import shutil
 import sys
 
 import datasets
+import pandas
 import pydantic
 import pytest
 import torch
@@ -111,6 +112,8 @@ def files(tmp_path_factory):
     for name, row in rows.items():
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 3)
     (folder / "nothing.jsonl").touch()
+    pandas.DataFrame({"text": []}, dtype=str).to_parquet(folder / "rowless.parquet")
+    (folder / "talk.jsonl").write_text('{"text": [{"role": "user", "content": "So?"}]}\n' * 3)
     said = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
     write_rows(folder / "answered.jsonl", [{"prompt": said[:n]} for n in (1, 2, 1)])
     (folder / "long").mkdir()
@@ -156,6 +159,8 @@ WRONG = [
     (ppo, dict(ptx_coef=1.0), "pretrain-data"),
     (ppo, dict(response_length_min=54), "response-length-min"),
     (rloo, dict(pretrain_data="toy/data/sft"), "ptx-coef"),
+    (rloo, dict(pretrain_data="talk.jsonl", ptx_coef=1.0), "must hold texts"),
+    *[(module, dict(aux_loss_coef=0.1), "mixture of experts") for module in (ppo, rloo, grpo)],
     (ppo, dict(vf_coef=0, critic_warmup_updates=1), "--vf-coef 0"),
     (rloo, dict(kl_coef=0, adaptive_kl=True), "--kl-coef 0"),
     (ppo, dict(stop_token=("none",), missing_eos_penalty=2), "--stop-token none"),
@@ -177,6 +182,7 @@ WRONG = [
     (grpo, dict(max_turns=2), "--env"),
     (ppo, dict(dataset="null.jsonl"), "'prompt' holds None"),
     (sft, dict(dataset="nothing.jsonl"), "empty"),
+    (sft, dict(dataset="rowless.parquet"), "cannot be read"),
     (dpo, dict(dataset="asked.jsonl"), "user's messages differ"),
     (rloo, dict(rloo_k=5), "rloo-k"),
     (sft, dict(lora_r=2), "--model"),

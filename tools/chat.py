@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, logging
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from grpo import blank_before_answer, encode_prompt, template_options, text_behind
+from grpo import blank_before_answer, encode_prompt, template_options, decode_after
 
 with suppress(ImportError):
     import readline  # noqa: F401, for the arrow keys, where the library exists
@@ -77,7 +77,7 @@ def main() -> None:
                 print(f"some words are not in the tokenizer: the policy reads {tokenizer.unk_token} instead")
             inputs = torch.tensor([prompt], device=policy.device)
             ids = policy.generate(inputs, max_new_tokens=length, streamer=streamer, **options)[0, len(prompt) :]
-            answer = text_behind(prompt, ids.tolist(), tokenizer)
+            answer = decode_after(prompt, ids.tolist(), tokenizer)
             if tokenizer.chat_template:
                 answer = answer.removeprefix(blank_before_answer(tokenizer))
             messages.append({"role": "assistant", "content": answer})

@@ -48,7 +48,7 @@ from transformers import logging
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import grpo
 from grpo import Count, Name, Natural, NonNegative, as_turns, blank_before_answer, context_length, encode_prompt
-from grpo import encode_text, read_rewards, read_value, render_whole, require, template_options, text_behind, turn_end
+from grpo import encode_text, check_rewards, read_value, render_whole, require, template_options, decode_after, turn_end
 
 Reward = Callable[[list["Answer"]], list[float | None]]
 
@@ -187,7 +187,7 @@ def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
     for row, prompt, response in zip(rows, prompts, responses):
         length = next((i for i, token in enumerate(response, 1) if token in stops), None)
         response = response[:length]
-        text = text_behind(prompt, response, tokenizer)
+        text = decode_after(prompt, response, tokenizer)
         if isinstance(row[args.prompt_column], list):
             text = text.removeprefix(blank_before_answer(tokenizer))
         start = tokenizer.decode(prompt, skip_special_tokens=True)
@@ -265,7 +265,7 @@ def make_reward(spec: str, args: Args) -> Reward:
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
         values = list(function(**given))
-        return [None if x is None else number for x, number in zip(values, read_rewards(values, len(rows), spec))]
+        return [None if x is None else number for x, number in zip(values, check_rewards(values, len(rows), spec))]
 
     return reward
 

@@ -41,7 +41,8 @@ SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
 LONGEST = 400  # seconds that the tests of a fault may take
 TESTS = {  # a word in the title of a part of a script: the tests of that part
     "The loop": "loops run settings update rows models",
-    "The same text": "models data rows settings run",
+    "From here on": "models data rows settings run",
+    "Identical in": "data rows settings",
     "Processes": "models device processes settings",
     "The run": "run settings processes",
     "Data and settings": "settings data rows",
