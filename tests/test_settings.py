@@ -384,7 +384,7 @@ def prompts_of(length):
 def test_sizes_of_batches(module):
     """TRL's way: a size per device, times accumulation, mini-batches and processes; a batch size wins."""
     model = ppo.load_policy(ppo.Args(device="cpu"))
-    rows = [prompts_of(1), 1] if module is ppo else [100, 9]  # prompts; number of texts, tokens of the longest
+    rows = [prompts_of(1)] if module is ppo else [100, 9]  # prompts; number of texts, tokens of the longest
     parts = 2 if module is ppo else 1
 
     def sizes(**settings):
@@ -419,7 +419,7 @@ def test_micro_batches_are_as_large_as_memory_allows():
     lengths = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args, **_: lengths.append(tokens) or 4)
-        assert ppo.choose_sizes(ppo.Args(response_length=20), policy, prompts_of(3), 1).micro_batch_size == 4
+        assert ppo.choose_sizes(ppo.Args(response_length=20), policy, prompts_of(3)).micro_batch_size == 4
     assert lengths == [23, 23]
 
 
@@ -437,7 +437,7 @@ RATES = {  # of a model of GPT-2's size, of a tenth of it, and of one of 7B
 def test_default_learning_rates(module, monkeypatch):
     """Adapters learn at ten times the rate."""
     model = ppo.load_policy(ppo.Args(device="cpu"))
-    rows = [prompts_of(1), 1] if module in (ppo, rloo, grpo) else [100, 9]
+    rows = {ppo: [prompts_of(1)], rloo: [prompts_of(1), 1], grpo: [prompts_of(1), 1]}.get(module, [100, 9])
     for size, rate in zip((124e6, 12.4e6, 7e9), RATES[module]):
         monkeypatch.setattr(model, "num_parameters", lambda size=int(size): size)
         args = [module.Args(model="toy/sft", lora_r=r, device="cpu") for r in (0, 4)]
