@@ -1561,19 +1561,13 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         batch_size = per_device * args.gradient_accumulation_steps * parts
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
-    prompt_length = longest_prompt(prompts)
-    longest = prompt_length + args.response_length
     rows = batch_size // parts
+    longest = longest_prompt(prompts) + args.response_length
     fitting = rows_that_fit(policy, longest, args)
     is_shared = can_share_prompts(policy, args)
     if is_shared:
-        # a row needs its share of the prompt's pass, a copy of its keys and values (a fifth of that), and its response
-        per_row = math.ceil(prompt_length * min(1.0, args.num_mini_batches / G + 0.2)) + args.response_length
-        fitting = rows_that_fit(policy, per_row, args, num_targets=args.response_length)
-        limit = max(fitting, min(G, 2 * fitting))  # a group that is split computes its prompt twice
-        fitting = max([n for n in range(G, limit + 1, G) if rows % n == 0], default=fitting)
-    fitting = min(rows, fitting)
-    micro_batch_size = args.micro_batch_size or per_device or fitting
+        fitting = shared_rows_that_fit(policy, longest_prompt(prompts), rows, G, args)
+    micro_batch_size = args.micro_batch_size or per_device or min(rows, fitting)
     rollout_batch_size = args.local_rollout_forward_batch_size or rows_that_fit(policy, longest, args, is_trained=False)
 
     episodes = args.total_episodes
@@ -1596,6 +1590,19 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
         total_episodes=episodes,
         num_train_epochs=None,  # otherwise it would override --total-episodes of a resumed run
     )
+
+
+def shared_rows_that_fit(policy: nn.Module, prompt_length: int, num_rows: int, G: int, args: Args) -> int:
+    """Like rows_that_fit, if each prompt is computed once for its rows. If possible, returns a multiple of G that
+    divides the num_rows of a mini-batch.
+
+    A row needs its share of the prompt's pass, a copy of its keys and values (a fifth of that pass), and its response.
+    """
+    share = min(1.0, args.num_mini_batches / G + 0.2)
+    num_tokens = math.ceil(prompt_length * share) + args.response_length
+    fitting = rows_that_fit(policy, num_tokens, args, num_targets=args.response_length)
+    limit = max(fitting, min(G, 2 * fitting))  # a group that is split computes its prompt twice
+    return max([n for n in range(G, limit + 1, G) if num_rows % n == 0], default=fitting)
 
 
 def ratio_rounding(args: Args) -> float:

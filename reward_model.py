@@ -19,8 +19,8 @@ For each batch of pairs (chosen, rejected) with the same prompt:
   2. read     r = w . h, with h the last hidden state at the last real token and w a new head
   3. loss     -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
   4. update   one AdamW step; the learning rate is warmed up, then annealed
-The loss depends only on differences of rewards (if c is 0). At the end, a constant is added to all rewards, so that
-their mean over the first 2,000 training pairs is 0.
+If c is 0, the loss depends only on differences of rewards: any constant may be added to all of them. At the end one is
+added that makes the mean over the first 2,000 training pairs 0.
 
   text          The  film  |  is   a    joy   .   EOS   -   -
   reward                                           *             one per text, on its last real token
@@ -303,10 +303,10 @@ def init_reward_head(head: nn.Linear) -> None:
 def shift_rewards(model: nn.Module, shift: float) -> None:
     """Adds a constant to every reward. It is saved with the model.
 
-    The head of transformers' classifiers has no bias. But if the last layer is h = norm(x) g + c, then adding
-    shift w / |w|^2 to c adds the shift to every w . h. Since c is a weight, any program that loads the model uses it.
-    If that norm has no c (RMSNorm) or is frozen (LoRA), the shift is added to `reward_bias` in the config, which
-    read_reward adds to the output of the head.
+    The head has no bias, so the shift goes into the bias c of the last layer norm, h = norm(x) g + c: adding shift w /
+    |w|^2 to c adds the shift to every reward w . h. Since c is a weight, every program that loads the model reads it.
+    If that norm has no c (RMSNorm) or is frozen (LoRA), the shift is stored as `reward_bias` in the config, which only
+    read_reward adds.
     """
     norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
     if len(norms) != 1 or not norms[0].weight.requires_grad:
@@ -421,7 +421,7 @@ def show_calibration(run: "Run", bins: list[tuple[float, float, int]]) -> None:
 
 
 def rule_accuracies(pairs: list[Pair], tokenizer: AutoTokenizer) -> dict[str, float]:
-    """The accuracies of two rules that need no reward model. Pairs that a rule cannot decide count half.
+    """The accuracies of two rules that need no reward model. A tie counts as half a pair.
 
     Reward models often learn little more than length (Singhal et al. 2023, arXiv 2310.03716).
     """
@@ -441,7 +441,9 @@ def warn_if_no_better(accuracy: float, rules: dict[str, float]) -> None:
     """Warns if a rule has the accuracy of the reward model: a policy trained against it would learn the rule."""
     for rule, share in rules.items():
         if accuracy <= share:
-            warnings.warn(f"{rule} is right in {share:.0%} of the test pairs, this reward model in {accuracy:.0%}")
+            warnings.warn(
+                f"{rule} is the chosen one in {share:.0%} of the test pairs, the model is right in {accuracy:.0%}"
+            )
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
@@ -686,7 +688,7 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def separate_dropout(args: Args, step: int) -> None:
-    """Makes processes draw different random numbers for the rest of the step."""
+    """From here to the end of the step, each process draws its own random numbers (for dropout)."""
     if RANK:
         set_seed(make_seed(args.seed, step, 2, RANK))
 

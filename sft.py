@@ -492,11 +492,8 @@ def load_texts(args: Args, policy: nn.Module) -> tuple[datasets.Dataset, list[Ro
     rows = read_texts(train, policy.tokenizer, args, sys.maxsize if args.packing else limit)
     if args.packing:
         rows = pack_rows(rows, limit)
-    require(
-        len(rows),
-        f"--dataset {args.dataset}: no text has a label within --max-length {limit}, or, with --packing, all texts "
-        "together are shorter than one block",
-    )
+    reason = "all texts together are shorter than one block" if args.packing else "no text has a label"
+    require(len(rows), f"--dataset {args.dataset}: {reason} (--max-length {limit})")
     if test is None:
         return rows, []
     tests = read_texts(test, policy.tokenizer, args, longest if args.packing else limit)
@@ -714,7 +711,7 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def separate_dropout(args: Args, step: int) -> None:
-    """Makes processes draw different random numbers for the rest of the step."""
+    """From here to the end of the step, each process draws its own random numbers (for dropout)."""
     if RANK:
         set_seed(make_seed(args.seed, step, 2, RANK))
 

@@ -31,7 +31,7 @@ The layout of the tensors, for a pair with a prompt of 2 tokens and completions 
 Paper: Rafailov et al. 2023 (arXiv 2305.18290; its equation 7 is the loss).
 """
 
-# %% Settings, with the names and defaults of ../dpo.py
+# %% Settings, with the names and defaults of ../dpo.py, and two for the responses at the end
 import math
 import time
 from copy import deepcopy

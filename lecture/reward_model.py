@@ -21,7 +21,7 @@ The layout of the tensors, for a pair of 6 and 5 tokens with a prompt of 2:
                                  *           has a causal model read the whole text
 
   python lecture/reward_model.py    # the toy world: 80 seconds on a CPU, accuracy .5 -> .75
-  python lecture/reward_model.py --model gpt2 --learning-rate 1e-5 --batch-size 8 \\
+  python lecture/reward_model.py --model gpt2 --learning-rate 1e-4 --batch-size 8 \\
       --dataset MINE.jsonl
 
 Papers: Christiano 1706.03741, InstructGPT 2203.02155 (eq. 1), Llama 2 2307.09288 (margin), the N+
@@ -51,7 +51,7 @@ TOY = (HERE if Path(HERE, "toy").exists() else HERE.parent) / "toy"
 class Args:
     center_rewards_coefficient: float = 0.0  # c: pulls the sum of a pair's rewards towards 0
     max_length: int = 512  # longer texts lose their end
-    learning_rate: float = 7.2e-4  # its maximum. For GPT-2: 1e-5
+    learning_rate: float = 7.2e-4  # its maximum. For GPT-2: 1e-4
     lr_scheduler_type: str = "cosine"  # any name in transformers.get_scheduler
     warmup_ratio: float = 0.03  # share of the run in which the rate rises from 0
     batch_size: int = 64  # B, the pairs of a step, all in one pass: fewer if memory is short
