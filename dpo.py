@@ -1057,24 +1057,29 @@ def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
 
 def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
     """Applies `encode` to each row; with `keep`, the row's own columns stay. The result is a memory-mapped file. Later
-    runs use the same file, unless the data or `encode` have changed; they do not repeat its warnings. (So `encode` must
-    not refer to args: any other setting would make a new file.)
+    runs use the same file, unless the data or `encode` have changed. (So `encode` must not refer to args: any other
+    setting would make a new file.)
     """
     split = str(data.split)
 
     def encode_row(row: dict, number: int) -> dict:
-        """Calls `encode`, and adds the number of the row to its errors."""
-        try:
-            return encode(row)
-        except SystemExit as error:
-            sys.exit(f"{error} (row {number} of {split})")
+        """Calls `encode`. Adds the number of the row to its errors, and its warnings as a column."""
+        with warnings.catch_warnings(record=True) as caught:
+            try:
+                encoded = encode(row)
+            except SystemExit as error:
+                sys.exit(f"{error} (row {number} of {split})")
+        return encoded | {"encoding_warnings": "\n".join(str(warning.message) for warning in caught)}
 
     if data.data.nbytes > 2e6:  # encoding takes some seconds
         datasets.enable_progress_bars()
     columns = [] if keep else data.column_names
     encoded = data.map(encode_row, with_indices=True, remove_columns=columns, desc="encoding")
     datasets.disable_progress_bars()
-    return encoded
+    for messages in encoded.unique("encoding_warnings"):
+        if messages:
+            warnings.warn(messages)
+    return encoded.remove_columns("encoding_warnings")
 
 
 def read_value(row: dict, column: str) -> str | list[dict]:

@@ -175,6 +175,15 @@ def test_keys_that_no_template_reads_are_named():
         ppo.encode_prompt(told("The film?", weight=0), make_tokenizer())
 
 
+def test_a_second_run_warns_again(tmp_path):
+    """It finds the rows in the library's cache."""
+    file = write_rows(tmp_path / "d.jsonl", [{"messages": [m | {"weight": 1} for m in told("", "Good.")]}] * 2)
+    for _ in range(2):
+        data = sft.load_split(file, None, "train")
+        with pytest.warns(UserWarning, match="'weight'"):
+            sft.read_texts(data, make_tokenizer(), sft.Args(), 99)
+
+
 # --- 2. Columns with a meaning
 
 
