@@ -684,7 +684,7 @@ def load_prompts(args: Args) -> list[dict]:
     data = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
     column = args.prompt_column
     require(column in data.column_names, f"no column {column!r}, but {data.column_names}: set --prompt-column")
-    rows = data.to_list()
+    rows = with_numbers(data, column).to_list()
     require(all(isinstance(row[column], str) for row in rows), f"the column {column!r} has values that are not texts")
     return rows
 
@@ -820,8 +820,7 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
-    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. A csv column becomes numbers only if Python
-    prints each of them as it is written: 007 and 1.50 stay texts.
+    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -846,8 +845,6 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
             data = datasets.load_dataset(**options, **csv_options(data.column_names))
     except datasets.exceptions.DatasetGenerationError as error:
         sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
-    if data.info.builder_name == "csv":
-        return with_numbers(data)
     if data.info.builder_name == "json" and "Json(" in str(data.features):
         warnings.warn(
             f"{name} has values of several types in one place. The library reads a text there that is valid JSON, such "
@@ -867,11 +864,14 @@ def csv_options(columns: Sequence[str]) -> dict:
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
-def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts each column of texts to numbers if Python prints these numbers exactly as they are written."""
+def with_numbers(data: datasets.Dataset, text_column: str) -> datasets.Dataset:
+    """Converts columns of a csv file, except the text column, to numbers if Python prints them exactly as they are
+    written: 007 and 1.50 stay texts."""
+    if data.info.builder_name != "csv":
+        return data
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
-            texts = data[column] if feature.dtype == "string" else []
+            texts = data[column] if feature.dtype == "string" and column != text_column else []
             with suppress(ValueError, TypeError):  # a text that is not a number, or an empty cell
                 if texts and all(str(number(x)) == x and abs(number(x)) < 2**63 for x in texts):
                     data = data.cast_column(column, datasets.Value(kind))

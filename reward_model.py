@@ -878,8 +878,7 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
-    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. A csv column becomes numbers only if Python
-    prints each of them as it is written: 007 and 1.50 stay texts.
+    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -904,8 +903,6 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
             data = datasets.load_dataset(**options, **csv_options(data.column_names))
     except datasets.exceptions.DatasetGenerationError as error:
         sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
-    if data.info.builder_name == "csv":
-        return with_numbers(data)
     if data.info.builder_name == "json" and "Json(" in str(data.features):
         warnings.warn(
             f"{name} has values of several types in one place. The library reads a text there that is valid JSON, such "
@@ -923,17 +920,6 @@ def csv_options(columns: Sequence[str]) -> dict:
     are texts."""
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False, "na_values": [""]}
-
-
-def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts each column of texts to numbers if Python prints these numbers exactly as they are written."""
-    for kind, number in (("int64", int), ("float64", float)):
-        for column, feature in data.features.items():
-            texts = data[column] if feature.dtype == "string" else []
-            with suppress(ValueError, TypeError):  # a text that is not a number, or an empty cell
-                if texts and all(str(number(x)) == x and abs(number(x)) < 2**63 for x in texts):
-                    data = data.cast_column(column, datasets.Value(kind))
-    return data
 
 
 def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:

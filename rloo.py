@@ -1358,8 +1358,8 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
         f"the longest prompt ({longest} tokens) and --response-length {args.response_length} exceed the {limit} tokens "
         "that policy and reward model can read",
     )
-    kinds = {column: getattr(kind, "dtype", type(kind).__name__) for column, kind in train.features.items()}
-    others = [f"{column} ({kind})" for column, kind in kinds.items() if column != args.prompt_column]
+    kinds = {column: getattr(kind, "dtype", type(kind).__name__) for column, kind in prompts.features.items()}
+    others = [f"{name} ({kind})" for name, kind in kinds.items() if name not in (args.prompt_column, "input_ids")]
     print("columns for reward functions:", ", ".join(others) or "none")
     return prompts, test_prompts.take(args.num_eval_prompts).to_list()
 
@@ -1369,6 +1369,7 @@ def encode_prompts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args)
     or longer than max_prompt_length."""
     column = args.prompt_column
     check_columns(data, {"--prompt-column": column})
+    data = with_numbers(data, column)
     # the arguments of reward functions that are not columns
     reserved = {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"} - {column}
     clash = sorted(reserved & set(data.column_names))
@@ -1714,8 +1715,7 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
 
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
-    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. A csv column becomes numbers only if Python
-    prints each of them as it is written: 007 and 1.50 stay texts.
+    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
@@ -1740,8 +1740,6 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
             data = datasets.load_dataset(**options, **csv_options(data.column_names))
     except datasets.exceptions.DatasetGenerationError as error:
         sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
-    if data.info.builder_name == "csv":
-        return with_numbers(data)
     if data.info.builder_name == "json" and "Json(" in str(data.features):
         warnings.warn(
             f"{name} has values of several types in one place. The library reads a text there that is valid JSON, such "
@@ -1761,11 +1759,14 @@ def csv_options(columns: Sequence[str]) -> dict:
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
-def with_numbers(data: datasets.Dataset) -> datasets.Dataset:
-    """Converts each column of texts to numbers if Python prints these numbers exactly as they are written."""
+def with_numbers(data: datasets.Dataset, text_column: str) -> datasets.Dataset:
+    """Converts columns of a csv file, except the text column, to numbers if Python prints them exactly as they are
+    written: 007 and 1.50 stay texts."""
+    if data.info.builder_name != "csv":
+        return data
     for kind, number in (("int64", int), ("float64", float)):
         for column, feature in data.features.items():
-            texts = data[column] if feature.dtype == "string" else []
+            texts = data[column] if feature.dtype == "string" and column != text_column else []
             with suppress(ValueError, TypeError):  # a text that is not a number, or an empty cell
                 if texts and all(str(number(x)) == x and abs(number(x)) < 2**63 for x in texts):
                     data = data.cast_column(column, datasets.Value(kind))

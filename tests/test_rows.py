@@ -363,10 +363,19 @@ def test_numbers_stay_what_they_are(tmp_path):
     data = ppo.load_split(write_rows(tmp_path / "d.jsonl", rows), None, "train")
     assert data.to_list() == rows and [type(x) for x in data["answer"]] == [int, float]
     (tmp_path / "d.csv").write_text("prompt,n,x,some\nA film,1,0.5,7\nThe film,20,3.0,\n")
-    assert ppo.load_split(str(tmp_path / "d.csv"), None, "train").to_list() == [
+    data = ppo.load_split(str(tmp_path / "d.csv"), None, "train")
+    assert ppo.with_numbers(data, "prompt").to_list() == [
         {"prompt": "A film", "n": 1, "x": 0.5, "some": "7"},
         {"prompt": "The film", "n": 20, "x": 3.0, "some": None},
     ]
+
+
+@pytest.mark.parametrize("module", ON_TEXTS, ids=lambda m: m.__name__)
+def test_texts_that_are_numbers(module, folder, tmp_path):
+    """All of them, in a csv file."""
+    (tmp_path / "d.csv").write_text("prompt,completion,chosen,rejected\n" + "12,4,4,5\n20,5,5,4\n" * 2)
+    model = "toy/reward_model" if module is reward_model else "toy/sft"
+    start_run(module, folder, [], model=model, dataset=str(tmp_path / "d.csv"))
 
 
 def test_types_that_differ_within_a_column(tmp_path):

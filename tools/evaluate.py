@@ -155,7 +155,7 @@ def load_rows(args: Args) -> list[dict]:
     """The first `num_prompts` rows of the split, or all of them."""
     data = grpo.load_split(args.dataset, args.dataset_config, "train" if Path(args.dataset).is_file() else args.split)
     grpo.check_columns(data, {"--prompt-column": args.prompt_column})
-    return data.to_list()[: args.num_prompts]
+    return grpo.with_numbers(data, args.prompt_column).to_list()[: args.num_prompts]
 
 
 def load_model(auto_class: type, name: str, args: Args) -> nn.Module:
