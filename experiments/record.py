@@ -136,14 +136,21 @@ def number(values: list[float], digits: int, nothing: str = "–") -> str:
     return minus(f"{statistics.fmean(values):.{digits}f}{spread}")
 
 
+def difference(a: list[float], b: list[float], digits: int) -> str:
+    """B - A, paired: mean ± standard error."""
+    found = judge(a, b)
+    return minus(f"{found['difference']:+.{digits}f} ± {found['error']:.{digits}f}")
+
+
 def verdict(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
-    """By seed: mean difference ± standard error. It is shown if 0 lies outside of Student's 95 % interval."""
+    """The difference, by seed. It is shown if 0 lies outside Student's 95 % interval."""
     seeds = sorted(ours.keys() & theirs.keys())
     if len(seeds) < 2:
         return "–"
-    found = judge([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
-    difference = minus(f"{found['difference']:+.{digits}f} ± {found['error']:.{digits}f}")
-    return difference if found["low"] > 0 or found["high"] < 0 else f"{difference}, not shown"
+    sides = [[side[seed] for seed in seeds] for side in (theirs, ours)]
+    found = judge(*sides)
+    is_shown = found["low"] > 0 or found["high"] < 0
+    return difference(*sides, digits) + ("" if is_shown else ", not shown")
 
 
 def until(axis: list[float], points: list[float], goal: float, width: int = 3) -> float | None:
