@@ -50,11 +50,11 @@ def describe_ours(folder: Path) -> dict:
     return {"commit": output_of([*git, "describe", "--always"]).strip() + ("-dirty" if changes else "")}
 
 
-def figure_of(rows: int, columns: int, width: float, height: float):
+def figure_of(rows: int, columns: int, width: float, height: float, dpi: int = 100):
     """A matplotlib figure and its axes (rows, columns)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure((width, height), dpi, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
