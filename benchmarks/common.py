@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: folders, descriptions of the machine and the revision, and a figure."""
+"""Shared by all benchmarks and experiments: folders, descriptions of machine and revision, tables and figures."""
 
 import os
 import platform
@@ -48,6 +48,13 @@ def describe_ours(folder: Path) -> dict:
     git = ["git", "-C", str(folder)]
     changes = output_of([*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!*/results/*"])
     return {"commit": output_of([*git, "describe", "--always"]).strip() + ("-dirty" if changes else "")}
+
+
+def markdown(lines: list[list[str]], align: str = "") -> str:
+    """A table, whose first line is the heading. `align` has l or r for each column; by default only the first is l."""
+    align = align or "l" + "r" * (len(lines[0]) - 1)
+    rule = [{"l": "---", "r": "---:"}[letter] for letter in align]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
 def figure_of(rows: int, columns: int, width: float, height: float, dpi: int = 100):

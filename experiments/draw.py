@@ -14,35 +14,19 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 import overoptimization as laws
 import tables
 import takeoff
 from record import GOLD as GOLD_MEAN, LEARNED, ROOT, by_name, smooth
 from real_data import GOLD, LEXICON, REWARD_MODEL
 from common import figure_of
+from grpo import group_advantages
 
 DOCS = ROOT / "docs"
 OURS, OTHERS = "#2a6fbb", "#c46a2b"
 COLOURS = (OURS, OTHERS, "#b58900", "#5b8c3e", "#8e5ba6", "#444444")
-TITLES = {
-    "objective/scores": "score",
-    GOLD_MEAN: "gold score",
-    "rewards/same_shape/mean": "gold score",
-    "rewards/worked/mean": "share worked out",
-    "objective/kl": "KL, nats",
-    "val/eos_share": "share that end with EOS",
-    "rewards/right_number/mean": "sampled answers right",
-    "completions/mean_length": "tokens of an answer",
-    "entropy": "entropy",
-    "reward_mean": "reward",
-    "eval/perplexity": "perplexity of unseen texts",
-    "eval/mean_token_accuracy": "likeliest token right",
-    "eval/eos_loss": "loss on EOS",
-    "eval/accuracy": "unseen pairs right",
-    "eval/loss": "loss on unseen pairs",
-    "eval/calibration_error": "calibration error",
-    "eval/rewards/accuracies": "unseen pairs right",
-}
+TITLES = tables.SPECS["titles"]  # of metrics
 
 
 def band(runs: list[dict], metric: str, axis: str = "") -> tuple:
@@ -274,6 +258,41 @@ def ends(of: list[list[dict]], metric: str) -> list[tuple]:
 # docs/takeoff.md, docs/agent.md
 
 
+def questions_coin():
+    """Of a policy with one parameter, which is right with probability p = sigmoid(theta): by what each way to scale
+    multiplies the gradient of p, and the variance of the estimate. Lines: formulas. Points: 200,000 groups of eight."""
+    figure, [axes] = figure_of(1, 2, 9, 3.6)
+    generator = torch.Generator().manual_seed(1)
+    p = torch.linspace(0.005, 0.995, 199)
+    weights = {"none": torch.ones_like(p), "group": (p * (1 - p)) ** -0.5, "mean": 1 / p}
+    labels = {"none": "1 (none)", "group": "1/√(p(1 − p)) (group)", "mean": "1/p (mean)"}
+    variances = {"no baseline": (1 - p) ** 2, "the group's mean": None, "leave one out": (1 - 2 * p) ** 2}
+    points = torch.tensor((0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99))
+    measured = {name: [] for name in (*weights, *variances)}
+    for x in points:
+        right = (torch.rand(200_000, 8, generator=generator) < x).float()  # (groups, G)
+        slopes = right - x  # d log pi / d theta
+        for scale in weights:
+            advantages = group_advantages(right.flatten(), 8, scale).view(-1, 8)
+            measured[scale].append((advantages * slopes).mean() / (x * (1 - x)))
+        centred = right - right.mean(1, keepdim=True)
+        for name, advantages in zip(variances, (right, centred, centred * 8 / 7)):
+            measured[name].append(8 * (advantages * slopes).mean(1).var() / (x * (1 - x)))
+    for panel, lines in zip(axes, (weights, variances)):
+        for (name, line), colour in zip(lines.items(), ("#3b6ea8", "#8e5ba6", "#c0563f")):
+            if line is not None:
+                panel.plot(p, line, color=colour, label=labels.get(name))
+            panel.plot(
+                points, measured[name], "o", color=colour, markersize=4, label=name if panel is axes[1] else None
+            )
+        panel.set_xlabel("p, the chance of a right answer", fontsize=9)
+    axes[0].set_yscale("log"), axes[0].set_ylim(0.5, 200)
+    axes[0].set_title("weight of a prompt; points: groups of eight", fontsize=10)
+    axes[1].set_title("variance of one answer's gradient, over p(1 − p)", fontsize=10)
+    legend(*axes, size=8)
+    return figure
+
+
 def questions_takeoff():
     """Each run's outcome; all runs of GRPO; and how soon an outcome can be foretold."""
     colours = ("#444444", "#b58900", "#3b6ea8", "#8e5ba6", "#c0563f", "#5b8c3e")
@@ -473,7 +492,7 @@ def pipeline():
 
 
 PICTURES = (thinking, price, no_kl, frontier, watch, questions_teacher, questions_sampler, questions_liar)
-PICTURES += (questions_groups, questions_takeoff, agent_curve, agent_tree, agent_look, overoptimization)
+PICTURES += (questions_groups, questions_coin, questions_takeoff, agent_curve, agent_tree, agent_look, overoptimization)
 PICTURES += (overoptimization_both, real, pipeline)
 FILES = {DOCS / picture.__name__.replace("_", "-"): picture for picture in PICTURES} | {LEARNED / "learning": learning}
 FILES |= {LEARNED / f"learning-{script.replace('_', '-')}": partial(beside, script) for script in tables.SCRIPTS}

@@ -163,13 +163,6 @@ def smooth(points: list[float], width: int = 5) -> list[float]:
     return [statistics.fmean(points[i : i + width]) for i in range(len(points) - width + 1)]
 
 
-def markdown(lines: list[list[str]], align: str = "") -> str:
-    """A table, whose first line is the heading. `align` has l or r for each column; by default only the first is l."""
-    align = align or "l" + "r" * (len(lines[0]) - 1)
-    rule = [{"l": "---", "r": "---:"}[letter] for letter in align]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
-
-
 def with_tables(page: str, tables: dict[str, str]) -> str:
     """The page with each table between its marks, <!-- name --> and <!-- /name -->, if it has them."""
     for name, table in tables.items():

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import overoptimization as laws
 import takeoff
-from record import ROOT, by_name, difference, markdown, minus, number, reached, smooth, until, verdict, with_tables
+from record import ROOT, by_name, difference, minus, number, reached, smooth, until, verdict, with_tables
 from real_data import GOLD, LEXICON, REWARD_MODEL
-from common import RESULTS
+from common import RESULTS, markdown
 import throughput
 
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
