@@ -13,8 +13,8 @@ RESULTS = ROOT / "benchmarks/results"  # of speed and memory
 LEARNED = ROOT / "experiments/results"
 
 
-class BenchmarkError(Exception):
-    """An error of the user, or two sides that did not do the same work; shown without a traceback."""
+class BenchmarkError(SystemExit):
+    """An error of the user, or two sides that did not do the same work. A program ends with its sentence."""
 
 
 def require(condition: object, sentence: str) -> None:

@@ -29,11 +29,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from common import RESULTS, ROOT, describe_machine, describe_ours, markdown, require
-from throughput import Setting, make_models, ours_flags, peak_memory_mb
+from throughput import Setting, ours_flags, peak_memory_mb, start
 
 GB = 1e9
 
@@ -235,7 +235,7 @@ def measure() -> None:
     lines = [["run", "processes", "by formula, GB", "measured, GB", "measured / formula"]]
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        make_models(Path(folder), SETTING)
+        start({"kind": "models", "setting": asdict(SETTING), "output": folder}, sys.executable)
         for script, processes, rows, flags, change in CASES:
             name = f"{script}.py {flags}".strip()
             print(name, file=sys.stderr)

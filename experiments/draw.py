@@ -22,6 +22,7 @@ from record import GOLD as GOLD_MEAN, LEARNED, ROOT, by_name, smooth
 from real_data import GOLD, LEXICON, REWARD_MODEL
 from common import figure_of
 from grpo import group_advantages
+from run_trl import TRAINERS
 
 DOCS = ROOT / "docs"
 OURS, OTHERS = "#2a6fbb", "#c46a2b"
@@ -74,7 +75,7 @@ def legend(*panels, size: int = 9) -> None:
 
 def sides(script: str) -> dict[str, list[dict]]:
     """The runs of ours and of TRL's."""
-    names = {f"{script}.py": script, f"TRL {tables.THEIRS[script]}": f"TRL {script}"}
+    names = {f"{script}.py": script, f"TRL {TRAINERS[script]}": f"TRL {script}"}
     return {label: tables.learned(name) for label, name in names.items()}
 
 

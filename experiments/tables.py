@@ -22,13 +22,13 @@ import takeoff
 from record import ROOT, by_name, difference, minus, number, reached, smooth, until, verdict, with_tables
 from real_data import GOLD, LEXICON, REWARD_MODEL
 from common import RESULTS, markdown
+import run_trl
 import throughput
 
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("toy", "benchmarks", "experiments"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 SPECS = tomllib.loads(Path(__file__).with_name("tables.toml").read_text("utf-8"))
 SCRIPTS = ("sft", "reward_model", "ppo", "rloo", "grpo", "dpo", "ddpo")
-THEIRS = dict.fromkeys(SCRIPTS, "1.16") | {"ppo": "0.16.1", "rloo": "0.16.1", "ddpo": "0.23"}  # versions of TRL
 
 
 def learned(name: str) -> list[dict]:
@@ -145,7 +145,7 @@ def beside_trl(scripts: tuple[str, ...] = SCRIPTS) -> str:
             part, metric, digits = parse(column)
             sides = [by_seed(learned(name), part, metric) for name in (script, f"TRL {script}")]
             cells = [number([*side.values()], digits) for side in sides]
-            lines.append([label, title, *cells, verdict(*sides, digits), THEIRS[script]])
+            lines.append([label, title, *cells, verdict(*sides, digits), run_trl.TRAINERS[script]])
             label = ""
     return markdown(lines, "llrrll")
 
