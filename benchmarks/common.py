@@ -1,4 +1,4 @@
-"""Shared by all benchmarks and experiments: folders, descriptions of machine and revision, tables and figures."""
+"""Shared by all benchmarks and experiments: folders, descriptions of machine and revision, tables."""
 
 import os
 import platform
@@ -55,14 +55,3 @@ def markdown(lines: list[list[str]], align: str = "") -> str:
     align = align or "l" + "r" * (len(lines[0]) - 1)
     rule = [{"l": "---", "r": "---:"}[letter] for letter in align]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
-
-
-def figure_of(rows: int, columns: int, width: float, height: float, dpi: int = 100):
-    """A matplotlib figure and its axes (rows, columns)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure((width, height), dpi, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes

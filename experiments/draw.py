@@ -15,19 +15,26 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 import overoptimization as laws
 import tables
 import takeoff
-from record import GOLD as GOLD_MEAN, LEARNED, ROOT, by_name, smooth
+from record import GOLD as GOLD_MEAN, ROOT, by_name, smooth
 from real_data import GOLD, LEXICON, REWARD_MODEL
-from common import figure_of
 from grpo import group_advantages
 from run_trl import TRAINERS
 
-DOCS = ROOT / "docs"
 OURS, OTHERS = "#2a6fbb", "#c46a2b"
 COLOURS = (OURS, OTHERS, "#b58900", "#5b8c3e", "#8e5ba6", "#444444")
 TITLES = tables.SPECS["titles"]  # of metrics
+
+
+PICTURES = {}  # file -> what draws it, and its panels
+
+
+def picture(file: str, rows: int, columns: int, width: float, height: float, dpi: int = 100):
+    """Registers a function that draws a picture, on so many panels."""
+    return lambda draw: PICTURES.setdefault(file, (draw, rows, columns, width, height, dpi))
 
 
 def band(runs: list[dict], metric: str, axis: str = "") -> tuple:
@@ -41,12 +48,14 @@ def band(runs: list[dict], metric: str, axis: str = "") -> tuple:
     return x, np.array([np.interp(x, *zip(*line)) for line in lines])
 
 
-def draw_bands(panel, rows: dict[str, list[dict]], metric: str, colours: tuple = COLOURS, axis: str = "") -> None:
-    """For each label its runs: the mean over the seeds, and their range."""
+def draw_bands(
+    panel, rows: dict[str, list[dict]], metric: str, colours=COLOURS, axis: str = "", width: int = 1
+) -> None:
+    """For each label its runs: the mean over the seeds, of so many neighbouring points; and their range."""
     for (label, runs), colour in zip(rows.items(), colours):
         if any(y is not None for run in runs for y in run["curves"][metric]):
             x, y = band(runs, metric, axis)
-            panel.plot(x, y.mean(0), color=colour, label=label)
+            panel.plot(x[width // 2 : len(x) - width // 2], smooth(y.mean(0), width), color=colour, label=label)
             panel.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
 
 
@@ -79,50 +88,49 @@ def sides(script: str) -> dict[str, list[dict]]:
     return {label: tables.learned(name) for label, name in names.items()}
 
 
-def beside(script: str):
+def beside(script: str, axes) -> None:
     """Ours and TRL's curves, the mean and range of the seeds."""
     axis, *metrics = tables.learned(script)[0]["curves"]
-    figure, [axes] = figure_of(1, len(metrics), 3.6 * len(metrics), 3)
     for panel, metric in zip(axes, metrics):
         draw_bands(panel, sides(script), metric)
         head(panel, TITLES[metric], f"{axis}s")
     legend(axes[0])
-    return figure
 
 
-def learning():
+for name in tables.SCRIPTS:
+    count = len(tables.learned(name)[0]["curves"]) - 1
+    file = f"experiments/results/learning-{name.replace('_', '-')}"
+    picture(file, 1, count, 3.6 * count, 3)(partial(beside, name))
+
+
+@picture("experiments/results/learning", 2, 4, 14, 6)
+def learning(axes):
     """For each script the one metric that it is about."""
-    figure, axes = figure_of(2, 4, 14, 6)
-    for panel, script in zip(axes.flat, tables.SCRIPTS):
+    for panel, script in zip(axes, tables.SCRIPTS):
         axis, metric, *_ = tables.learned(script)[0]["curves"]
         metric = GOLD_MEAN if script == "dpo" else metric
         draw_bands(panel, sides(script), metric)
         head(panel, f"{script}: {TITLES[metric]}", f"{axis}s")
-    axes[0, 0].set_yscale("log"), axes[1, 3].axis("off")
-    legend(*axes.flat[:7], size=8)
-    return figure
+    axes[0].set_yscale("log"), axes[7].axis("off")
+    legend(*axes[:7], size=8)
 
 
-def thinking():
+@picture("docs/thinking", 1, 3, 11, 3)
+def thinking(axes):
     """Right answers, length, share worked out, of grpo.py and of a policy that may only answer at once."""
-    figure, [axes] = figure_of(1, 3, 11, 3)
     rows = {"grpo.py": "grpo", "may only answer at once": "grpo --response-length 3"}
+    rows = {label: tables.learned(name) for label, name in rows.items()}
     for panel, metric in zip(axes, ("rewards/right_number/mean", "completions/mean_length", "rewards/worked/mean")):
-        for (label, name), colour in zip(rows.items(), COLOURS):
-            x, y = band(tables.learned(name), metric)
-            means = np.mean([smooth(line, 5) for line in y], 0)
-            panel.plot(x[2:-2], means, color=colour, label=label)
-            panel.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
+        draw_bands(panel, rows, metric, width=5)
         head(panel, TITLES[metric], "episodes")
         panel.set_xscale("log")
     axes[0].set_ylim(0, 1), axes[1].set_ylim(0)
     legend(axes[0])
-    return figure
 
 
-def price():
+@picture("docs/price", 1, 2, 8, 3)
+def price(axes):
     """Length and right answers against the number of swaps: before, after, and with a price for each token."""
-    figure, [axes] = figure_of(1, 2, 8, 3)
     names = {"before": ("grpo --total-episodes 64 --learning-rate 1e-12", "grey")}
     names |= {"without a price": ("grpo --beta 0.1", OURS), "with a price": ("grpo, a price for each token", OTHERS)}
     titles = {"length": "tokens of a sampled answer", "right": "sampled answers right"}
@@ -133,12 +141,11 @@ def price():
         head(panel, title, "swaps in the prompt")
         panel.set_ylim(0)
     legend(axes[0])
-    return figure
 
 
-def no_kl():
+@picture("docs/no-kl", 1, 2, 8, 3)
+def no_kl(axes):
     """Score and gold score with a poor reward model, with and without KL penalty."""
-    figure, [axes] = figure_of(1, 2, 8, 3)
     for panel, beta in zip(axes, ("0", "0.2")):
         for metric, colour in {"objective/scores": OURS, GOLD_MEAN: "#b58900"}.items():
             runs = tables.learned(f"ppo, poor reward model, beta {beta}")
@@ -146,21 +153,21 @@ def no_kl():
         head(panel, f"β = {beta}", "episodes")
     axes[0].sharey(axes[1])
     legend(axes[0])
-    return figure
 
 
-def frontier():
+@picture("docs/frontier", 1, 1, 6, 4)
+def frontier(axes):
     """Gold score against KL along the training, the mean over the seeds."""
-    figure, [[panel]] = figure_of(1, 1, 6, 4)
+    panel = axes[0]
     for script in ("dpo", "rloo", "ppo"):
         kl, gold = (band(tables.learned(script), name)[1].mean(0) for name in ("objective/kl", GOLD_MEAN))
         panel.plot(kl, gold, label=f"{script}.py")
     panel.set(xlabel="KL to the reference, nats a response", ylabel="gold score")
     legend(panel, size=10)
-    return figure
 
 
-def watch():
+@picture("docs/watch", 5, 2, 8, 11)
+def watch(axes):
     """A row of panels for each fault: what came out, and what shows it. Dotted: the bound of healthy values."""
     score, default = "objective/scores", "the default"
     fast = "--learning-rate 1e-3"  # at which a lack of KL shows within so few episodes
@@ -172,8 +179,7 @@ def watch():
         "responses never end": ("--response-length 24", default, score, "val/eos_share", 0.5),
         "the critic does not learn": ("--critic-learning-rate 1e-9", default, score, "val/explained_variance", 0),
     }  # fmt: skip
-    figure, axes = figure_of(len(rows), 2, 8, 11)
-    for (title, (wrong, right, result, shown, bound)), panels in zip(rows.items(), axes):
+    for (title, (wrong, right, result, shown, bound)), *panels in zip(rows.items(), axes[::2], axes[1::2]):
         for panel, metric in zip(panels, (result, shown)):
             for name, colour in ((right, OURS), (wrong, OTHERS)):
                 curves = by_name("watch")[name][0]["curves"]
@@ -183,18 +189,17 @@ def watch():
         panels[1].axhline(bound, color="black", linewidth=0.8, linestyle=":")
         panels[1].set_yscale("log" if shown == "policy/approxkl_avg" else "linear")
         panels[1].legend(frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
-    for panel in axes[-1]:
+    for panel in axes[-2:]:
         panel.set_xlabel("responses sampled", fontsize=8)
-    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # docs/questions.md
 
 
-def questions_teacher():
+@picture("docs/questions-teacher", 1, 2, 9, 3.4)
+def questions_teacher(axes):
     """Right answers against episodes, and against seconds."""
-    figure, [axes] = figure_of(1, 2, 9, 3.4)
     rows = {name: runs for name, runs in by_name("questions").items() if name.startswith("teacher") and len(runs) > 1}
     rows = {name.removeprefix("teacher: "): runs for name, runs in rows.items()}
     for panel, (axis, text) in zip(axes, {"episode": "episodes", "seconds": "CPU seconds"}.items()):
@@ -202,12 +207,11 @@ def questions_teacher():
         head(panel, "right answers to unseen prompts", text)
     axes[0].set_xscale("log"), axes[1].set_xlim(0, 4)
     legend(*axes, size=8)
-    return figure
 
 
-def questions_sampler():
+@picture("docs/questions-sampler", 1, 3, 13, 3.4)
+def questions_sampler(axes):
     """How far the samplers are from the policy, and what is learned from the worst two."""
-    figure, [axes] = figure_of(1, 3, 13, 3.4)
     own, *others = tables.SAMPLERS
     draw_bands(axes[0], {name: tables.asked("sampler", f"{name}, none") for name in others}, "approxkl")
     axes[0].set_yscale("log"), head(axes[0], "approxkl, sampler and policy", "episodes")
@@ -217,12 +221,11 @@ def questions_sampler():
         draw_bands(panel, rows, "reward", ("grey", *COLOURS))
         head(panel, "right answers, of the sampler", "episodes"), panel.set_ylim(0, 1)
     legend(*axes, size=8)
-    return figure
 
 
-def questions_liar():
+@picture("docs/questions-liar", 1, 2, 9, 3.4)
+def questions_liar(axes):
     """Right answers while a verifier lies in 20 % of the cases, and in the end against how often it lies."""
-    figure, [axes] = figure_of(1, 2, 9, 3.4)
     honest = tables.asked("liar", "honest")
     rows = {"honest": honest} | {f"{side} 20%": tables.asked("liar", f"{side} 20%") for side in tables.SIDES}
     draw_bands(axes[0], rows, "truth", ("grey", *COLOURS))
@@ -232,12 +235,11 @@ def questions_liar():
     head(axes[0], "right answers while it learns", "episodes")
     head(axes[1], "right answers to unseen prompts in the end", "share of lies")
     legend(*axes, size=8)
-    return figure
 
 
-def questions_groups():
+@picture("docs/questions-groups", 1, 2, 9, 3.4)
+def questions_groups(axes):
     """What is learned in the end, against the size of groups."""
-    figure, [axes] = figure_of(1, 2, 9, 3.4)
     rows = {"grpo": ("right", "3,200 episodes", "3 CPU seconds")}
     rows |= {"rloo": ("gold score", "1,024 episodes", "20 CPU seconds")}
     for panel, (script, (metric, *labels)) in zip(axes, rows.items()):
@@ -247,7 +249,6 @@ def questions_groups():
         panel.set_xscale("log", base=2), panel.set_xticks(tables.SIZES, tables.SIZES)
         head(panel, f"lecture/{script}.py: {metric}", "answers to a prompt")
     legend(*axes, size=8)
-    return figure
 
 
 def ends(of: list[list[dict]], metric: str) -> list[tuple]:
@@ -259,10 +260,10 @@ def ends(of: list[list[dict]], metric: str) -> list[tuple]:
 # docs/takeoff.md, docs/agent.md
 
 
-def questions_coin():
+@picture("docs/questions-coin", 1, 2, 9, 3.6)
+def questions_coin(axes):
     """Of a policy with one parameter, which is right with probability p = sigmoid(theta): by what each way to scale
     multiplies the gradient of p, and the variance of the estimate. Lines: formulas. Points: 200,000 groups of eight."""
-    figure, [axes] = figure_of(1, 2, 9, 3.6)
     generator = torch.Generator().manual_seed(1)
     p = torch.linspace(0.005, 0.995, 199)
     weights = {"none": torch.ones_like(p), "group": (p * (1 - p)) ** -0.5, "mean": 1 / p}
@@ -291,14 +292,13 @@ def questions_coin():
     axes[0].set_title("weight of a prompt; points: groups of eight", fontsize=10)
     axes[1].set_title("variance of one answer's gradient, over p(1 − p)", fontsize=10)
     legend(*axes, size=8)
-    return figure
 
 
-def questions_takeoff():
+@picture("docs/questions-takeoff", 1, 3, 13, 3.6)
+def questions_takeoff(axes):
     """Each run's outcome; all runs of GRPO; and how soon an outcome can be foretold."""
     colours = ("#444444", "#b58900", "#3b6ea8", "#8e5ba6", "#c0563f", "#5b8c3e")
     runs, updates = takeoff.arms(), takeoff.UPDATES
-    figure, [axes] = figure_of(1, 3, 13, 3.6)
     rng = random.Random(1)
     for place, (of, colour) in enumerate(zip(runs.values(), colours)):
         shares = [takeoff.outcome(run) for run in of]
@@ -317,7 +317,6 @@ def questions_takeoff():
     axes[2].axhline(0.5, color="0.8", linewidth=1)
     legend(axes[2], size=8)
     head(axes[2], "how often a sign tells which of two runs takes off", "updates")
-    return figure
 
 
 def fewest(size: int, is_best: bool = True) -> float:
@@ -333,9 +332,10 @@ def fewest(size: int, is_best: bool = True) -> float:
     return sums[size] / size
 
 
-def agent_curve():
+@picture("docs/agent-curve", 1, 1, 8, 3.6)
+def agent_curve(axes):
     """Guesses along the training, with and without the fault, beside the fewest and random play."""
-    figure, [[panel]] = figure_of(1, 1, 8, 3.6)
+    panel = axes[0]
     rows = {
         "the default": ("the default", "tab:blue"),
         "Answers in the loss": ("fault: answers in the loss", "tab:red"),
@@ -350,12 +350,11 @@ def agent_curve():
         panel.text(1.01, mean, f"{text}, {mean:.2f}", transform=panel.get_yaxis_transform(), va="center", fontsize=8)
     panel.set(xlabel="episodes", ylabel="guesses in sampled play", ylim=(3, 8.2))
     panel.legend(frameon=False, loc="upper right", ncols=2)
-    return figure
 
 
-def agent_tree():
+@picture("docs/agent-tree", 1, 2, 10, 3.4)
+def agent_tree(axes):
     """Which guess came in which turn, before and after."""
-    figure, [axes] = figure_of(1, 2, 10, 3.4)
     run = by_name("agent")["the default"][0]
     for panel, when in zip(axes, ("before", "after")):
         nodes = Counter()
@@ -368,12 +367,12 @@ def agent_tree():
         panel.scatter(x, y, [260 * count / games for count in nodes.values()], color="tab:blue", zorder=3)
         title = f"{when}: {run[when]['sampled']:.2f} guesses"
         panel.set(title=title, xlabel="number that is said", ylabel="guess", xticks=range(1, 16), ylim=(7.5, 0.5))
-    return figure
 
 
-def agent_look():
+@picture("docs/agent-look", 1, 1, 6, 3.4)
+def agent_look(axes):
     """How often a policy looks, by the number of swaps; and how often it would be right at once."""
-    figure, [[panel]] = figure_of(1, 1, 6, 3.4)
+    panel = axes[0]
     for name, colour in {"a look for .6": "tab:blue", "a look for .3": "tab:orange"}.items():
         for i, run in enumerate(by_name("agent")[name]):
             by_swaps, labels = run["after"]["by_swaps"], [None, None] if i else [name, "right at once"]
@@ -384,7 +383,6 @@ def agent_look():
     panel.plot(by_swaps["swaps"], by_swaps["looked"], "--", color="grey", label="before")
     panel.set(xlabel="swaps", ylabel="share of games with a look", ylim=(-0.03, 1.03))
     legend(panel, size=10)
-    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -393,10 +391,10 @@ def agent_look():
 OF_PAIRS = dict(zip((300, 1000, 3000, 10_000, 30_000), ("#c46a2b", "#d9a441", "#8f9f4f", "#4f9d8d", "#2a6fbb")))
 
 
-def overoptimization():
+@picture("docs/overoptimization", 2, 2, 11, 7.5, dpi=110)
+def overoptimization(axes):
     """Gold and proxy score against d, of the first size: the seeds' mean as points, the laws as lines."""
     size = next(iter(laws.groups()))[0]
-    figure, axes = figure_of(2, 2, 11, 7.5, dpi=110)
     for (its_size, pairs), runs in laws.groups().items():
         for column, method in enumerate(laws.FORMS) if its_size == size else ():
             kind = method.replace(" ", "_")
@@ -406,26 +404,25 @@ def overoptimization():
                 d = np.sqrt(laws.smooth(np.mean([run["ppo"]["kl"] for run in runs], 0)))
                 gold, proxy, start = laws.smooth(gold), laws.smooth(proxy), laws.start_gold()
             style = {"color": OF_PAIRS[pairs], "linewidth": 1}
-            axes[0, column].plot(d, gold, "o", markersize=3, color=OF_PAIRS[pairs], label=f"{pairs:,} pairs")
+            axes[column].plot(d, gold, "o", markersize=3, color=OF_PAIRS[pairs], label=f"{pairs:,} pairs")
             x = np.linspace(0.01, d.max(), 200)
             for form in {"best of n": ("best of n",), "ppo": tuple(laws.FORMS)}[method]:
                 f = laws.pooled_fit(runs, method, form)
                 line = "-" if form == method else ":"
-                axes[0, column].plot(x, start + laws.law(form, x, f["alpha"], f["beta"]), line, **style)
-            axes[1, column].plot(d, proxy, "o-", markersize=3, **style)
+                axes[column].plot(x, start + laws.law(form, x, f["alpha"], f["beta"]), line, **style)
+            axes[2 + column].plot(d, proxy, "o-", markersize=3, **style)
     for column, title in enumerate(("best of n", "PPO without KL penalty; dotted: the law of best of n")):
-        axes[0, column].set_title(title, fontsize=10)
-        axes[1, column].set_xlabel("d = √KL")
-    axes[0, 0].set_ylabel("gold score"), axes[1, 0].set_ylabel("proxy score, deviations of the initial policy")
-    legend(axes[0, 0], size=8)
-    figure.suptitle(f"reward models of {size}", fontsize=10)
-    return figure
+        axes[column].set_title(title, fontsize=10)
+        axes[2 + column].set_xlabel("d = √KL")
+    axes[0].set_ylabel("gold score"), axes[2].set_ylabel("proxy score, deviations of the initial policy")
+    legend(axes[0], size=8)
+    axes[0].figure.suptitle(f"reward models of {size}", fontsize=10)
 
 
-def overoptimization_both():
+@picture("docs/overoptimization-both", 1, 2, 11, 3.8, dpi=110)
+def overoptimization_both(axes):
     """Best of n beside PPO, on one axis, in a panel for each size; the mean over the seeds."""
     names = list(dict.fromkeys(size for size, _ in laws.groups()))
-    figure, [axes] = figure_of(1, len(names), 5.5 * len(names), 3.8, dpi=110)
     for (size, pairs), runs in laws.groups().items():
         panel = axes[names.index(size)]
         d = np.sqrt([laws.best_of_n_kl(n) for n in laws.BEST_OF])
@@ -435,16 +432,15 @@ def overoptimization_both():
         panel.set_title(f"reward model of {size}; best of n dashed, PPO solid", fontsize=10)
         panel.set(xlabel="d = √KL", ylabel="gold score")
     legend(axes[0], size=8)
-    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # docs/real.md
 
 
-def real():
+@picture("docs/real", 1, 4, 14, 3)
+def real(axes):
     """Right answers, entropy and length, a line for each seed; and pass@k, the mean of the seeds."""
-    figure, [axes] = figure_of(1, 4, 14, 3)
     titles = {"reward": "right answers in the batch", "entropy": "entropy of a token, nats"}
     titles |= {"completions/mean_length": "tokens of an answer"}
     for panel, (metric, title) in zip(axes, titles.items()):
@@ -457,13 +453,12 @@ def real():
         axes[3].plot(x, [statistics.fmean(of[update]) for update in x], "o-", color=colour, label=metric[5:])
     head(axes[3], "unseen sums right", "updates"), axes[3].set_ylim(0, 1)
     legend(axes[0], axes[3])
-    return figure
 
 
-def pipeline():
+@picture("docs/pipeline", 1, 3, 13, 3.6)
+def pipeline(axes):
     """Reward, gold score and the lexicon alone against KL: along the training, the mean of the seeds (thin lines: each
     seed), best of n, and where other trainings end."""
-    figure, [axes] = figure_of(1, 3, 13, 3.6)
     lines = {"ppo, 0.02": ("#3b6ea8", "ppo.py --kl-coef 0.02"), "rloo, 0.02": ("#c0563f", "rloo.py --kl-coef 0.02")}
     lines["rloo, 0, far"] = ("#888888", "rloo.py --kl-coef 0, twice the rate")
     best = [run["read"]["best of"] for run in tables.real("reward model")]
@@ -489,19 +484,11 @@ def pipeline():
         panel.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
         panel.set_xticks([n**2 for n in range(math.ceil(panel.get_xlim()[1] ** 0.5))])
     legend(axes[0], size=8)
-    return figure
-
-
-PICTURES = (thinking, price, no_kl, frontier, watch, questions_teacher, questions_sampler, questions_liar)
-PICTURES += (questions_groups, questions_coin, questions_takeoff, agent_curve, agent_tree, agent_look, overoptimization)
-PICTURES += (overoptimization_both, real, pipeline)
-FILES = {DOCS / picture.__name__.replace("_", "-"): picture for picture in PICTURES} | {LEARNED / "learning": learning}
-FILES |= {LEARNED / f"learning-{script.replace('_', '-')}": partial(beside, script) for script in tables.SCRIPTS}
 
 
 def main() -> None:
     """Draws."""
-    names = [file.name for file in FILES]
+    names = [Path(file).name for file in PICTURES]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; by default all")
     parser.add_argument("--svg", type=Path, metavar="FOLDER", help="draw them as SVG, in this folder")
@@ -510,9 +497,15 @@ def main() -> None:
         parser.error(f"there is no picture {', '.join(unknown)}")
     if args.svg:
         args.svg.mkdir(parents=True, exist_ok=True)
-    for file, picture in FILES.items():
-        if not args.names or file.name in args.names:
-            picture().savefig(args.svg / f"{file.name}.svg" if args.svg else file.with_name(f"{file.name}.png"))
+    for file, (draw, rows, columns, width, height, dpi) in PICTURES.items():
+        name = Path(file).name
+        if not args.names or name in args.names:
+            figure = Figure((width, height), dpi, layout="constrained")
+            axes = figure.subplots(rows, columns, squeeze=False).flatten()
+            for panel in axes:
+                panel.spines[["top", "right"]].set_visible(False)
+            draw(axes)
+            figure.savefig(args.svg / f"{name}.svg" if args.svg else ROOT / f"{file}.png")
 
 
 if __name__ == "__main__":
