@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from matplotlib.figure import Figure
 import overoptimization as laws
 import tables
 import takeoff
+import torch
+from matplotlib.figure import Figure
 from record import GOLD as GOLD_MEAN, ROOT, by_name, smooth
 from real_data import GOLD, LEXICON, REWARD_MODEL
 from grpo import group_advantages
@@ -27,8 +27,6 @@ from run_trl import TRAINERS
 OURS, OTHERS = "#2a6fbb", "#c46a2b"
 COLOURS = (OURS, OTHERS, "#b58900", "#5b8c3e", "#8e5ba6", "#444444")
 TITLES = tables.SPECS["titles"]  # of metrics
-
-
 PICTURES = {}  # file -> what draws it, and its panels
 
 

@@ -46,7 +46,7 @@ def parse(column: str) -> tuple[str, str, str]:
     return part, " ".join(metric), digits
 
 
-def shown(run: dict, part: str, metric: str = ""):
+def value_of(run: dict, part: str, metric: str = ""):
     """What a column shows of a run; None if the run does not have it."""
     curves = run.get("curves", {})
     if part == "cpu":
@@ -69,10 +69,10 @@ def shown(run: dict, part: str, metric: str = ""):
 
 def by_seed(runs: list[dict], part: str, metric: str = "") -> dict[int, float]:
     """The same of those runs that have it, by seed."""
-    return {run["seed"]: x for run in runs if (x := shown(run, part, metric)) is not None}
+    return {run["seed"]: x for run in runs if (x := value_of(run, part, metric)) is not None}
 
 
-def figure(found: list, digits: int) -> str:
+def figure(found: list, digits: int | str) -> str:
     """A cell. Evaluations have a mean and a standard error over prompts, which is shown of a single run."""
     if len(found) == 1 and isinstance(found[0], dict):
         return minus(" ± ".join(f"{x:.{digits}f}" for x in found[0].values()))
@@ -81,17 +81,20 @@ def figure(found: list, digits: int) -> str:
 
 def cell(runs: list[dict], column: str, first: list[dict] | None = None) -> str:
     """What a column shows of the runs of a name; `first` are those of the first row."""
-    if column == "seeds" or not runs:
-        return str(len(runs)) if runs else ""
+    if not runs:
+        return ""
+    if column == "seeds":
+        return str(len(runs))
     part, metric, digits = parse(column)
     if part == "until":
-        return reached([shown(run, part, metric) for run in runs], digits)
+        return reached([value_of(run, part, metric) for run in runs], digits)
     if part == "beside":
         sides = (by_seed(some, *metric.split(" ", 1)) for some in (runs, first))
         return verdict(*sides, digits) if runs is not first else ""
     if metric == "kl" and "curves" not in runs[0]:
         return "0"  # of the model as it is, which is the reference
-    found = list(by_seed(runs[:1] if part == "before" else runs, part, metric).values())  # all have the same start
+    runs = runs[:1] if part == "before" else runs  # all have the same start
+    found = list(by_seed(runs, part, metric).values())
     return figure([min(found)] if part == "cpu" else found, digits)
 
 
@@ -123,7 +126,7 @@ def fill(text: str) -> str:
         name, column = found.groups()
         part, metric, digits = parse(column)
         if part == "lines":
-            length = len((ROOT / name).read_text("utf-8").splitlines())
+            length = (ROOT / name).read_text("utf-8").count("\n")
             return f"{round(length, int(digits)):,}"
         if digits == "%":
             return f"{100 * statistics.fmean(by_seed(learned(name), part, metric).values()):.0f} %"
