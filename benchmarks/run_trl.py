@@ -13,10 +13,9 @@ end a generation at EOS. Its score, EOS share and gold score are recorded where 
 one that it logs. TRL has no KL for DDPO; it is computed here, and its time does not count.
 
 throughput.py calls the functions of TRAIN. `spec` has the folders of models and prompts; `recorder` wraps some of TRL's
-functions to record when the phases of an update begin and how many tokens were sampled.
+functions to record when an update begins and how many tokens were sampled.
 """
 
-import argparse
 import itertools
 import json
 import runpy
@@ -104,16 +103,10 @@ def make_venv(version: str) -> str:
 
 
 def run_inside(version: str, record: Callable[[Path], None], output: Path) -> None:
-    """The command line of a program that records numbers of TRL: it starts itself again in TRL's environment."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, default=output, help="folder of the files")
-    parser.add_argument("--inside", action="store_true", help="record with the packages of this Python")
-    args = parser.parse_args()
-    if args.inside:
-        return record(args.output)
-    args.output.mkdir(parents=True, exist_ok=True)
-    command = [make_venv(version), sys.argv[0], "--inside", "--output", args.output]
-    subprocess.run(command, check=True)
+    """A program that records numbers of TRL in a folder: it starts itself again in TRL's environment."""
+    if "--inside" in sys.argv:
+        return record(output)
+    subprocess.run([make_venv(version), sys.argv[0], "--inside"], check=True)
 
 
 def load_function(spec: str):
@@ -212,8 +205,8 @@ def train_016(spec: dict, s, recorder) -> None:
         """Number of rows and tokens of the responses."""
         return tokens_in(result[0][:, queries.shape[1] :], trainer.processing_class)
 
-    recorder.watch(module, "batch_generation", "rollout", "score", size)
-    recorder.watch(np.random, "permutation", "update")  # called at the start of an epoch
+    recorder.watch(module, "batch_generation", size)
+    recorder.watch(np.random, "permutation")  # called at the start of an epoch
     trainer.train()
 
 
@@ -245,8 +238,8 @@ def train_07(spec: dict, s, recorder) -> None:
     )
     reward_model.to(trainer.accelerator.device).eval()
     pad = partial(pad_sequence, batch_first=True, padding_value=tokenizer.pad_token_id)
-    recorder.watch(trainer, "generate", "rollout", "score", lambda result, *_: tokens_in(pad(result), tokenizer))
-    recorder.watch(np.random, "permutation", "update")
+    recorder.watch(trainer, "generate", lambda result, *_: tokens_in(pad(result), tokenizer))
+    recorder.watch(np.random, "permutation")
     sampling = {"do_sample": True, "top_k": 0.0, "top_p": 1.0, "min_length": -1, "max_new_tokens": s.response_length}
     sampling |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     for _ in range(s.updates + 1):
@@ -297,8 +290,8 @@ def train_116(spec: dict, s, recorder) -> None:
         completions = result[0] if is_grpo else result
         return len(completions), sum(map(len, completions))
 
-    recorder.watch(trainer, "_generate_single_turn", "rollout", "score", size)
-    recorder.watch(trainer, "_generate_and_score_completions", after="update")
+    recorder.watch(trainer, "_generate_single_turn", size)
+    recorder.watch(trainer, "_generate_and_score_completions")
     trainer.train()
 
 

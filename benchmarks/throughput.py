@@ -31,8 +31,8 @@ The sides differ in this:
   - TRL 1.16 has no PPO, and is the only version compared for GRPO, with KL in the loss. Its defaults bfloat16 and
     gradient checkpointing are turned off, so that both sides do the same work.
 
-For ours, the times of rollout, score (reference, critic, reward) and update (gradient steps) come from metrics.jsonl;
-for TRL, from the start and end of generation and the start of the epochs. The rest is metrics and advantages.
+`update` in the JSON file is the time of the gradient steps alone: for ours from metrics.jsonl, for TRL from the start
+of the epochs to the last optimiser step.
 
 TRL runs in its own virtual environments, which are created in /tmp when first needed; each takes a minute and 1.5 GB.
 Measure on an idle machine: if one of two threads has to wait for a core, an update can take ten times as long. `cores`
@@ -63,7 +63,6 @@ from run_trl import KEEP_MEMORY, TRAIN, VERSIONS, copy_toy, make_venv, write_tok
 # would count in ru_maxrss of the processes that it starts.
 
 PAD, EOS = 0, 1  # token ids of the random models
-PHASES = ("rollout", "score", "update")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,14 +135,15 @@ def peak_memory_mb() -> float:
 
 
 class Recorder:
-    """Records the time at the end of each update, and for TRL also the phases and the size of each rollout."""
+    """Records the time at the end of each update, and for TRL also when it begins and the size of each rollout."""
 
     def __init__(self, setting: Setting):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self.setting, self.steps, self.ends, self.cpu, self.memory_mb = setting, 0, [], [], 0.0
-        self.began, self.phases = {}, []  # start of each phase of this update; seconds of the phases of each update
-        self.rollouts = []  # (rows, tokens) of each rollout
+        self.setting, self.steps, self.memory_mb = setting, 0, 0.0
+        self.ends, self.cpu = [], []  # of each update: the clock, and CPU seconds
+        self.began, self.updates = None, []  # the start of the gradient steps of this update; seconds of those of each
+        self.rollouts = []  # (rows, tokens) of each
         register_optimizer_step_post_hook(self.end_step)
 
     def now(self) -> float:
@@ -154,16 +154,16 @@ class Recorder:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def watch(self, owner, name: str, before: str = "", after: str = "", size: Callable | None = None) -> None:
-        """Wraps owner.name: a call starts the phase `before`, its end `after`. Records size(result, *args)."""
+    def watch(self, owner, name: str, size: Callable | None = None) -> None:
+        """Wraps owner.name: with size(result, *args) a call is a rollout, else gradient steps begin after the first."""
         original = getattr(owner, name)
 
         def watched(*args, **kwargs):
-            self.began.setdefault(before, self.now())
             result = original(*args, **kwargs)
-            self.began.setdefault(after, self.now())
             if size:
                 self.rollouts.append(size(result, *args))
+            else:
+                self.began = self.began or self.now()
             return result
 
         setattr(owner, name, watched)
@@ -171,13 +171,10 @@ class Recorder:
     def end_step(self, *_) -> None:
         """Records an update after its last optimiser step."""
         self.steps += 1
-        if self.steps % self.setting.epochs:
-            return
-        self.ends.append(self.now()), self.cpu.append(time.process_time())
-        if all(phase in self.began for phase in PHASES):
-            bounds = [*(self.began[phase] for phase in PHASES), self.ends[-1]]
-            self.phases.append({phase: b - a for phase, (a, b) in zip(PHASES, itertools.pairwise(bounds))})
-        self.began, self.memory_mb = {}, peak_memory_mb()
+        if self.steps % self.setting.epochs == 0:
+            self.ends.append(self.now()), self.cpu.append(time.process_time())
+            self.updates.append(self.ends[-1] - (self.began or math.nan))
+            self.began, self.memory_mb = None, peak_memory_mb()
 
     def result(self, kind: str) -> dict:
         """The measurements. It ends with an error if the run did not have the sizes of the setting."""
@@ -191,7 +188,7 @@ class Recorder:
         return {
             "seconds_per_update": seconds / s.updates,
             "episodes_per_second": s.batch * s.updates / seconds,
-            **{phase: statistics.fmean(update[phase] for update in self.phases[1:]) for phase in PHASES},
+            "update": statistics.fmean(self.updates[1:]),
             "memory_mb": self.memory_mb,
             "cores": (self.cpu[-1] - self.cpu[0]) / seconds,
             "mean_tokens": statistics.fmean(tokens) / s.batch,
@@ -202,13 +199,13 @@ class Recorder:
 
 
 def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
-    """train(Args(...)) of one of our scripts. Reads phases and rollouts from metrics.jsonl."""
+    """train(Args(...)) of one of our scripts. Reads updates and rollouts from metrics.jsonl."""
     import tyro
 
     script = importlib.import_module(spec["algorithm"])
     script.train(tyro.cli(script.Args, args=spec["flags"]))
     lines = [json.loads(line) for line in Path(spec["output"], "run/metrics.jsonl").read_text().splitlines()]
-    recorder.phases = [{phase: line[f"time/{phase}"] for phase in PHASES} for line in lines]
+    recorder.updates = [line["time/update"] for line in lines]
     rows = [b - a for a, b in itertools.pairwise([0, *(line["episode"] for line in lines)])]
     length = "completions/mean_length" if spec["algorithm"] == "grpo" else "val/response_length"
     recorder.rollouts = [(n, round(n * line[length])) for n, line in zip(rows, lines)]
