@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: folders, descriptions of the machine and the revision, and a figure."""
+"""Shared by all benchmarks and experiments: folders, descriptions of machine and revision, tables."""
 
 import os
 import platform
@@ -13,8 +13,8 @@ RESULTS = ROOT / "benchmarks/results"  # of speed and memory
 LEARNED = ROOT / "experiments/results"
 
 
-class BenchmarkError(Exception):
-    """An error of the user, or two sides that did not do the same work; shown without a traceback."""
+class BenchmarkError(SystemExit):
+    """An error of the user, or two sides that did not do the same work. A program ends with its sentence."""
 
 
 def require(condition: object, sentence: str) -> None:
@@ -50,12 +50,8 @@ def describe_ours(folder: Path) -> dict:
     return {"commit": output_of([*git, "describe", "--always"]).strip() + ("-dirty" if changes else "")}
 
 
-def figure_of(rows: int, columns: int, width: float, height: float):
-    """A matplotlib figure and its axes (rows, columns)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+def markdown(lines: list[list[str]], align: str = "") -> str:
+    """A table, whose first line is the heading. `align` has l or r for each column; by default only the first is l."""
+    align = align or "l" + "r" * (len(lines[0]) - 1)
+    rule = [{"l": "---", "r": "---:"}[letter] for letter in align]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])

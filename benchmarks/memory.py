@@ -21,6 +21,7 @@ shards; b rows of P + T tokens in a micro-batch, of which T are the response; B 
 """
 
 import argparse
+import importlib
 import json
 import os
 import shlex
@@ -28,10 +29,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from common import RESULTS, ROOT, describe_machine, describe_ours
+from common import RESULTS, ROOT, describe_machine, describe_ours, markdown, require
+from throughput import Setting, ours_flags, peak_memory_mb, start
 
 GB = 1e9
 
@@ -107,26 +109,15 @@ def memory(m: Shape, p: Plan) -> dict[str, float]:
     whole = 4 * N + (2 * N if p.bf16 else 0)  # the policy in a rollout, and its weights in bfloat16
     layers = 4 * (2 * m.layer + m.embeddings)
     rollout = {0: whole - 4 * N, 2: whole, 3: whole if p.gather else layers}[p.stage]
-    return (
-        held
-        | update
-        | {
-            "in the update": sum(held.values()) + sum(update.values()),
-            "in the rollout": held["weights"] + held["Adam"] + cache + rollout,
-        }
-    )
+    in_update = sum(held.values()) + sum(update.values())
+    in_rollout = held["weights"] + held["Adam"] + cache + rollout
+    return held | update | {"in the update": in_update, "in the rollout": in_rollout}
 
 
 def peak(m: Shape, p: Plan) -> float:
     """Peak bytes on a GPU."""
     parts = memory(m, p)
     return max(parts["in the update"], parts["in the rollout"])
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 LADDER = [  # an option, and its change of the plan; each is added to those before it
@@ -146,15 +137,15 @@ LADDER = [  # an option, and its change of the plan; each is added to those befo
 
 def climb() -> None:
     """Prints the ladder for a 7B policy."""
-    shape, plan = LLAMA, Plan(rows=16, rollout_rows=64, bf16=False)
+    plan = Plan(rows=16, rollout_rows=64, bf16=False)
     print("PPO of a 7B policy in float32, 512 + 512 tokens: GB on a GPU at the fullest moment\n")
-    rows, before = [], None
+    lines, before = [["", "GB", "saved"]], None
     for name, change in LADDER:
         plan = replace(plan, **change)
-        now = peak(shape, plan)
-        rows.append([name, f"{now / GB:.0f}", "" if before is None else f"{(before - now) / GB:.0f}"])
+        now = peak(LLAMA, plan) / GB
+        lines.append([name, f"{now:.0f}", "" if before is None else f"{before - now:.0f}"])
         before = now
-    print(table(["", "GB", "saved"], rows))
+    print(markdown(lines))
 
 
 ON_POLICY = {"bf16": True, "rows": 16, "rollout_rows": 16, "prompt": 512, "response": 53}
@@ -182,14 +173,25 @@ RECIPES = {  # sizes of the commands in recipes/README.md; a pair is two rows
 def of_recipes() -> None:
     """Prints the memory of each command of recipes/README.md."""
     rows = [[name, f"{peak(shape, plan) / GB:.0f}"] for name, (shape, plan) in RECIPES.items()]
-    print(table(["recipe", "GB"], rows))
+    print(markdown([["recipe", "GB"], *rows]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measured
 
-SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 256 * 512, tied=True)
-RESPONSE, PROMPT = 16, 8
+SETTING = Setting(layers=6, width=512, heads=8, vocab=16000, prompt_lengths=(8, 8), response_length=16, epochs=2)
+SMALL = Shape(6, 512, 16000, 512, 6 * 12 * 512**2 + 16000 * 512 + 128 * 512, tied=True)
+CASES = [  # script, processes, rows of a micro-batch, flags, and what they change of the plan
+    ("ppo", 1, 2, "", {}),
+    ("ppo", 2, 2, "", {}),
+    ("ppo", 2, 2, "--zero-stage 2", {"stage": 2}),
+    ("ppo", 2, 2, "--zero-stage 3", {"stage": 3}),
+    ("ppo", 1, 2, "--critic shared", {"trained": 1}),
+    ("rloo", 1, 2, "--rloo-k 2", {"trained": 1}),
+    ("rloo", 2, 2, "--rloo-k 2 --zero-stage 3", {"trained": 1, "stage": 3}),
+    ("ppo", 1, 64, "", {}),
+    ("ppo", 1, 64, "--gradient-checkpointing", {"checkpointing": True}),
+]
 FREED = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # this and the next two return freed memory to the system at once
@@ -198,139 +200,69 @@ FREED = {
 }
 
 
-def make_models(folder: Path) -> None:
-    """Writes a GPT-2 and a reward model of the shape SMALL with random weights, a tokenizer and prompts."""
-    import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(SMALL.vocab - 2)} | {"<eos>": SMALL.vocab - 2, "<pad>": SMALL.vocab - 1}
-    tokenizer = Tokenizer(WordLevel(words, "<pad>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    config = GPT2Config(
-        vocab_size=SMALL.vocab,
-        n_embd=SMALL.width,
-        n_layer=SMALL.layers,
-        n_head=8,
-        n_positions=256,
-        num_labels=1,
-        bos_token_id=None,
-        eos_token_id=words["<eos>"],
-        pad_token_id=words["<pad>"],
-    )
-    torch.manual_seed(0)
-    for name, kind in (("policy", GPT2LMHeadModel), ("reward", GPT2ForSequenceClassification)):
-        kind(config).save_pretrained(folder / name), fast.save_pretrained(folder / name)
-    lines = [json.dumps({"prompt": " ".join(f"w{(i * 7 + j) % 9000}" for j in range(PROMPT))}) for i in range(64)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def run(script: str, flags: list[str]) -> None:
     """Runs a script in this process, and returns freed memory to the system, unlike a script on a CPU by default.
 
     The first process writes imports.json to the output folder: its peak in bytes before it loaded any model.
     """
-    import importlib
-    import resource
-
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(script)
     module.keep_freed_memory = lambda: None
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak_memory_mb()
     sys.argv = [f"{script}.py", *flags]
     module.main()
-    if os.environ.get("RANK", "0") == "0" and "--output-dir" in flags:
+    if os.environ.get("RANK", "0") == "0":
         Path(flags[flags.index("--output-dir") + 1], "imports.json").write_text(json.dumps(before))
 
 
-def measured(work: Path, script: str, processes: int, rows: int, flags: str) -> float:
-    """Growth in bytes of the first process's peak between the imports and the last update.
-
-    What happens after the last update, such as saving the model, does not count.
-    """
-    batch = rows * processes
-    output = Path(tempfile.mkdtemp(dir=work), "run")
-    given = (
-        f"--model {work}/policy --reward-model {work}/reward --dataset {work}/prompts.jsonl --output-dir {output} "
-        f"--batch-size {batch} --micro-batch-size {rows} --local-rollout-forward-batch-size {rows} "
-        f"--total-episodes {3 * batch} --response-length {RESPONSE} --stop-token none --num-sample-generations 0 "
-        f"--save-steps 1000 --num-ppo-epochs 2 --learning-rate 1e-5 {flags}"
-    ).split()
-    launcher = [sys.executable]
+def measured(models: Path, script: str, processes: int, rows: int, flags: str) -> float:
+    """Growth in bytes of the first process's peak between the imports and the end of the last update."""
+    output = Path(tempfile.mkdtemp(dir=models), "run")
+    setting = replace(SETTING, batch=rows * processes, rollout_batch=rows, updates=2)
+    words = [*ours_flags(setting, script, models, output), "--micro-batch-size", str(rows), *flags.split()]
+    command = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    run = subprocess.run(
-        [*launcher, __file__, "--worker", script, *given],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ, **FREED),
-        cwd=ROOT,
-        check=False,
-    )
-    if run.returncode:
-        raise SystemExit(f"{script} {flags} failed:\n{run.stderr[-3000:]}")
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [__file__, "--worker", script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | FREED, cwd=ROOT, check=False)
+    require(done.returncode == 0, f"{script} {flags} failed:\n{done.stderr[-3000:]}")
     last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
-    return last["perf/peak_memory_mb"] * 2**20 - json.loads((output / "imports.json").read_text())
+    return (last["perf/peak_memory_mb"] - json.loads((output / "imports.json").read_text())) * 2**20
 
 
-def measure(output: Path) -> None:
-    """Compares the formulas with measured peaks, for several layouts and sizes of a micro-batch."""
-    cases = [("ppo", W, stage, 2, 2, "", {}) for W, stage in ((1, 0), (2, 0), (2, 2), (2, 3))]
-    cases += [("ppo", 1, 0, 2, 1, "--critic shared", {}), ("rloo", 1, 0, 2, 1, "--rloo-k 2", {})]
-    cases += [("rloo", 2, 3, 2, 1, "--rloo-k 2", {})]
-    cases += [("ppo", 1, 0, 64, 2, "", {}), ("ppo", 1, 0, 64, 2, "--gradient-checkpointing", {"checkpointing": True})]
+def measure() -> None:
+    """Compares the formulas with measured peaks; prints a table, and writes results/memory-measured.json."""
+    lines = [["run", "processes", "by formula, GB", "measured, GB", "measured / formula"]]
     found = []
-    with tempfile.TemporaryDirectory() as work:
-        make_models(Path(work))
-        for script, W, stage, b, trained, flags, options in cases:
-            plan = Plan(
-                trained=trained,
-                stage=stage,
-                shards=W,
-                rows=b,
-                rollout_rows=b,
-                prompt=PROMPT,
-                response=RESPONSE,
-                bf16=False,
-                **options,
-            )
-            more = f"--zero-stage {stage}" if W > 1 else ""
-            name = f"`{script}.py {flags}`".replace(" `", "`") + f", {b} rows"
-            print(name, W, stage, file=sys.stderr)
-            taken = measured(Path(work), script, W, b, f"{flags} {more}")
-            found.append({"run": name, "processes": W, "stage": stage, "formula": peak(SMALL, plan), "measured": taken})
+    with tempfile.TemporaryDirectory() as folder:
+        start({"kind": "models", "setting": asdict(SETTING), "output": folder}, sys.executable)
+        for script, processes, rows, flags, change in CASES:
+            name = f"{script}.py {flags}".strip()
+            print(name, file=sys.stderr)
+            plan = Plan(shards=processes, rows=rows, rollout_rows=rows, prompt=8, response=16, bf16=False)
+            formula = peak(SMALL, replace(plan, **change))
+            peak_bytes = measured(Path(folder), script, processes, rows, flags)
+            sizes = {"processes": processes, "rows": rows, "formula": formula, "measured": peak_bytes}
+            found.append({"run": name} | sizes)
+            figures = [formula / GB, peak_bytes / GB, peak_bytes / formula]
+            lines.append([f"`{name}`, {rows} rows", str(processes), *(f"{x:.2f}" for x in figures)])
     about = {"command": shlex.join(["python", *sys.argv]), **describe_ours(ROOT), "date": time.strftime("%Y-%m-%d")}
-    output.write_text(json.dumps(about | {"machine": describe_machine(), "runs": found}, indent=1) + "\n")
-    head = ["run", "processes", "stage", "by formula, GB", "measured, GB", "measured / formula"]
-    rows = []
-    for run in found:
-        sizes = [run["formula"] / GB, run["measured"] / GB, run["measured"] / run["formula"]]
-        rows.append([run["run"], str(run["processes"]), str(run["stage"]), *(f"{x:.2f}" for x in sizes)])
-    print(table(head, rows))
+    results = about | {"machine": describe_machine(), "runs": found}
+    (RESULTS / "memory-measured.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(markdown(lines))
 
 
 def main() -> None:
     """Runs the command line."""
     if sys.argv[1:2] == ["--worker"]:
-        run(sys.argv[2], sys.argv[3:])
-        return
+        return run(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ladder", action="store_true", help="the savings of each option, for a 7B policy")
-    parser.add_argument("--recipes", action="store_true", help="the commands of recipes/README.md")
-    parser.add_argument("--measure", action="store_true", help="compare the formulas with small models on this machine")
-    parser.add_argument("--output", type=Path, default=RESULTS / "memory-measured.json", help="JSON file of --measure")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--ladder", action="store_true", help="the savings of each option, for a 7B policy")
+    group.add_argument("--recipes", action="store_true", help="the commands of recipes/README.md")
+    group.add_argument("--measure", action="store_true", help="compare the formulas with small models on this machine")
     args = parser.parse_args()
-    if args.measure:
-        measure(args.output)
-    elif args.recipes:
-        of_recipes()
-    elif args.ladder:
-        climb()
-    else:
-        parser.print_help()
+    (measure if args.measure else of_recipes if args.recipes else climb)()
 
 
 if __name__ == "__main__":

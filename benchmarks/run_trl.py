@@ -13,10 +13,9 @@ end a generation at EOS. Its score, EOS share and gold score are recorded where 
 one that it logs. TRL has no KL for DDPO; it is computed here, and its time does not count.
 
 throughput.py calls the functions of TRAIN. `spec` has the folders of models and prompts; `recorder` wraps some of TRL's
-functions to record when the phases of an update begin and how many tokens were sampled.
+functions to record when an update begins and how many tokens were sampled.
 """
 
-import argparse
 import itertools
 import json
 import runpy
@@ -28,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -39,18 +39,21 @@ from common import ROOT
 
 
 class Version(NamedTuple):
-    """A version of TRL: its environment and its algorithms."""
+    """A version of TRL: its environment, and its algorithms in throughput.py."""
 
     venv: str
     pins: str
-    algorithms: tuple[str, ...] = ("ppo", "rloo")
+    algorithms: tuple[str, ...]
     ours: str = ""  # flags with which our scripts compute the same
     temperature: float | None = None  # if it supports only one
 
 
+VENVS = Path("/tmp")  # where the environments are
 VERSIONS = {
     "0.16.1": Version(
-        "trl016", "trl==0.16.1 transformers==4.51.3 torch==2.13.0 accelerate==1.6.0 datasets==3.5.0 numpy==2.2.6"
+        "trl016",
+        "trl==0.16.1 transformers==4.51.3 torch==2.13.0 accelerate==1.6.0 datasets==3.5.0 numpy==2.2.6",
+        ("ppo", "rloo"),
     ),
     "0.7.11": Version(  # newer versions of pyarrow need a NumPy that this transformers does not support
         "trl07",
@@ -68,43 +71,30 @@ VERSIONS = {
     "0.23": Version(  # the last version with a DDPOTrainer
         "trl023",
         "trl==0.23.0 transformers==4.56.2 torch==2.13.0 diffusers==0.35.2 accelerate==1.15.0 peft==0.21.2 numpy==2.4.6",
-        ("ddpo",),
+        (),
     ),
 }
-TRAINERS = {"ppo": "0.16.1", "rloo": "0.16.1", "ddpo": "0.23"} | dict.fromkeys(
-    ("grpo", "dpo", "sft", "reward_model"), "1.16"
-)
+TRAINERS = dict.fromkeys(("sft", "reward_model", "grpo", "dpo"), "1.16")  # the version beside each of our scripts
+TRAINERS |= {"ppo": "0.16.1", "rloo": "0.16.1", "ddpo": "0.23"}
 KEEP_MEMORY = (  # glibc keeps freed memory, as in our scripts: this halves the time of TRL's DPO
     f"MALLOC_MMAP_THRESHOLD_={2**32}",
     f"MALLOC_TRIM_THRESHOLD_={2**32}",
     f"MALLOC_TOP_PAD_={2**28}",
 )
 ONLINE = {  # settings that have the same name in TRL 0.16.1
-    "ppo": ("cliprange_value", "vf_coef", "gamma", "lam", "whiten_rewards"),
-    "rloo": ("rloo_k", "normalize_reward", "reward_clip_range", "normalize_advantage"),
-    "both": (
-        "seed",
-        "learning_rate",
-        "num_mini_batches",
-        "num_ppo_epochs",
-        "response_length",
-        "temperature",
-        "kl_coef",
-        "cliprange",
-        "weight_decay",
-        "missing_eos_penalty",
-        "lr_scheduler_type",
-        "adam_epsilon",
-        "local_rollout_forward_batch_size",
-    ),
+    "ppo": "cliprange_value vf_coef gamma lam whiten_rewards",
+    "rloo": "rloo_k normalize_reward reward_clip_range normalize_advantage",
+    "both": "seed learning_rate num_mini_batches num_ppo_epochs response_length temperature kl_coef cliprange "
+    "weight_decay missing_eos_penalty lr_scheduler_type adam_epsilon local_rollout_forward_batch_size",
 }
+QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 SHARED = ("learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "max_length")
 EVERY = {"sft": 50, "reward_model": 100, "dpo": 50}  # steps between checkpoints, and between our evaluations
 
 
-def make_venv(version: str, venvs: Path) -> str:
+def make_venv(version: str) -> str:
     """The Python of the virtual environment of a version; creates the environment if necessary."""
-    venv, pins = venvs / VERSIONS[version].venv, VERSIONS[version].pins.split()
+    venv, pins = VENVS / VERSIONS[version].venv, VERSIONS[version].pins.split()
     if not all(any(venv.glob(f"lib/python*/site-packages/{pin.replace('==', '-')}*.dist-info")) for pin in pins):
         print(f"installing TRL {version} in {venv}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
@@ -113,17 +103,10 @@ def make_venv(version: str, venvs: Path) -> str:
 
 
 def run_inside(version: str, record: Callable[[Path], None], output: Path) -> None:
-    """The command line of a program that records numbers of TRL: it starts itself again in TRL's environment."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--venvs", type=Path, default=Path("/tmp"), help="folder of the virtual environment")
-    parser.add_argument("--output", type=Path, default=output, help="folder of the files")
-    parser.add_argument("--inside", action="store_true", help="record with the packages of this Python")
-    args = parser.parse_args()
-    if args.inside:
-        return record(args.output)
-    args.output.mkdir(parents=True, exist_ok=True)
-    command = [make_venv(version, args.venvs), sys.argv[0], "--inside", "--output", args.output]
-    subprocess.run(command, check=True)
+    """A program that records numbers of TRL in a folder: it starts itself again in TRL's environment."""
+    if "--inside" in sys.argv:
+        return record(output)
+    subprocess.run([make_venv(version), sys.argv[0], "--inside"], check=True)
 
 
 def load_function(spec: str):
@@ -193,20 +176,10 @@ def trainer_016(spec: dict, arguments: dict) -> tuple:
 
     tokenizer, policy, reward_model = load_models(spec)
     reference, prompts = AutoModelForCausalLM.from_pretrained(spec["policy"]), tokenized_prompts(spec, tokenizer)
-    common = {
-        "processing_class": tokenizer,
-        "reward_model": reward_model,
-        "train_dataset": prompts,
-        "eval_dataset": prompts,
-    }
-    arguments |= {
-        "output_dir": str(spec["output"]),
-        "num_sample_generations": 0,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": not torch.cuda.is_available(),
-    }
+    common = {"processing_class": tokenizer, "reward_model": reward_model}
+    common |= {"train_dataset": prompts, "eval_dataset": prompts}
+    arguments |= {"output_dir": str(spec["output"]), "num_sample_generations": 0, **QUIET}
+    arguments["use_cpu"] = not torch.cuda.is_available()
     if spec["algorithm"] == "ppo":
         value_model = AutoModelForSequenceClassification.from_pretrained(spec["reward"], num_labels=1)
         args = PPOConfig(**arguments)
@@ -220,24 +193,20 @@ def train_016(spec: dict, s, recorder) -> None:
     """TRL 0.16.1. `s` is the Setting of throughput.py."""
     import numpy as np
 
-    arguments = {
-        "total_episodes": s.batch * (s.updates + 1),
-        "num_mini_batches": 1,
-        "num_ppo_epochs": s.epochs,
-        "per_device_train_batch_size": s.batch // s.micro_batches,
-        "gradient_accumulation_steps": s.micro_batches,
-        "local_rollout_forward_batch_size": s.rollout_batch,
-        "temperature": s.temperature,
-        "bf16": s.bf16,
-        "response_length": s.response_length,
-        "stop_token": "eos" if s.toy else None,
-        "learning_rate": s.learning_rate,
-        "kl_coef": s.kl_coef,
-    } | ({"rloo_k": s.rloo_k} if spec["algorithm"] == "rloo" else {})
+    arguments = {"total_episodes": s.batch * (s.updates + 1), "num_mini_batches": 1, "num_ppo_epochs": s.epochs}
+    arguments |= {"per_device_train_batch_size": s.batch // s.micro_batches}
+    arguments |= {"gradient_accumulation_steps": s.micro_batches, "local_rollout_forward_batch_size": s.rollout_batch}
+    arguments |= {"response_length": s.response_length, "stop_token": "eos" if s.toy else None, "bf16": False}
+    arguments |= {"temperature": s.temperature, "learning_rate": s.learning_rate, "kl_coef": s.kl_coef}
+    arguments |= {"rloo_k": s.rloo_k} if spec["algorithm"] == "rloo" else {}
     trainer, module = trainer_016(spec, arguments)
-    size = lambda result, model, queries, *_: tokens_in(result[0][:, queries.shape[1] :], trainer.processing_class)
-    recorder.watch(module, "batch_generation", "rollout", "score", size)
-    recorder.watch(np.random, "permutation", "update")  # called at the start of an epoch
+
+    def size(result, model, queries, *_) -> tuple[int, int]:
+        """Number of rows and tokens of the responses."""
+        return tokens_in(result[0][:, queries.shape[1] :], trainer.processing_class)
+
+    recorder.watch(module, "batch_generation", size)
+    recorder.watch(np.random, "permutation")  # called at the start of an epoch
     trainer.train()
 
 
@@ -258,7 +227,7 @@ def train_07(spec: dict, s, recorder) -> None:
         learning_rate=s.learning_rate,
         adap_kl_ctrl=False,
         init_kl_coef=s.kl_coef,
-        accelerator_kwargs={"mixed_precision": "bf16" if s.bf16 else "no", "cpu": not torch.cuda.is_available()},
+        accelerator_kwargs={"mixed_precision": "no", "cpu": not torch.cuda.is_available()},
     )
     trainer = PPOTrainer(
         config,
@@ -268,23 +237,14 @@ def train_07(spec: dict, s, recorder) -> None:
         data_collator=lambda rows: [torch.as_tensor(row["input_ids"]) for row in rows],
     )
     reward_model.to(trainer.accelerator.device).eval()
-    pad = lambda texts: pad_sequence(texts, batch_first=True, padding_value=tokenizer.pad_token_id)
-    recorder.watch(trainer, "generate", "rollout", "score", lambda result, *_: tokens_in(pad(result), tokenizer))
-    recorder.watch(np.random, "permutation", "update")
+    pad = partial(pad_sequence, batch_first=True, padding_value=tokenizer.pad_token_id)
+    recorder.watch(trainer, "generate", lambda result, *_: tokens_in(pad(result), tokenizer))
+    recorder.watch(np.random, "permutation")
+    sampling = {"do_sample": True, "top_k": 0.0, "top_p": 1.0, "min_length": -1, "max_new_tokens": s.response_length}
+    sampling |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     for _ in range(s.updates + 1):
         queries = [query.to(trainer.accelerator.device) for query in next(iter(trainer.dataloader))]
-        responses = trainer.generate(
-            queries,
-            batch_size=s.rollout_batch,
-            return_prompt=False,
-            min_length=-1,
-            top_k=0.0,
-            top_p=1.0,
-            do_sample=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            max_new_tokens=s.response_length,
-        )
+        responses = trainer.generate(queries, batch_size=s.rollout_batch, return_prompt=False, **sampling)
         with torch.no_grad():
             ids = pad([torch.cat(text) for text in zip(queries, responses)])
             scores = reward_model(ids, attention_mask=(ids != tokenizer.pad_token_id).long()).logits[:, 0]
@@ -311,12 +271,10 @@ def train_116(spec: dict, s, recorder) -> None:
         temperature=s.temperature,
         learning_rate=s.learning_rate,
         beta=s.kl_coef,
-        bf16=s.bf16,
+        bf16=False,
         gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(),
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **QUIET,
     )
     trainer = (GRPOTrainer if is_grpo else RLOOTrainer)(
         model=spec["policy"],
@@ -332,8 +290,8 @@ def train_116(spec: dict, s, recorder) -> None:
         completions = result[0] if is_grpo else result
         return len(completions), sum(map(len, completions))
 
-    recorder.watch(trainer, "_generate_single_turn", "rollout", "score", size)
-    recorder.watch(trainer, "_generate_and_score_completions", after="update")
+    recorder.watch(trainer, "_generate_single_turn", size)
+    recorder.watch(trainer, "_generate_and_score_completions")
     trainer.train()
 
 
@@ -344,6 +302,12 @@ TRAIN = {"0.16.1": train_016, "0.7.11": train_07, "1.16": train_116}
 # Inside an environment: a training for experiments/trl.py
 
 
+def write_line(output: Path, line: dict) -> None:
+    """Adds an update to OUTPUT/metrics.jsonl."""
+    with open(output / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def train_online(algorithm: str, settings: dict, output: Path) -> None:
     """PPO and RLOO of TRL 0.16.1."""
     from transformers import TrainerCallback
@@ -351,19 +315,11 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
     models = output / "models"
     models.mkdir()
     copy_toy(models)
-    spec = {
-        "algorithm": algorithm,
-        "policy": str(models / "policy"),
-        "reward": str(models / "reward"),
-        "prompts": str(models / f"prompts-{algorithm}.jsonl"),
-        "output": str(output),
-    }
-    arguments = {name: settings[name] for name in ONLINE["both"] + ONLINE[algorithm]} | {
-        "per_device_train_batch_size": settings["batch_size"] // settings["num_mini_batches"],
-        "gradient_accumulation_steps": 1,
-        "total_episodes": settings["total_episodes"],
-        "stop_token": "eos",
-    }
+    spec = {"algorithm": algorithm, "policy": str(models / "policy"), "reward": str(models / "reward")}
+    spec |= {"prompts": str(models / f"prompts-{algorithm}.jsonl"), "output": str(output)}
+    arguments = {name: settings[name] for name in f"{ONLINE['both']} {ONLINE[algorithm]}".split()}
+    arguments |= {"per_device_train_batch_size": settings["batch_size"] // settings["num_mini_batches"]}
+    arguments |= {"gradient_accumulation_steps": 1, "total_episodes": settings["total_episodes"], "stop_token": "eos"}
     trainer, module = trainer_016(spec, arguments)
     tokenizer, reward_model = trainer.processing_class, trainer.reward_model
     gold_text_score, get_reward, seen = load_function("toy/gold_score.py:gold_text_score"), module.get_reward, {}
@@ -374,14 +330,8 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
         if model is reward_model:
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             ended = (ids[:, context_length:] == tokenizer.eos_token_id).any(1)
-            seen.update(
-                {
-                    "objective/scores": result[1].mean().item(),
-                    "val/eos_share": ended.float().mean().item(),
-                    "rewards/gold_score/mean": statistics.fmean(map(gold_text_score, texts)),
-                    "rows": len(ids),
-                }
-            )
+            seen.update({"objective/scores": result[1].mean().item(), "val/eos_share": ended.float().mean().item()})
+            seen.update({"rewards/gold_score/mean": statistics.fmean(map(gold_text_score, texts)), "rows": len(ids)})
         return result
 
     class Writer(TrainerCallback):
@@ -392,9 +342,7 @@ def train_online(algorithm: str, settings: dict, output: Path) -> None:
             if "objective/kl" in logs:
                 if seen.pop("rows") != args.batch_size:
                     sys.exit("error: TRL scored a batch in parts; the mean would be that of the last part")
-                line = {"episode": logs["episode"], "objective/kl": logs["objective/kl"]}
-                with open(output / "metrics.jsonl", "a") as file:
-                    file.write(json.dumps(line | seen) + "\n")
+                write_line(output, {"episode": logs["episode"], "objective/kl": logs["objective/kl"]} | seen)
 
     trainer.add_callback(Writer())
     with mock.patch.object(module, "get_reward", get_reward_and_gold):
@@ -409,22 +357,18 @@ def train_grpo(settings: dict, output: Path) -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    same = ("num_generations", "seed", "loss_type", "epsilon", "temperature", "learning_rate", "beta", "bf16")
+    same = "num_generations seed loss_type epsilon temperature learning_rate beta bf16 lr_scheduler_type weight_decay"
     config = GRPOConfig(
         output_dir=str(output),
         max_steps=settings["total_episodes"] // settings["batch_size"],
         per_device_train_batch_size=settings["batch_size"],
         max_completion_length=settings["response_length"],
-        lr_scheduler_type=settings["lr_scheduler_type"],
-        weight_decay=settings["weight_decay"],
         reward_weights=settings["reward_weights"] or None,
         logging_steps=1,
         use_cpu=True,
         gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        **{name: settings[name] for name in same},
+        **QUIET,
+        **{name: settings[name] for name in same.split()},
     )
     names = ("reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
 
@@ -442,8 +386,7 @@ def train_grpo(settings: dict, output: Path) -> None:
                 line |= {name: x for name, x in logs.items() if name in names or name.endswith("/mean")}
                 line["seconds"] = time.perf_counter() - self.began
                 line["perf/peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-                with open(output / "metrics.jsonl", "a") as file:
-                    file.write(json.dumps(line) + "\n")
+                write_line(output, line)
 
     train = load_dataset("json", data_files=str(ROOT / settings["dataset"] / "train.jsonl"), split="train")
     rewards = [load_function(spec) for spec in settings["reward_fn"]]
@@ -459,14 +402,12 @@ def train_texts(algorithm: str, settings: dict, output: Path) -> None:
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-    config_class, trainer_class = {
-        "sft": (SFTConfig, SFTTrainer),
-        "reward_model": (RewardConfig, RewardTrainer),
-        "dpo": (DPOConfig, DPOTrainer),
-    }[algorithm]
+    trainers = {"sft": (SFTConfig, SFTTrainer), "reward_model": (RewardConfig, RewardTrainer)}
+    config_class, trainer_class = (trainers | {"dpo": (DPOConfig, DPOTrainer)})[algorithm]
     shared = {name: settings[name] for name in SHARED}
     shared["warmup_steps"] = shared.pop("warmup_ratio")  # a ratio, if below 1
     own = {"reward_model": {"disable_dropout": False}, "dpo": {"beta": settings.get("beta")}}.get(algorithm, {})
+    saving = {"save_strategy": "steps", "save_steps": EVERY[algorithm], "save_only_model": True}
     config = config_class(
         output_dir=str(output),
         per_device_train_batch_size=settings["batch_size"],
@@ -474,16 +415,10 @@ def train_texts(algorithm: str, settings: dict, output: Path) -> None:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
         logging_steps=50,
         seed=settings["seed"],
         data_seed=settings["seed"],
-        save_strategy="steps",
-        save_steps=EVERY[algorithm],
-        save_only_model=True,
-        **own,
-        **shared,
+        **QUIET | saving | own | shared,
     )
     start = str(output / "start" if algorithm == "sft" else ROOT / settings["model"])
     data = load_dataset("json", data_files=f"{ROOT / settings['dataset']}/train.jsonl", split="train")
@@ -495,11 +430,10 @@ def train_ddpo(settings: dict, output: Path) -> None:
     """DDPO of TRL 0.23. `settings` is the args.json of a run of ddpo.py with two rewards; the second, the gold score,
     has weight 0."""
     assert not settings["lora_r"] and not settings["bf16"] and not settings["kl_coef"], "not in this comparison"
-    logged = []
+    logged, kl = [], []
+    off_clock = 0.0
     trainer = trainer_023(settings, logged)
     first_unet = deepcopy(trainer.sd_pipeline.unet).requires_grad_(False)
-    kl = []
-    off_clock = 0.0
     generate = trainer._generate_samples
 
     def generate_and_measure(**sizes) -> tuple:
@@ -513,13 +447,11 @@ def train_ddpo(settings: dict, output: Path) -> None:
 
     trainer._generate_samples = generate_and_measure
     step = 0
-    with open(output / "metrics.jsonl", "w") as file:
-        for epoch in range(1, settings["num_epochs"] + 1):
-            logged.clear()
-            step = trainer.step(epoch, step)  # as in trainer.train()
-            line = means_of(logged) | {"objective/kl": kl[-1], "epoch": epoch, "step": step}
-            line["seconds"] = time.process_time() - off_clock
-            print(json.dumps(line), file=file, flush=True)
+    for epoch in range(1, settings["num_epochs"] + 1):
+        logged.clear()
+        step = trainer.step(epoch, step)  # as in trainer.train()
+        line = means_of(logged) | {"objective/kl": kl[-1], "epoch": epoch, "step": step}
+        write_line(output, line | {"seconds": time.process_time() - off_clock})
 
 
 def trainer_023(settings: dict, logged: list):
@@ -611,11 +543,8 @@ def mean_kl(samples: list[dict], trainer, first_unet) -> float:
 def means_of(logged: list[dict]) -> dict[str, float]:
     """Means over an epoch of the metrics, without `epoch` and the rewards of single images."""
     names = ("loss", "approx_kl", "clipfrac", "reward_mean", "reward_std", "rewards/same_shape/mean")
-    result = {}
-    for name in names:
-        values = [figures[name].item() for figures in logged if name in figures]
-        result[name] = sum(values) / len(values)
-    return result
+    values = {name: [figures[name].item() for figures in logged if name in figures] for name in names}
+    return {name: sum(some) / len(some) for name, some in values.items()}
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python benchmarks/throughput.py                                   # all settings; an hour on two CPU cores
     python benchmarks/throughput.py --baseline HEAD                   # the effect of changes in the working tree
     python benchmarks/throughput.py --baseline . --ours=--bf16        # the effect of a flag
-    python benchmarks/throughput.py --settings tiny,vocab --algorithms ppo --against 0.16.1,0.7.11
-    python benchmarks/throughput.py --settings tiny,small --algorithms grpo --against 1.16
+    python benchmarks/throughput.py --settings tiny vocab --algorithms ppo --against 0.16.1 0.7.11
+    python benchmarks/throughput.py --settings tiny small --algorithms grpo --against 1.16
     python benchmarks/throughput.py --settings vocab --keep-memory    # also TRL with our scripts' settings of glibc
 
 Method. Each library trains through its own entry point, in a fresh process: `train(Args(...))` of our scripts,
@@ -14,7 +14,7 @@ step of the next; it includes rollout, scoring, gradient steps and logging. A ho
 optimiser step measures the time, in the same way on all sides. The first update of a process is a warm-up and does not
 count. The two sides alternate, --repeats times, so that a slow phase of the machine affects both; with --keep-memory
 the third side is TRL with freed memory kept (mallopt), as in our scripts. Memory is the peak of the process (on CUDA:
-of the allocator) at the last step; `imports_mb` in the JSON file is the memory before a model was loaded.
+of the allocator) at the last step.
 
 The sides share the weights of the models (random, from one folder), the prompts (a file of exactly one batch, so that
 every update has the same ones), the number of responses and tokens, epochs, optimiser steps, learning rate and float32
@@ -25,20 +25,18 @@ every run are checked; in `toy`, compare the tokens per response that are printe
 The sides differ in this:
   - TRL 0.16.1 accepts max_grad_norm and never clips; ours and TRL 1.16 clip. Each library chooses its own optimiser.
   - Ours removes ended rows from the rollout. TRL does not, and TRL 0.16.1's RLOO samples all responses to full length.
-  - Ours may split a micro-batch further, which changes numbers only by the rounding of float32.
-  - With --bf16, ours and TRL 1.16 run all models under autocast. TRL 0.16.1 leaves the reference and the reward model
-    in float32, and in PPO also generation and the scoring critic; TRL 0.7.11 generation and the reward model.
+  - Ours chooses the rows of a micro-batch, which changes numbers only by the rounding of float32.
   - TRL 0.7.11 has a value head on the policy, so ours runs with `--critic shared`. Both use temperature 1, because
     TRL's log-probabilities ignore the temperature.
   - TRL 1.16 has no PPO, and is the only version compared for GRPO, with KL in the loss. Its defaults bfloat16 and
     gradient checkpointing are turned off, so that both sides do the same work.
 
-For ours, the times of rollout, score (reference, critic, reward) and update (gradient steps) come from metrics.jsonl;
-for TRL, from the start and end of generation and the start of the epochs. The rest is metrics and advantages.
+`update` in the JSON file is the time of the gradient steps alone: for ours from metrics.jsonl, for TRL from the start
+of the epochs to the last optimiser step.
 
-TRL runs in its own virtual environments, which are created in --venvs when first needed; each takes a minute and 1.5
-GB. Measure on an idle machine: if one of two threads has to wait for a core, an update can take ten times as long.
-`cores` in the JSON file is CPU time per second; there is a warning if it is well below the number of threads.
+TRL runs in its own virtual environments, which are created in /tmp when first needed; each takes a minute and 1.5 GB.
+Measure on an idle machine: if one of two threads has to wait for a core, an update can take ten times as long. `cores`
+in the JSON file is CPU time per second; there is a warning if it is well below the number of threads.
 """
 
 import argparse
@@ -58,14 +56,13 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from common import RESULTS, ROOT, BenchmarkError, describe_machine, describe_ours, output_of, require
+from common import RESULTS, ROOT, describe_machine, describe_ours, markdown, output_of, require
 from run_trl import KEEP_MEMORY, TRAIN, VERSIONS, copy_toy, make_venv, write_tokenizer_config
 
 # Only the standard library here: this file also runs in TRL's virtual environments, and the memory of the outer process
 # would count in ru_maxrss of the processes that it starts.
 
 PAD, EOS = 0, 1  # token ids of the random models
-PHASES = ("rollout", "score", "update")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,15 +87,13 @@ class Setting:
     temperature: float = 0.7
     learning_rate: float = 3e-6  # so low that the models hardly change
     kl_coef: float = 0.05
-    bf16: bool = False
     toy: bool = False  # models and prompts of toy/; responses end with EOS
-    own_rows: bool = False  # ours chooses its micro-batches, as it does by default
     reward_layers: int | None = None  # of the reward model; by default as many as the policy has
     updates: int = 4  # measured updates of a run
 
 
 GPT2 = {"layers": 12, "width": 768, "heads": 12, "vocab": 50257}
-GROUPS = {"layers": 30, "width": 576, "heads": 9, "vocab": 49152, "reward_layers": 1, "own_rows": True}
+GROUPS = {"layers": 30, "width": 576, "heads": 9, "vocab": 49152, "reward_layers": 1}
 GROUPS |= {"response_length": 24, "epochs": 1, "rloo_k": 8, "kl_coef": 0.0, "temperature": 1.0, "updates": 1}
 SETTINGS = {
     "tiny": Setting(),
@@ -139,23 +134,17 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def at_each_update(steps: int, do: Callable[[], None]) -> None:
-    """Makes torch call do() at the end of each update, that is after every `steps` optimiser steps."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    counter = itertools.count(1)
-    register_optimizer_step_post_hook(lambda *_: do() if next(counter) % steps == 0 else None)
-
-
 class Recorder:
-    """Records the time at the end of each update, and for TRL also the phases and the size of each rollout."""
+    """Records the time at the end of each update, and for TRL also when it begins and the size of each rollout."""
 
     def __init__(self, setting: Setting):
-        self.setting, self.imports_mb = setting, peak_memory_mb()
-        self.ends, self.cpu, self.memory_mb = [], [], 0.0
-        self.began, self.phases = {}, []  # start of each phase of this update; seconds of the phases of each update
-        self.rollouts = []  # (rows, tokens) of each rollout
-        at_each_update(setting.epochs, self.end_update)
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.setting, self.steps, self.memory_mb = setting, 0, 0.0
+        self.ends, self.cpu = [], []  # of each update: the clock, and CPU seconds
+        self.began, self.updates = None, []  # the start of the gradient steps of this update; seconds of those of each
+        self.rollouts = []  # (rows, tokens) of each
+        register_optimizer_step_post_hook(self.end_step)
 
     def now(self) -> float:
         """The time in seconds, after the GPU has finished its work."""
@@ -165,45 +154,42 @@ class Recorder:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def watch(self, owner, name: str, before: str = "", after: str = "", size: Callable | None = None) -> None:
-        """Wraps owner.name: a call starts the phase `before`, its end `after`. Records size(result, *args)."""
+    def watch(self, owner, name: str, size: Callable | None = None) -> None:
+        """Wraps owner.name: with size(result, *args) a call is a rollout, else gradient steps begin after the first."""
         original = getattr(owner, name)
 
         def watched(*args, **kwargs):
-            self.began.setdefault(before, self.now())
             result = original(*args, **kwargs)
-            self.began.setdefault(after, self.now())
             if size:
                 self.rollouts.append(size(result, *args))
+            else:
+                self.began = self.began or self.now()
             return result
 
         setattr(owner, name, watched)
 
-    def end_update(self) -> None:
+    def end_step(self, *_) -> None:
         """Records an update after its last optimiser step."""
-        self.ends.append(self.now()), self.cpu.append(time.process_time())
-        if all(phase in self.began for phase in PHASES):
-            bounds = [*(self.began[phase] for phase in PHASES), self.ends[-1]]
-            self.phases.append({phase: b - a for phase, (a, b) in zip(PHASES, itertools.pairwise(bounds))})
-        self.began, self.memory_mb = {}, peak_memory_mb()
+        self.steps += 1
+        if self.steps % self.setting.epochs == 0:
+            self.ends.append(self.now()), self.cpu.append(time.process_time())
+            self.updates.append(self.ends[-1] - (self.began or math.nan))
+            self.began, self.memory_mb = None, peak_memory_mb()
 
     def result(self, kind: str) -> dict:
-        """The measurements; raises BenchmarkError if the run did not have the sizes of the setting."""
+        """The measurements. It ends with an error if the run did not have the sizes of the setting."""
         import torch
 
-        s, rows, tokens = self.setting, *([x[i] for x in self.rollouts] for i in (0, 1))
-        require(
-            len(self.ends) == s.updates + 1 and rows == [s.batch] * len(self.ends),
-            f"expected {s.updates + 1} updates of {s.batch} responses, got {len(self.ends)} with {rows} responses",
-        )
+        s, count, (rows, tokens) = self.setting, len(self.ends), map(list, zip(*self.rollouts))
+        is_right = count == s.updates + 1 and rows == [s.batch] * count
+        require(is_right, f"expected {s.updates + 1} updates of {s.batch} responses, got {count} with {rows}")
         require(s.toy or set(tokens) == {s.batch * s.response_length}, f"some responses ended early: {tokens} tokens")
         seconds, packages = self.ends[-1] - self.ends[0], ["torch", "transformers", *["trl"] * (kind != "ours")]
         return {
             "seconds_per_update": seconds / s.updates,
             "episodes_per_second": s.batch * s.updates / seconds,
-            **{phase: statistics.fmean(update[phase] for update in self.phases[1:]) for phase in PHASES},
+            "update": statistics.fmean(self.updates[1:]),
             "memory_mb": self.memory_mb,
-            "imports_mb": self.imports_mb,
             "cores": (self.cpu[-1] - self.cpu[0]) / seconds,
             "mean_tokens": statistics.fmean(tokens) / s.batch,
             "threads": torch.get_num_threads(),
@@ -213,13 +199,13 @@ class Recorder:
 
 
 def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
-    """train(Args(...)) of one of our scripts. Reads phases and rollouts from metrics.jsonl."""
+    """train(Args(...)) of one of our scripts. Reads updates and rollouts from metrics.jsonl."""
     import tyro
 
     script = importlib.import_module(spec["algorithm"])
     script.train(tyro.cli(script.Args, args=spec["flags"]))
     lines = [json.loads(line) for line in Path(spec["output"], "run/metrics.jsonl").read_text().splitlines()]
-    recorder.phases = [{phase: line[f"time/{phase}"] for phase in PHASES} for line in lines]
+    recorder.updates = [line["time/update"] for line in lines]
     rows = [b - a for a, b in itertools.pairwise([0, *(line["episode"] for line in lines)])]
     length = "completions/mean_length" if spec["algorithm"] == "grpo" else "val/response_length"
     recorder.rollouts = [(n, round(n * line[length])) for n, line in zip(rows, lines)]
@@ -227,15 +213,10 @@ def train_ours(spec: dict, setting: Setting, recorder: Recorder) -> None:
 
 def work(spec: dict) -> None:
     """The work of a child process: makes models, or trains and writes the measurements."""
-    import datasets  # noqa: F401 - all sides need it; imported before their memory is measured
-
     setting, kind = Setting(**spec["setting"]), spec["kind"]
     if kind == "models":
-        make_models(Path(spec["output"]), setting)
-        return
+        return make_models(Path(spec["output"]), setting)
     sys.path.insert(0, spec.get("scripts", ""))
-    library, entry = (spec["algorithm"], "train") if kind == "ours" else ("trl", f"{spec['algorithm'].upper()}Trainer")
-    getattr(importlib.import_module(library), entry)
     recorder = Recorder(setting)
     (TRAIN | {"ours": train_ours})[kind](spec, setting, recorder)
     Path(spec["output"], "result.json").write_text(json.dumps(recorder.result(kind)))
@@ -244,29 +225,17 @@ def work(spec: dict) -> None:
 def make_models(folder: Path, setting: Setting) -> None:
     """Writes policy, reward model, a tokenizer with the words t2, t3, ..., and prompts; or copies the toy world."""
     if setting.toy:
-        copy_toy(folder)
-        return
+        return copy_toy(folder)
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
     torch.manual_seed(1)
-    longest = setting.prompt_lengths[1] * (2 if setting.own_rows else 1)  # earlier revisions try a prompt as a response
-    positions = 128 * math.ceil((longest + setting.response_length) / 128)
-    config = GPT2Config(
-        n_layer=setting.layers,
-        n_embd=setting.width,
-        n_head=setting.heads,
-        n_positions=positions,
-        num_labels=1,
-        vocab_size=setting.vocab,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=EOS,
-    )
+    longest = 2 * setting.prompt_lengths[1] + setting.response_length  # earlier revisions try a prompt as a response
+    size = {"n_layer": setting.layers, "n_embd": setting.width, "n_head": setting.heads, "vocab_size": setting.vocab}
+    size |= {"n_positions": 128 * math.ceil(longest / 128), "num_labels": 1}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**size, **no_dropout, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=EOS)
     policy = GPT2LMHeadModel(config)
     with torch.no_grad():  # never sample PAD or EOS: the final states sum to the width, so their logits are -width
         policy.transformer.ln_f.bias.fill_(1.0)
@@ -318,31 +287,20 @@ def our_side(revision: str, flags: str, algorithms: list[str], folder: Path) -> 
 
 def ours_flags(setting: Setting, algorithm: str, models: Path, output: Path) -> list[str]:
     """The flags of our script for the setting."""
-    flags = {
-        "model": models / "policy",
-        "reward-model": models / "reward",
-        "dataset": models / f"prompts-{algorithm}.jsonl",
-        "output-dir": output,
-        "response-length": setting.response_length,
-        "temperature": setting.temperature,
-        "stop-token": "eos" if setting.toy else "none",
-        "batch-size": setting.batch,
-        "num-mini-batches": 1,
-        "num-ppo-epochs": setting.epochs,
-        "total-episodes": setting.batch * (setting.updates + 1),
-        "local-rollout-forward-batch-size": setting.rollout_batch,
-        "learning-rate": setting.learning_rate,
-        "num-sample-generations": 0,
-        "save-steps": 1000,
-        "max-prompt-length": max(512, setting.prompt_lengths[1]),
-    } | {
-        "ppo": {"kl-coef": setting.kl_coef},
-        "rloo": {"kl-coef": setting.kl_coef, "rloo-k": setting.rloo_k},
-        "grpo": {"beta": setting.kl_coef, "num-generations": setting.rloo_k, "reward-fn": "reward_model"},
+    s = setting
+    own = {
+        "ppo": f"--kl-coef {s.kl_coef}",
+        "rloo": f"--kl-coef {s.kl_coef} --rloo-k {s.rloo_k}",
+        "grpo": f"--beta {s.kl_coef} --num-generations {s.rloo_k} --reward-fn reward_model",
     }[algorithm]
-    if setting.micro_batches > 1 and not setting.own_rows:
-        flags["micro-batch-size"] = setting.batch // setting.micro_batches
-    return [part for name, value in flags.items() for part in (f"--{name}", str(value))] + ["--bf16"] * setting.bf16
+    return (
+        f"--model {models}/policy --reward-model {models}/reward --dataset {models}/prompts-{algorithm}.jsonl "
+        f"--max-prompt-length {max(512, s.prompt_lengths[1])} --response-length {s.response_length} "
+        f"--temperature {s.temperature} --stop-token {'eos' if s.toy else 'none'} --batch-size {s.batch} "
+        f"--num-mini-batches 1 --num-ppo-epochs {s.epochs} --total-episodes {s.batch * (s.updates + 1)} "
+        f"--local-rollout-forward-batch-size {s.rollout_batch} --learning-rate {s.learning_rate} "
+        f"--output-dir {output} --num-sample-generations 0 --save-steps 1000 {own}"
+    ).split()
 
 
 def start(spec: dict, python: str, variables: tuple[str, ...] = ()) -> None:
@@ -360,72 +318,46 @@ def start(spec: dict, python: str, variables: tuple[str, ...] = ()) -> None:
 def run(side: Side, setting: Setting, algorithm: str, models: Path) -> dict:
     """Runs one process of one side; returns its measurements."""
     with tempfile.TemporaryDirectory(dir=models, prefix="run-") as output:
-        spec = {
-            "kind": side.kind,
-            "algorithm": algorithm,
-            "setting": asdict(setting),
-            "output": output,
-            "policy": models / "policy",
-            "reward": models / "reward",
-            "prompts": models / f"prompts-{algorithm}.jsonl",
-        }
+        spec = {"kind": side.kind, "algorithm": algorithm, "setting": asdict(setting), "output": output}
+        spec |= {"policy": models / "policy", "reward": models / "reward"}
+        spec |= {"prompts": models / f"prompts-{algorithm}.jsonl"}
         if side.kind == "ours":
             flags = ours_flags(setting, algorithm, models, Path(output, "run")) + shlex.split(side.flags)
             spec |= {"scripts": side.scripts, "flags": flags}
         start(spec, side.python, side.variables)
         result = json.loads(Path(output, "result.json").read_text())
-    print(
-        f"  {side.name}: {result['seconds_per_update']:.2f} s per update, {result['memory_mb']:.0f} MB, "
-        f"{result['mean_tokens']:.1f} tokens per response",
-        flush=True,
-    )
+    numbers = f"{result['seconds_per_update']:.2f} s per update, {result['memory_mb']:.0f} MB"
+    print(f"  {side.name}: {numbers}, {result['mean_tokens']:.1f} tokens per response", flush=True)
     if result["cores"] < 0.8 * result["threads"]:
-        print(
-            f"  warning: it had {result['cores']:.1f} cores for {result['threads']} threads. If something else runs on "
-            "this machine, this time is useless.",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"  warning: it had {result['cores']:.1f} cores for {result['threads']} threads. Is the machine busy?")
     return result
 
 
-def compare(
-    name: str, setting: Setting, algorithm: str, ours: Side, other: Side, folder: Path, repeats: int, kept: bool
-) -> dict:
+def compare(name: str, setting: Setting, algorithm: str, ours: Side, other: Side, folder: Path, args) -> dict:
     """Runs the sides in turn; returns measurements, medians, and the ratios of ours to the other and to `kept`."""
     if other.kind in VERSIONS:
         trl = VERSIONS[other.kind]
         setting = replace(setting, temperature=trl.temperature or setting.temperature)
         ours = replace(ours, flags=f"{trl.ours} {ours.flags}".strip())
-    models, sides, pairs = folder / name.replace(" ", "-"), {"ours": ours, "other": other}, []
-    if kept:
+    models, sides, pairs = folder / name, {"ours": ours, "other": other}, []
+    if args.keep_memory:
         sides["kept"] = replace(other, name=f"{other.name}, freed memory kept", variables=KEEP_MEMORY)
     if not models.exists():
         models.mkdir()
         start({"kind": "models", "setting": asdict(setting), "output": models}, sys.executable)
-    for repeat in range(repeats):
-        print(f"{name} {algorithm}, pair {repeat + 1} of {repeats}", flush=True)
+    for repeat in range(args.repeats):
+        print(f"{name} {algorithm}, pair {repeat + 1} of {args.repeats}", flush=True)
         order = list(sides)[:: -1 if repeat % 2 else 1]
         pairs.append({key: run(sides[key], setting, algorithm, models) for key in order})
     numbers = [key for key, value in pairs[0]["ours"].items() if isinstance(value, float)]
     summary = {side: {key: statistics.median(pair[side][key] for pair in pairs) for key in numbers} for side in sides}
-    for key, measure, side in (
-        ("speed", "episodes_per_second", "other"),
-        ("speed_kept", "episodes_per_second", "kept"),
-        ("memory", "memory_mb", "other"),
-    ):
-        ratios = [pair["ours"][measure] / pair[side][measure] for pair in pairs if side in pair]
-        if ratios:
+    measures = {"speed": ("episodes_per_second", "other"), "speed_kept": ("episodes_per_second", "kept")}
+    for key, (measure, side) in (measures | {"memory": ("memory_mb", "other")}).items():
+        if side in sides:
+            ratios = [pair["ours"][measure] / pair[side][measure] for pair in pairs]
             summary[key] = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-    return {
-        "setting": name,
-        "algorithm": algorithm,
-        "other": other.name,
-        "our_flags": ours.flags,
-        "geometry": asdict(setting),
-        "summary": summary,
-        "pairs": pairs,
-    }
+    found = {"setting": name, "algorithm": algorithm, "other": other.name, "our_flags": ours.flags}
+    return found | {"geometry": asdict(setting), "summary": summary, "pairs": pairs}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -436,100 +368,66 @@ def table(comparisons: list[dict]) -> str:
     """All comparisons, in Markdown."""
     head = ["setting", "against", "theirs as installed, episodes/s", "theirs, freed memory kept", "ours"]
     head += ["**ratio to installed**", "**to kept**", "theirs as installed, GB", "theirs, kept", "ours"]
-    lines = [[*head, "ratio to installed"], ["---", "---", *["---:"] * 9]]
+    lines = [[*head, "ratio to installed"]]
     for c in comparisons:
         sides = [c["summary"].get(name) for name in ("other", "kept", "ours")]
         ratios = {}
         for name, r in c["summary"].items():
             if "median" in r:
                 ratios[name] = f"{r['median']:.2f}" + f" ({r['least']:.2f}–{r['most']:.2f})" * (len(c["pairs"]) > 1)
-        flags = (c["our_flags"] + " --bf16" * c["geometry"]["bf16"]).strip()
-        line = [f"{c['setting']} {c['algorithm']}" + (f", `{flags}`" if flags else ""), c["other"]]
+        flags = f", `{c['our_flags']}`" if c["our_flags"] else ""
+        line = [f"{c['setting']} {c['algorithm']}{flags}", c["other"]]
         line += [f"{side['episodes_per_second']:.3g}" if side else "–" for side in sides]
-        line += [f"**{ratios['speed']}**", f"**{ratios['speed_kept']}**" if "speed_kept" in ratios else "–"]
+        line += [f"**{ratios[name]}**" if name in ratios else "–" for name in ("speed", "speed_kept")]
         line += [f"{side['memory_mb'] / 1024:.2f}" if side else "–" for side in sides]
         lines.append([*line, ratios["memory"]])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines, "llrrrrrrrrr")
 
 
-def a_list(known) -> Callable[[str], list[str]]:
-    """A type for argparse: a comma-separated list of known names."""
-
-    def names(text: str) -> list[str]:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-        return text.split(",")
-
-    return names
-
-
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--settings", type=a_list(SETTINGS), help=f"a list from {','.join(SETTINGS)}; by default tiny to toy")
-    add("--algorithms", type=a_list(("ppo", "rloo", "grpo")), default=["ppo", "rloo"], help="a list from ppo,rloo,grpo")
-    add("--against", type=a_list(TRAIN), default=["0.16.1"], help=f"versions of TRL: a list from {','.join(TRAIN)}")
+    add("--settings", nargs="+", choices=SETTINGS, help="by default tiny to toy")
+    add("--algorithms", nargs="+", choices=("ppo", "rloo", "grpo"), default=["ppo", "rloo"])
+    add("--against", nargs="+", choices=TRAIN, default=["0.16.1"], help="versions of TRL")
     add("--baseline", metavar="REV", help="compare with our own scripts at a git revision, or in this tree (.)")
     add("--ours", metavar="FLAGS", default="", help='further flags for our side: --ours="--bf16"')
-    add("--bf16", action="store_true", help="bfloat16 on both sides")
     add("--keep-memory", action="store_true", help="run TRL a second time in each pair, with freed memory kept (glibc)")
-    add("--repeats", type=int, help="pairs of runs; by default 3, and 1 with --quick")
-    add("--updates", type=int, help="measured updates of a run; by default 2 to 10, depending on the setting")
-    add("--quick", action="store_true", help="the setting tiny, one pair of runs, one measured update: two minutes")
+    add("--repeats", type=int, default=1, help="pairs of runs")
+    add("--quick", action="store_true", help="the setting tiny, one measured update: two minutes")
     add("--output", type=Path, default=RESULTS / "throughput.json", help="JSON file")
-    add("--venvs", type=Path, default=Path("/tmp"), help="folder of TRL's virtual environments")
-    args = parser.parse_args(argv)
-    args.settings = args.settings or (["tiny"] if args.quick else [k for k, s in SETTINGS.items() if not s.own_rows])
-    args.repeats = args.repeats or (1 if args.quick else 3)
-    args.updates = args.updates or (1 if args.quick else None)
+    args = parser.parse_args()
+    if args.keep_memory and args.baseline:
+        parser.error("--keep-memory is for TRL; our scripts always keep freed memory")
     return args
 
 
-def main(argv: list[str]) -> int:
-    """Measures all settings; a failed one is reported and does not stop the others. Returns the exit code."""
-    args = parse_arguments(argv)
-    require(not (args.keep_memory and args.baseline), "--keep-memory is for TRL; our scripts always keep freed memory")
-    given = ({"bf16": True} if args.bf16 else {}) | ({"updates": args.updates} if args.updates else {})
-    comparisons, failed = [], []
-    results = {
-        "machine": describe_machine(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "command": shlex.join(argv),
-        "ours": describe_ours(ROOT),
-        "failed": failed,
-        "comparisons": comparisons,
-    }
+def main() -> None:
+    """Measures all settings, and writes the results after each."""
+    args = parse_arguments()
+    names = args.settings or (["tiny"] if args.quick else [name for name in SETTINGS if not name.startswith("prompt")])
+    results = {"machine": describe_machine(), "date": time.strftime("%Y-%m-%d %H:%M")}
+    results |= {"command": shlex.join(sys.argv[1:]), "ours": describe_ours(ROOT), "comparisons": []}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         ours = replace(our_side(".", args.ours, args.algorithms, Path(folder)), name="ours")
+        others = [Side(f"TRL {version}", version, make_venv(version)) for version in args.against]
         if args.baseline:
             others = [our_side(args.baseline, "", args.algorithms, Path(folder))]
-        else:
-            others = [Side(f"TRL {version}", version, make_venv(version, args.venvs)) for version in args.against]
-        for name, algorithm, other in itertools.product(args.settings, args.algorithms, others):
+        for name, algorithm, other in itertools.product(names, args.algorithms, others):
             if other.kind in VERSIONS and algorithm not in VERSIONS[other.kind].algorithms:
                 continue
-            try:
-                setting = replace(SETTINGS[name], **given)
-                result = compare(name, setting, algorithm, ours, other, Path(folder), args.repeats, args.keep_memory)
-                comparisons.append(result)
-                results["machine"]["gpu"] = result["pairs"][0]["ours"]["gpu"]
-            except BenchmarkError as error:
-                failed.append(f"{name} {algorithm} against {other.name}: {error}")
-                print(failed[-1], file=sys.stderr, flush=True)
+            setting = replace(SETTINGS[name], updates=1) if args.quick else SETTINGS[name]
+            result = compare(name, setting, algorithm, ours, other, Path(folder), args)
+            results["comparisons"].append(result)
+            results["machine"]["gpu"] = result["pairs"][0]["ours"]["gpu"]
             args.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\n{table(comparisons)}\n")
-    print(f"written: {args.output}")
-    return 1 if failed else 0
+    print(f"\n{table(results['comparisons'])}\n\nwritten: {args.output}")
 
 
 if __name__ == "__main__":
-    try:
-        if sys.argv[1:2] == ["--work"]:
-            sys.exit(work(json.loads(Path(sys.argv[2]).read_text())))
-        sys.exit(main(sys.argv[1:]))
-    except BenchmarkError as problem:
-        print(f"{Path(__file__).name}: error: {problem}", file=sys.stderr)
-        sys.exit(2)
+    if sys.argv[1:2] == ["--work"]:
+        work(json.loads(Path(sys.argv[2]).read_text()))
+    else:
+        main()

@@ -1,65 +1,50 @@
 """docs/real.md: a run trains SmolLM2, and tools/evaluate.py judges its policy on unseen prompts."""
 
-import json
-import math
 import os
 import shlex
 import shutil
 import time
 from collections import Counter
-from pathlib import Path
 
 import real_pairs
-from record import ROOT, Run
-from scripts import call, log_of, read_lines
+from record import Run
+from scripts import evaluate, read_lines, short, train
 
 SHOWN = 5  # answers that are kept
 
 
-def short(x: float | None) -> float | None:
-    """A number with four digits."""
-    return float(f"{x:.4g}") if isinstance(x, float) and math.isfinite(x) else x
-
-
 def measure(run: Run) -> dict:
     """Trains, unless the run is of the model as it is, and judges."""
-    model, folder = run.options["model"], run.folder
-    found = {"threads": os.environ.get("OMP_NUM_THREADS")}
-    shutil.rmtree(folder, ignore_errors=True)
-    log_of(folder).unlink(missing_ok=True)
-    policy = model
+    found, policy, reference = {"threads": os.environ.get("OMP_NUM_THREADS")}, run.options["model"], []
+    shutil.rmtree(run.folder, ignore_errors=True)
     if run.command:
-        command, begin = [*run.command, "--seed", str(run.seed), "--output-dir", str(folder)], time.perf_counter()
-        found |= {"command": shlex.join(["python", *command]), "cpu_seconds": round(call(command, log_of(folder)))}
+        begin = time.perf_counter()
+        found |= train(run)
         found["seconds"] = round(time.perf_counter() - begin)
-        lines = read_lines(folder / "metrics.jsonl")
+        lines = read_lines(run.folder / "metrics.jsonl")
         found["curves"] = {metric: [short(line.get(metric)) for line in lines] for metric in lines[-1]}
-        policy = str(folder)
+        policy, reference = str(run.folder), ["--reference", policy]
     if run.options.get("examined"):
-        found["read"] = real_pairs.examine(folder)
+        found["read"] = real_pairs.examine(run.folder)
     if "judged" in run.options:
-        found |= judge(run, policy, run.options["data"], [] if policy == model else ["--reference", model], "judged")
+        found |= judge(run, policy, run.options["data"], reference)
     if "beside" in run.options:  # data of another task
-        found["beside"] = judge(run, policy, run.options["beside"], [], "judged-beside")["end"]
-    if folder.exists() and not run.options.get("kept"):  # for a later run, which starts from it
-        shutil.rmtree(folder)
+        found["beside"] = judge(run, policy, run.options["beside"], [])["end"]
+    if run.folder.exists() and not run.options.get("kept"):  # for a later run, which starts from it
+        shutil.rmtree(run.folder)
     return found
 
 
-def judge(run: Run, policy: str, data: str, reference: list[str], name: str) -> dict:
+def judge(run: Run, policy: str, data: str, reference: list[str]) -> dict:
     """Evaluates a policy on unseen prompts: the figures, some answers, and of several answers to each the rewards."""
-    command = ["tools/evaluate.py", policy, "--dataset", data, *run.options["judged"].split(), *reference]
-    command += ["--output-dir", str(run.folder / name)]
-    begin = time.perf_counter()
-    call(command, log_of(run.folder))
-    found = {"judged": shlex.join(["python", *command]), "judged_seconds": round(time.perf_counter() - begin)}
-    found["end"] = json.loads((ROOT / Path(command[-1], "evaluation.json")).read_text())["figures"]
-    answers = read_lines(ROOT / command[-1] / "answers.jsonl")
+    flags = ["--dataset", data, *run.options["judged"].split(), *reference]
+    figures, answers = evaluate(policy, run.folder / "judged", *flags)
     every = max(1, len(answers) // SHOWN)
-    found["answers"] = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
+    shown = [[row["prompt"][-1]["content"], row["response"]] for row in answers[::every][:SHOWN]]
+    found = {"judged": shlex.join(["python", "tools/evaluate.py", policy, *flags]), "end": figures, "answers": shown}
     if "answer" in answers[0]:
         found["commonest"] = max(Counter(row["answer"] for row in answers).values()) / len(answers)
-    if "--num-generations" in command:
+    if "--num-generations" in flags:
         names = [x for x in answers[0] if x.startswith(("rewards/", "runs/")) or x in ("turns", "eos_share")]
         found["rewards"] = {name: [short(row[name]) for row in answers] for name in names}
     return found

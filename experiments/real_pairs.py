@@ -7,7 +7,6 @@ python experiments/real_pairs.py best                 # the best of four answers
 
 import math
 import random
-import shutil
 import statistics
 import sys
 from itertools import combinations
@@ -15,12 +14,12 @@ from pathlib import Path
 
 from real_data import DATA, GOLD, LEXICON, REWARD_MODEL, chat
 from record import ROOT
-import evaluate
-from scripts import call, log_of, read_lines
+import evaluate as tool
+from scripts import evaluate, read_lines, short
 from texts import write
 
 MODEL = "models/smollm2"
-EACH = {"train": 8, "validation": 8}  # answers to a prompt
+EACH = 8  # answers to a prompt
 SCORED = f"--response-length 32 --temperature 0.8 --dtype bfloat16 --reward-fn {GOLD} {LEXICON}"
 
 
@@ -28,9 +27,8 @@ def answers_of(split: str) -> list[dict]:
     """Answers of the model to the prompts of a split, with their scores; sampled once."""
     where = ROOT / f"runs/real/answers-{split}"
     if not (where / "answers.jsonl").exists():
-        shutil.rmtree(where, ignore_errors=True)
-        flags = f"--split {split} {SCORED} --num-generations {EACH[split]} --output-dir {where}"
-        call(["tools/evaluate.py", MODEL, "--dataset", DATA / "opinions", *flags.split()], log_of(where))
+        flags = f"--dataset {DATA}/opinions --split {split} {SCORED} --num-generations {EACH}"
+        evaluate(MODEL, where, *flags.split())
     return read_lines(where / "answers.jsonl")
 
 
@@ -39,12 +37,11 @@ def write_pairs(name: str, score: str) -> None:
     two for validation. The higher score is preferred with the odds exp(20 d) to 1, where d is the difference (Bradley
     and Terry)."""
     draw = random.Random(0)
-    for split, n in EACH.items():
+    for split, step in {"train": 1, "validation": 2}.items():
         answers = answers_of(split)
-        groups = [answers[i : i + n] for i in range(0, len(answers), n)]
-        step = {"train": 1, "validation": 2}[split]
+        groups = [answers[i : i + EACH] for i in range(0, len(answers), EACH)]
         pairs = []
-        for a, b in [(group[i], group[(i + 1) % n]) for group in groups for i in range(0, n, step)]:
+        for a, b in [(group[i], group[(i + 1) % EACH]) for group in groups for i in range(0, EACH, step)]:
             if draw.random() > 1 / (1 + math.exp(-20 * (a[score] - b[score]))):
                 a, b = b, a
             texts = {side: chat(x["response"], "assistant") for side, x in [("chosen", a), ("rejected", b)]}
@@ -55,18 +52,15 @@ def write_pairs(name: str, score: str) -> None:
 
 def rewards_of(reward_model: Path | str, answers: list[dict]) -> list[float]:
     """The reward of each answer, which ends with its stop token if it ended by itself."""
-    judge = evaluate.make_reward(str(reward_model), evaluate.Args(str(reward_model)))
-    texts = [
-        evaluate.Answer(row, prompt="", prompt_ids=[], text=row["response"], ids=[], ended=bool(row["eos_share"]))
-        for row in answers
-    ]
-    return [reward for i in range(0, len(texts), 64) for reward in judge(texts[i : i + 64])]
+    reward = tool.make_reward(str(reward_model), tool.Args(str(reward_model)))
+    texts = [tool.Answer(row, "", [], row["response"], [], ended=bool(row["eos_share"])) for row in answers]
+    return [x for i in range(0, len(texts), 64) for x in reward(texts[i : i + 64])]
 
 
 def write_best() -> None:
     """The best of four answers to each prompt."""
-    for split, n in EACH.items():
-        answers = [answer for i, answer in enumerate(answers_of(split)) if i % n < 4]
+    for split in ("train", "validation"):
+        answers = [answer for i, answer in enumerate(answers_of(split)) if i % EACH < 4]
         rewards = rewards_of(REWARD_MODEL, answers)
         best = [answers[max(range(i, i + 4), key=rewards.__getitem__)] for i in range(0, len(answers), 4)]
         rows = [{"prompt": x["prompt"], "completion": chat(x["response"], "assistant")} for x in best]
@@ -77,17 +71,16 @@ def examine(reward_model: Path) -> dict:
     """What a reward model makes of answers to unseen prompts: how often the one with the higher gold score gets the
     higher reward, among all answers to a prompt; how much more those get that ended by themselves; and the means of
     the best of n answers by the reward."""
-    answers, n = answers_of("validation"), EACH["validation"]
+    answers = answers_of("validation")
     rewards = rewards_of(reward_model, answers)
-    short = lambda x: float(f"{x:.4g}")  # noqa: E731
     are_right = []
     best = {}
-    for i in range(0, len(answers), n):
-        for j, k in combinations(range(i, i + n), 2):
-            difference = answers[j][GOLD] - answers[k][GOLD]
-            are_right += [difference * (rewards[j] - rewards[k]) > 0] if difference else []
+    for i in range(0, len(answers), EACH):
+        for j, k in combinations(range(i, i + EACH), 2):
+            gain = answers[j][GOLD] - answers[k][GOLD]
+            are_right += [gain * (rewards[j] - rewards[k]) > 0] if gain else []
         for size in (1, 2, 4, 8):
-            for start in range(i, i + n, size):
+            for start in range(i, i + EACH, size):
                 one = max(range(start, start + size), key=rewards.__getitem__)
                 best.setdefault(size, []).append((answers[one][GOLD], answers[one][LEXICON], rewards[one]))
     ended, cut_off = (

@@ -36,7 +36,8 @@ class Run:
     @property
     def folder(self) -> Path:
         """Where it goes, relative to the project's folder."""
-        return Path("runs", self.group, f"{slug(self.name)}-{self.seed}")
+        name = re.sub(r"[^\w.]+", "-", self.name).strip("-")
+        return Path("runs", self.group, f"{name}-{self.seed}")
 
     @property
     def digest(self) -> str:
@@ -45,40 +46,30 @@ class Run:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def slug(name: str) -> str:
-    """A name as that of a folder."""
-    return re.sub(r"[^\w.]+", "-", name).strip("-")
-
-
 @cache
 def read_toml() -> dict[str, dict]:
-    """runs.toml, with its words filled in."""
-    groups = tomllib.loads(RUNS.read_text("utf-8"))
-    words = groups.pop("words")
-
-    def fill(value):
-        """{word} -> what it stands for, which may contain other words."""
-        if isinstance(value, str):
-            while found := re.search(r"\{(\w+)\}", value):
-                value = value.replace(found[0], words[found[1]])
-        if isinstance(value, list):
-            return [fill(x) for x in value]
-        return {name: fill(x) for name, x in value.items()} if isinstance(value, dict) else value
-
-    return fill(groups)
+    """The groups of runs.toml, with its {words} filled in. These may contain other words."""
+    text = RUNS.read_text("utf-8")
+    words = tomllib.loads(text)["words"]
+    while any(f"{{{word}}}" in text for word in words):
+        for word, meaning in words.items():
+            text = text.replace(f"{{{word}}}", meaning)
+    groups = tomllib.loads(text)
+    groups.pop("words")
+    return groups
 
 
 def runs_of_group(group: str) -> list[Run]:
     """The runs of a group, seed by seed. A run without a command has one in its name: `ppo --kl-coef 0`."""
-    options = read_toml()[group]
+    shared = {name: x for name, x in read_toml()[group].items() if name not in ("runs", "needs")}
     found = []
-    for entry in options["runs"]:
-        own = {name: x for name, x in options.items() if name not in ("runs", "needs")} | entry
+    for entry in read_toml()[group]["runs"]:
+        own = shared | entry
         script, _, flags = entry["run"].removeprefix("TRL ").partition(" ")
         words = own.get("command", f"{script}.py {flags}").split() + own.get("flags", "").split()
-        extra = own.get("flags_of", {}).get(script, {})
-        words += extra.get("flags", "").split()
-        words += extra.get("reward", "").split() if "--reward-fn" not in words else []
+        of_script = own.get("flags_of", {}).get(script, {})
+        words += of_script.get("flags", "").split()
+        words += of_script.get("reward", "").split() if "--reward-fn" not in words else []
         seeds = own.get("seeds", 1)
         for seed in range(1, seeds + 1) if isinstance(seeds, int) else seeds:
             found.append(Run(group, entry["run"], seed, words, own))
@@ -89,10 +80,8 @@ def read_diffs(page: str, script: str = "") -> dict[str, str]:
     """Maps each subsection's heading to its diff: the one whose first line names the script, or else the first."""
     diffs = {}
     for heading, text in re.findall(r"^### ([^\n]+)\n((?:(?!#)[^\n]*\n)*)", page, re.M):
-        blocks = re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)
-        own = [block for block in blocks if block.startswith(f"--- {script}\n")]
-        if blocks:
-            diffs[heading] = (own or blocks)[0]
+        if blocks := re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S):
+            diffs[heading] = next((block for block in blocks if block.startswith(f"--- {script}\n")), blocks[0])
     return diffs
 
 
@@ -136,14 +125,21 @@ def number(values: list[float], digits: int, nothing: str = "–") -> str:
     return minus(f"{statistics.fmean(values):.{digits}f}{spread}")
 
 
+def difference(a: list[float], b: list[float], digits: int) -> str:
+    """B - A, paired: mean ± standard error."""
+    found = judge(a, b)
+    return minus(f"{found['difference']:+.{digits}f} ± {found['error']:.{digits}f}")
+
+
 def verdict(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
-    """By seed: mean difference ± standard error. It is shown if 0 lies outside of Student's 95 % interval."""
+    """The difference, by seed. It is shown if 0 lies outside Student's 95 % interval."""
     seeds = sorted(ours.keys() & theirs.keys())
     if len(seeds) < 2:
         return "–"
-    found = judge([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
-    difference = minus(f"{found['difference']:+.{digits}f} ± {found['error']:.{digits}f}")
-    return difference if found["low"] > 0 or found["high"] < 0 else f"{difference}, not shown"
+    sides = [[side[seed] for seed in seeds] for side in (theirs, ours)]
+    found = judge(*sides)
+    is_shown = found["low"] > 0 or found["high"] < 0
+    return difference(*sides, digits) + ("" if is_shown else ", not shown")
 
 
 def until(axis: list[float], points: list[float], goal: float, width: int = 3) -> float | None:
@@ -165,13 +161,6 @@ def reached(found: list[float | None], digits: int = 0) -> str:
 def smooth(points: list[float], width: int = 5) -> list[float]:
     """Means of neighbours."""
     return [statistics.fmean(points[i : i + width]) for i in range(len(points) - width + 1)]
-
-
-def markdown(lines: list[list[str]], align: str = "") -> str:
-    """A table, whose first line is the heading. `align` has l or r for each column; by default only the first is l."""
-    align = align or "l" + "r" * (len(lines[0]) - 1)
-    rule = [{"l": "---", "r": "---:"}[letter] for letter in align]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
 def with_tables(page: str, tables: dict[str, str]) -> str:

@@ -85,7 +85,7 @@ def make_all(runs: list[Run], jobs: int) -> list[str]:
             try:
                 with open(LEARNED / f"{run.group}.jsonl", "a", encoding="utf-8") as file:
                     print(json.dumps(future.result(), separators=(",", ":")), file=file)
-            except Exception as problem:  # the other runs go on
+            except (Exception, SystemExit) as problem:  # the other runs go on
                 failures.append(f"{run.group}: {run.name}, seed {run.seed}: {problem!r}")
             minutes = (time.time() - begin) / 60
             print(f"[{minutes:.0f} min] {number} of {len(runs)}: {run.name}, seed {run.seed}", flush=True)

@@ -1,8 +1,8 @@
 """What is kept of a run of a full script: its first and last metrics, its curves, and what its answers are like."""
 
 import json
+import math
 import resource
-import runpy
 import shlex
 import shutil
 import statistics
@@ -10,13 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from record import GOLD, LAST, ROOT, Run
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 EVALUATED = ("sft", "reward_model", "dpo")  # on unseen texts, from time to time
-SWAPS = range(1, 9)  # in a prompt of the shell game
 
 
 def call(command: list, log: Path) -> float:
@@ -43,16 +40,24 @@ def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
-def train(run: Run) -> float:
-    """Makes the run's folder anew; its CPU seconds."""
+def short(x, digits: int = 4):
+    """A number with so many digits; other values as they are, and None for what is not finite."""
+    if not isinstance(x, float):
+        return x
+    return float(f"{x:.{digits}g}") if math.isfinite(x) else None
+
+
+def train(run: Run) -> dict:
+    """Trains, in a new folder; the command, and its CPU seconds."""
     shutil.rmtree(run.folder, ignore_errors=True)
     log_of(run.folder).unlink(missing_ok=True)
-    return call([*run.command, "--seed", run.seed, "--output-dir", run.folder], log_of(run.folder))
+    command = [*run.command, "--seed", str(run.seed), "--output-dir", str(run.folder)]
+    return {"command": shlex.join(["python", *command]), "cpu_seconds": round(call(command, log_of(run.folder)))}
 
 
 def measure(run: Run) -> dict:
     """Trains, and summarizes. Of DPO, the checkpoints answer prompts; of others, what `answers` asks for in the end."""
-    found = {"cpu_seconds": round(train(run))}
+    found = {"cpu_seconds": train(run)["cpu_seconds"]}
     script = run.command[0].removesuffix(".py")
     if script == "dpo":
         add_answers(run.folder, policies_of(run.folder))
@@ -68,7 +73,6 @@ def summarize(run: Run, script: str) -> dict:
     names = dict.fromkeys(name for line in lines for name in line)
     numbers = {name: [line[name] for line in lines if isinstance(line.get(name), int | float)] for name in names}
     numbers = {name: values for name, values in numbers.items() if values}
-    short = lambda x, digits: float(f"{x:.{digits}g}") if isinstance(x, float) else x  # noqa: E731
     start, end = {}, {}
     for name, values in numbers.items():
         is_last = script in EVALUATED or name.startswith("eval/")
@@ -85,20 +89,39 @@ def summarize(run: Run, script: str) -> dict:
 # Answers
 
 
-def evaluate(policy: Path, *flags) -> dict[str, float]:
-    """What tools/evaluate.py says of a policy of the toy world."""
-    output = policy / "evaluation"
+def evaluate(policy: Path | str, output: Path, *flags) -> tuple[dict, list[dict]]:
+    """What tools/evaluate.py says of a policy: its figures, and its answers."""
     shutil.rmtree(ROOT / output, ignore_errors=True)
-    judges = "--reference toy/sft --reward-fn toy/gold_score.py:gold_score --device cpu".split()
-    call(["tools/evaluate.py", policy, *judges, *flags, "--output-dir", output], log_of(output))
-    figures = json.loads((ROOT / output / "evaluation.json").read_text())["figures"]
-    names = {"gold": "toy/gold_score.py:gold_score", "kl": "kl", "length": "response_length", "eos_share": "eos_share"}
-    return {short: float(f"{figures[name]['mean']:.5g}") for short, name in names.items()}
+    call(["tools/evaluate.py", policy, *flags, "--output-dir", output], log_of(output))
+    figures = json.loads((ROOT / output / "evaluation.json").read_text("utf-8"))["figures"]
+    return figures, read_lines(ROOT / output / "answers.jsonl")
 
 
-def read_reviews(folder: Path) -> dict[str, float]:
+def read_reviews(policy: Path, *flags) -> dict[str, float]:
     """Gold score, KL to toy/sft, length, and the share that end, of five answers to each unseen prompt."""
-    return evaluate(folder, "--num-generations", 5)
+    judges = "--reference toy/sft --reward-fn toy/gold_score.py:gold_score --device cpu".split()
+    figures, _ = evaluate(policy, policy / "evaluation", *judges, *(flags or ("--num-generations", 5)))
+    names = {"gold": "toy/gold_score.py:gold_score", "kl": "kl", "length": "response_length", "eos_share": "eos_share"}
+    return {name: short(figures[column]["mean"], 5) for name, column in names.items()}
+
+
+def read_shells(policy: Path) -> dict:
+    """Of eight answers to each unseen prompt of the shell game, the share that are right, and worked out, and their
+    length in tokens; of likeliest answers, the share that are right; all of these also by the number of swaps."""
+    right, worked = "rewards/verifiers.py:right_number", "toy/shells/make.py:worked"
+    flags = ["--dataset", "toy/shells/data/prompts", "--response-length", 16, "--batch-size", 512, "--device", "cpu"]
+    flags += ["--reward-fn", right, worked, "--num-generations"]
+    _, sampled = evaluate(policy, policy / "evaluation", *flags, 8, "--temperature", 1)
+    _, likeliest = evaluate(policy, policy / "likeliest", *flags, 1, "--temperature", 0)
+
+    def means(swaps: range) -> dict[str, float]:
+        """Of the prompts with so many swaps."""
+        names = {"right": right, "worked": worked, "length": "response_length"}
+        rows = [row for row in sampled if row["swaps"] in swaps]
+        found = {name: statistics.fmean(row[column] for row in rows) for name, column in names.items()}
+        return found | {"greedy": statistics.fmean(row[right] for row in likeliest if row["swaps"] in swaps)}
+
+    return means(range(1, 9)) | {"by_swaps": {n: means(range(n, n + 1)) for n in range(1, 9)}}
 
 
 def policies_of(folder: Path) -> dict[int, Path]:
@@ -121,38 +144,6 @@ def add_answers(folder: Path, policies: dict[int, Path]) -> None:
     names = {"gold": GOLD, "kl": "objective/kl", "eos_share": "val/eos_share", "length": "val/response_length"}
     for line in lines:
         if line["step"] in policies:
-            found = evaluate(policies[line["step"]], "--dataset", "toy/data/preferences", "--num-prompts", 200)
+            found = read_reviews(policies[line["step"]], "--dataset", "toy/data/preferences", "--num-prompts", 200)
             line |= {names[name]: x for name, x in found.items()}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def read_shells(folder: Path, n: int = 8) -> dict:
-    """Of n answers to each unseen prompt of the shell game, the share that are right, and worked out, and their length
-    in tokens; of likeliest answers, the share that are right; all of these also by the number of swaps."""
-    torch.manual_seed(0)
-    right_number = runpy.run_path("rewards/verifiers.py")["right_number"]
-    is_worked = runpy.run_path("toy/shells/make.py")["worked"]
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    rows = read_lines(ROOT / "toy/shells/data/prompts/validation.jsonl")
-
-    def answer(rows: list[dict], is_greedy: bool) -> list[str]:
-        ids = tokenizer([row["prompt"] for row in rows], return_tensors="pt").input_ids  # all of one length
-        options = {"do_sample": not is_greedy, "top_k": 0, "max_new_tokens": 16, "attention_mask": torch.ones_like(ids)}
-        return tokenizer.batch_decode(policy.generate(ids, **options)[:, ids.shape[1] :], skip_special_tokens=True)
-
-    many = [row for row in rows for _ in range(n)]
-    texts = answer(many, False)
-    right, worked = right_number(texts, [row["answer"] for row in many]), is_worked(texts)
-    greedy = right_number(answer(rows, True), [row["answer"] for row in rows])
-    length = [len(text.split()) + 1 for text in texts]
-
-    def means(is_here) -> dict[str, float]:
-        """Of the prompts that fit."""
-        found = {
-            name: statistics.fmean(x for x, row in zip(values, many) if is_here(row))
-            for name, values in {"right": right, "worked": worked, "length": length}.items()
-        }
-        return found | {"greedy": statistics.fmean(x for x, row in zip(greedy, rows) if is_here(row))}
-
-    by_swaps = {swaps: means(lambda row, swaps=swaps: row["swaps"] == swaps) for swaps in SWAPS}
-    return means(lambda row: True) | {"by_swaps": by_swaps}

@@ -14,12 +14,8 @@ from scipy.stats import t
 UPDATES, BATCH = 80, 64
 ARMS = ("GRPO", "batch's deviation", "Dr. GRPO", "leave one out", "MaxRL", "RFT")
 LAST = 10  # updates at the end of a run, whose share of right answers is its outcome
-SIGNS = {
-    "right": "right answers so far",
-    "worked": "worked out so far",
-    "length": "length now",
-    "entropy": "entropy now",
-}
+SIGNS = {"right": "right answers so far", "worked": "worked out so far"}
+SIGNS |= {"length": "length now", "entropy": "entropy now"}
 GROUP = 4  # seeds of those who published a ranking
 
 
@@ -52,11 +48,6 @@ def arms() -> dict[str, list[dict]]:
     return {arm: [of[seed] for seed in common] for arm, of in runs.items()}
 
 
-def error_of_share(share: float, n: int) -> float:
-    """Its standard error."""
-    return math.sqrt(share * (1 - share) / n)
-
-
 def half(run: dict) -> int:
     """The update after which the answers of five updates are first half right."""
     right = run["curves"]["right"]
@@ -84,17 +75,16 @@ def rankings(a: list[float], b: list[float], draws: int = 10_000) -> tuple[float
     """Two groups run four seeds of A and of B each. How often do their means rank these in opposite ways, how often
     does a group's 95 % interval leave out 0, and how often does it do so for the one that is worse?"""
     rng = random.Random(1)
-    errors = t.ppf(0.975, GROUP - 1)  # on each side of the mean
+    margin = t.ppf(0.975, GROUP - 1) / math.sqrt(GROUP)  # in standard deviations
     opposite, shown, wrong = 0, 0, 0
     is_lower = statistics.fmean(b) < statistics.fmean(a)
     for _ in range(draws):
         gaps = []
         for _ in range(2):
             differences = [y - x for x, y in zip(rng.choices(a, k=GROUP), rng.choices(b, k=GROUP))]
-            gap = statistics.fmean(differences)
-            gaps.append(gap)
-            if abs(gap) > errors * statistics.stdev(differences) / math.sqrt(GROUP):
+            gaps.append(statistics.fmean(differences))
+            if abs(gaps[-1]) > margin * statistics.stdev(differences):
                 shown += 1
-                wrong += (gap > 0) == is_lower
+                wrong += (gaps[-1] > 0) == is_lower
         opposite += gaps[0] * gaps[1] < 0
     return opposite / draws, shown / draws / 2, wrong / draws / 2

@@ -17,8 +17,6 @@ import reward_model
 import run_trl
 import sft
 
-VENVS = Path("/tmp")  # where TRL's environments are, or are made
-
 
 def measure(run: Run) -> dict:
     """The settings of our run with the same flags, TRL's training, and what our evaluation says of its models."""
@@ -28,7 +26,7 @@ def measure(run: Run) -> dict:
     settings = write_settings(run, output / "ours")
     if script == "sft":
         save_start(settings, output / "start")
-    python = run_trl.make_venv(run_trl.TRAINERS[script], VENVS)
+    python = run_trl.make_venv(run_trl.TRAINERS[script])
     variables = run_trl.KEEP_MEMORY if script == "dpo" else ()
     seconds = call(["env", *variables, python, "benchmarks/run_trl.py", script, settings, output], log)
     if script == "grpo":
