@@ -300,15 +300,6 @@ def takeoff_rankings() -> str:
     return markdown(lines)
 
 
-def takeoff_sweep() -> str:
-    """Of each setting: how many runs take off. Other batches are not paired with GRPO's, whose seeds are all here."""
-    lines = [["", "take off", "share", "right in the end"]]
-    for arm, runs in by_name("takeoff").items():
-        if arm == "GRPO" or arm not in ("before", *takeoff.ARMS):
-            lines.append([arm, *take_off_cells(runs), number([takeoff.outcome(run) for run in runs], 2)])
-    return markdown(lines)
-
-
 def agent_looks() -> str:
     """The shell game: by the number of swaps, how often it looks, and how often it would be right at once."""
     lines = [["swaps", *map(str, range(1, 9))]]
@@ -512,7 +503,7 @@ def real_game() -> str:
 
 
 TABLES = (beside, beside_trl, prompts, teacher, sampler, liar, groups)  # each has the name of its place on a page
-TABLES += (takeoff_signs, takeoff_rankings, takeoff_sweep, agent_looks, setup, ppo, checks)
+TABLES += (takeoff_signs, takeoff_rankings, agent_looks, setup, ppo, checks)
 TABLES += (real_unseen, real_answers, real_sayings, real_policies, real_tasks, real_game)
 OTHERS = {"throughput": throughput_table, "takeoff": takeoff_shares, "best of n": best_of_n}
 
