@@ -1306,7 +1306,7 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     hidden = model.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
     ).last_hidden_state  # (B, S, D)
-    last = positions.argmax(1)  # (B,)
+    last = attention_mask.cumsum(1).argmax(1)  # (B,), the first position at which all real tokens are counted
     with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for a reward (8 bits)
         rewards = model.score(hidden[torch.arange(len(last), device=last.device), last].float())  # (B, 1)
     return rewards.squeeze(1) + getattr(model.config, "reward_bias", 0.0)  # reward_model.py may store its shift there

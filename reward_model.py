@@ -253,8 +253,8 @@ class Pair:
 def drop_eos(pairs: list[Pair], tokenizer: AutoTokenizer, share: float) -> list[Pair]:
     """Removes EOS, or the token that ends a turn, from a random share of the texts.
 
-    Each text is drawn separately, so some pairs have one complete and one cut-off text: so the model learns that a
-    missing EOS makes a text neither better nor worse."""
+    Each text is drawn separately. So some pairs have one complete and one cut-off text, from which the model learns
+    that a missing EOS makes a text neither better nor worse."""
     end, _ = turn_end(tokenizer)
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end or tokenizer.eos_token)}
 
@@ -281,7 +281,7 @@ def read_reward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> 
     hidden = model.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
     ).last_hidden_state  # (B, S, D)
-    last = positions.argmax(1)  # (B,)
+    last = attention_mask.cumsum(1).argmax(1)  # (B,), the first position at which all real tokens are counted
     with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for a reward (8 bits)
         rewards = model.score(hidden[torch.arange(len(last), device=last.device), last].float())  # (B, 1)
     return rewards.squeeze(1) + getattr(model.config, "reward_bias", 0.0)  # reward_model.py may store its shift there
@@ -552,15 +552,18 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     """
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    head, tail = ([turn for turn in x if turn["role"] != "system"] for x in (turns, answer))
+    is_system = lambda x: x[:1] and x[0]["role"] == "system"  # noqa: E731
+    head = turns[1:] if is_system(turns) else turns
+    tail = answer[1:] if is_system(answer) else answer
     if not head or not tail or tail[0]["role"] == "assistant":
         return turns + answer
     words = lambda x: [(turn["role"], turn["content"].strip()) for turn in x]  # noqa: E731
     repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
     is_next = repeated > 0 or head[-1]["role"] == "assistant"
     require(is_next, "the text begins with a user's message, but not with that of the prompt")
-    system = [turn for turn in (answer + turns) if turn["role"] == "system"][:1]
-    return system + head[: len(head) - repeated] + tail
+    system = [x[0] for x in (turns, answer) if is_system(x)]
+    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
+    return system[:1] + head[: len(head) - repeated] + tail
 
 
 def encode_whole(

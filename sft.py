@@ -650,15 +650,18 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     """
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
-    head, tail = ([turn for turn in x if turn["role"] != "system"] for x in (turns, answer))
+    is_system = lambda x: x[:1] and x[0]["role"] == "system"  # noqa: E731
+    head = turns[1:] if is_system(turns) else turns
+    tail = answer[1:] if is_system(answer) else answer
     if not head or not tail or tail[0]["role"] == "assistant":
         return turns + answer
     words = lambda x: [(turn["role"], turn["content"].strip()) for turn in x]  # noqa: E731
     repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
     is_next = repeated > 0 or head[-1]["role"] == "assistant"
     require(is_next, "the text begins with a user's message, but not with that of the prompt")
-    system = [turn for turn in (answer + turns) if turn["role"] == "system"][:1]
-    return system + head[: len(head) - repeated] + tail
+    system = [x[0] for x in (turns, answer) if is_system(x)]
+    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
+    return system[:1] + head[: len(head) - repeated] + tail
 
 
 def shared_length(*texts: list[int]) -> int:

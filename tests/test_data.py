@@ -266,4 +266,6 @@ def test_a_prompt_beside_messages_is_read_once(tokenizer):
         assert reward_model.encode_whole(start, more[2:], tokenizer) == text_of_all
     with pytest.raises(SystemExit, match="user's message"):
         reward_model.encode_whole("A tree", good, tokenizer)
+    with pytest.raises(SystemExit, match="different system messages"):
+        reward_model.encode_whole([{"role": "system", "content": "Rhyme."}] + good[:1], system + good, tokenizer)
     assert tokenizer.decode(text) == f"system: Be brief.{eos}user: The film{eos}assistant: good.{eos}"
