@@ -705,7 +705,7 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
         if hold_prompt and start.strip():
             start = start.strip()
             texts = [text.lstrip().removeprefix(start) for text in texts]
-        is_one_kind = type(texts[0]) is type(texts[1])
+        is_one_kind = isinstance(start, list) or type(texts[0]) is type(texts[1])
         require(is_one_kind, "one of the chosen and the rejected text is a list of messages, the other is not")
         questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
         is_same = questions[0] == questions[1] or [] in questions
