@@ -80,7 +80,7 @@ def last_token_is_read(run):
     names = run()
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
     first, second = names["read_reward"](names["model"], ids, torch.ones_like(ids)).tolist()
-    return first != second
+    return abs(first - second) > 1e-4  # equal rows may differ by rounding
 
 
 def stop_is_taught(run):
