@@ -635,8 +635,8 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     tail = answer[1:] if is_system(answer) else answer
     if not head or not tail or tail[0]["role"] == "assistant":
         return turns + answer
-    words = lambda x: [(turn["role"], turn["content"].strip()) for turn in x]  # noqa: E731
-    repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
+    strip = lambda x: [turn | {"content": turn["content"].strip()} for turn in x]  # noqa: E731
+    repeated = max(n for n in range(len(head) + 1) if strip(head[len(head) - n :]) == strip(tail[:n]))
     is_next = repeated > 0 or head[-1]["role"] == "assistant"
     require(is_next, "the text begins with a user's message, but not with that of the prompt")
     system = [x[0] for x in (turns, answer) if is_system(x)]

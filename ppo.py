@@ -310,7 +310,9 @@ def train(args: Args) -> None:
         scores = scale_scores(rollout.scores, memory["scores"], args)  # (B,)
 
         # 3. Reward
-        rollout.kl_coef = memory.get("kl_coef", args.kl_coef) if args.adaptive_kl else args.kl_coef
+        rollout.kl_coef = args.kl_coef
+        if args.adaptive_kl:
+            rollout.kl_coef = memory.get("kl_coef", args.kl_coef)
         rewards = shape_rewards(scores, kl, mask, rollout.kl_coef)  # (B, T)
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask) + masked_mean(rewards, mask) * mask  # with the old mean

@@ -293,7 +293,9 @@ def train(args: Args) -> None:
             scores = normalize_scores(scores, args.reward_clip_range)
 
         # 3. Reward
-        rollout.kl_coef = memory.get("kl_coef", args.kl_coef) if args.adaptive_kl else args.kl_coef
+        rollout.kl_coef = args.kl_coef
+        if args.adaptive_kl:
+            rollout.kl_coef = memory.get("kl_coef", args.kl_coef)
         non_score_reward = -rollout.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T)
 
         # 4. Advantage
