@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).resolve().parent.parent / folder) for folder in ("", "benchmarks", "tools", "toy")]
 from common import LEARNED, ROOT
+from fork import read_diffs
 from seeds import judge
 
 RUNS = Path(__file__).resolve().with_name("runs.toml")
@@ -74,15 +75,6 @@ def runs_of_group(group: str) -> list[Run]:
         for seed in range(1, seeds + 1) if isinstance(seeds, int) else seeds:
             found.append(Run(group, entry["run"], seed, words, own))
     return sorted(found, key=lambda run: (run.options.get("last", False), run.seed))
-
-
-def read_diffs(page: str, script: str = "") -> dict[str, str]:
-    """Maps each subsection's heading to its diff: the one whose first line names the script, or else the first."""
-    diffs = {}
-    for heading, text in re.findall(r"^### ([^\n]+)\n((?:(?!#)[^\n]*\n)*)", page, re.M):
-        if blocks := re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S):
-            diffs[heading] = next((block for block in blocks if block.startswith(f"--- {script}\n")), blocks[0])
-    return diffs
 
 
 def diff_of(run: Run) -> str:

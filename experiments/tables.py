@@ -13,7 +13,6 @@ import math
 import re
 import statistics
 import sys
-import textwrap
 import tomllib
 from pathlib import Path
 
@@ -321,20 +320,6 @@ def agent_looks() -> str:
 # docs/overoptimization.md
 
 
-def setup() -> str:
-    """How it was done, in figures."""
-    runs = laws.all_runs()
-    machine, seconds = runs[-1]["machine"], sum(run["seconds"] for run in runs)
-    text = (
-        f"Seeds: {len({run['seed'] for run in runs})}. Passes over the pairs: 8 for 300, 5 for 1,000, 4 for 3,000, 3 "
-        "for 10,000, 2 for 30,000. Best of n: 640 responses to each of 20 prompts per seed, n up to "
-        f"{laws.BEST_OF[-1]}. PPO: 2,048 episodes in 32 updates. Temperature: 0.7. Gold score of the initial policy: "
-        f"{laws.start_gold():.2f}. Recorded on {runs[-1]['date']} at revision {runs[-1]['commit']}, on "
-        f"{machine['cores']} cores of {machine['cpu']}; all runs together took {seconds / 60:.0f} minutes."
-    )
-    return textwrap.fill(text, 120)
-
-
 def best_of_n() -> str:
     """What reward models know, and the law of best of n."""
     most = laws.BEST_OF[-1]
@@ -503,7 +488,7 @@ def real_game() -> str:
 
 
 TABLES = (beside, beside_trl, prompts, teacher, sampler, liar, groups)  # each has the name of its place on a page
-TABLES += (takeoff_signs, takeoff_rankings, agent_looks, setup, ppo, checks)
+TABLES += (takeoff_signs, takeoff_rankings, agent_looks, ppo, checks)
 TABLES += (real_unseen, real_answers, real_sayings, real_policies, real_tasks, real_game)
 OTHERS = {"throughput": throughput_table, "takeoff": takeoff_shares, "best of n": best_of_n}
 

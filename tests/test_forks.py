@@ -14,9 +14,10 @@ import ppo
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import forks  # noqa: E402
-import record  # noqa: E402
+import record  # noqa: E402  (which adds tools/ to the path)
+from fork import PAGES, apply, main, read_diffs  # noqa: E402
 
-DIFFS = {page: record.read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/questions.md")}
+DIFFS = {page: read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/questions.md")}
 USED = {("docs/fork.md", name, "lecture/ppo.py") for name in DIFFS["docs/fork.md"]}
 USED |= {(page, name, "ppo.py") for page, name, _ in USED}
 RUNS = record.runs_of_group("questions")
@@ -26,7 +27,7 @@ USED |= {("docs/questions.md", run.options["fork"], run.command[0]) for run in R
 @pytest.mark.parametrize(("page", "name", "script"), sorted(USED))
 def test_every_diff_fits_its_file(page, name, script):
     """What comes out is another program."""
-    fork = forks.apply(record.read_diffs(text_of(page), script)[name], text_of(script))
+    fork = apply(read_diffs(text_of(page), script)[name], text_of(script))
     compile(fork, name, "exec")
     assert fork != text_of(script)
 
@@ -39,7 +40,7 @@ def test_no_diff_was_overlooked(page):
 
 def added(name, script):
     """The lines that a diff of docs/fork.md adds and removes, without their indentation."""
-    lines = record.read_diffs(text_of("docs/fork.md"), script)[name].splitlines()
+    lines = read_diffs(text_of("docs/fork.md"), script)[name].splitlines()
     return [line[0] + line[1:].strip() for line in lines if line[0] in "+-" and not line.startswith("--- ")]
 
 
@@ -51,16 +52,16 @@ def test_most_forks_are_the_same_in_both_files():
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch, tiny):
-    """fork("A metric") -> the module that `--write` makes of ppo.py, and metrics of a run of one update with it."""
+    """fork("A metric") -> the module that tools/fork.py makes of ppo.py, and metrics of a run of one update with it."""
 
     def make(name):
         (tmp_path / "docs").mkdir()
-        for file in ("ppo.py", *forks.PAGES):
+        for file in ("ppo.py", *PAGES):
             shutil.copy(ROOT / file, tmp_path / file)
-        monkeypatch.setattr(forks, "ROOT", tmp_path)
-        monkeypatch.setattr(sys, "argv", ["forks.py", "--write", name, "--script", "ppo.py"])
-        forks.main()
-        module = load(tmp_path / "fork.py", "fork")
+        monkeypatch.setattr("fork.ROOT", tmp_path)
+        monkeypatch.setattr(sys, "argv", ["fork.py", name, "--script", "ppo.py"])
+        main()
+        module = load(tmp_path / "fork.py", "forked")
         settings = tiny["ppo"] | dict(total_episodes=8, model="toy/sft")
         return run(module, tmp_path / "run", **settings)[0], run(ppo, tmp_path / "plain", **settings)[0]
 
@@ -90,7 +91,7 @@ def test_a_loss_term_of_the_full_script(fork):
 def test_a_diff_that_fits_nowhere_or_twice_is_refused():
     for old in ("    no such line", "    return states"):
         with pytest.raises(ValueError, match="not once"):
-            forks.apply(f"@@ somewhere\n {old}\n+    pass\n", "    return states\n    return states\n")
+            apply(f"@@ somewhere\n {old}\n+    pass\n", "    return states\n    return states\n")
 
 
 def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, tmp_path, monkeypatch):
@@ -119,7 +120,7 @@ def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, 
 
 def run_fork(fork: str, flags: str) -> tuple[list[dict], dict]:
     """Metrics of each update of a fork of lecture/grpo.py, by default two of them, and its names after the last."""
-    source = forks.apply(DIFFS["docs/questions.md"][fork], text_of("lecture/grpo.py"))
+    source = apply(DIFFS["docs/questions.md"][fork], text_of("lecture/grpo.py"))
     flags = f"--batch-size 32 --total-episodes 64 {flags}"
     return forks.execute("lecture/grpo.py", source, flags.split(), lambda names, stats: stats)
 

@@ -1,33 +1,41 @@
 """Plants faults in a file, one at a time, and prints those that no test sees.
 
-    python tests/audit/plant_faults.py --script ppo --function gae                # whatever can be turned in this function
-    python tests/audit/plant_faults.py --script ppo --sample 100 --seed 1         # a hundred drawn from the whole script
-    python tests/audit/plant_faults.py --script sft --own --sample 50             # from what no other script has
-    python tests/audit/plant_faults.py --listed                                   # those of tests/audit/faults.toml
+    python tests/audit/plant_faults.py --script ppo --function gae             # whatever can be turned in this function
+    python tests/audit/plant_faults.py --script ppo --sample 100 --seed 1      # a hundred drawn from the whole script
+    python tests/audit/plant_faults.py --script sft --own --sample 50          # from what no other script has
+    python tests/audit/plant_faults.py --listed                                # those of tests/audit/faults.toml
 
 Faults are drawn from the syntax tree: two arguments of a call exchanged, a keyword argument dropped, an operator, a
 comparison or a condition turned, a constant changed, a division, a sign or a method such as `detach` or `masked_fill`
-removed, a statement left out. What no such operator would draw stands in tests/audit/faults.toml, by function and expression.
+removed, a statement left out. What no such operator would draw stands in tests/audit/faults.toml, by function and
+expression.
 A function that has the same text in several scripts is changed in all of them.
 
-Each fault is tried in a copy of the repository, by a process forked from this one, which has imported the libraries;
-it runs the tests of that part of the script (TESTS) up to the first that fails. In the end the tests that saw a fault
-run without one: a test that is red anyway saw nothing. The exit code is 1 if a fault lived.
+First the suite runs once, and tests/audit/reach.py writes down which functions each test calls. Then each fault is
+tried in a copy of the repository, by a process forked from this one, which has imported the libraries: it runs the
+tests that call the function, up to the first that fails. Those that call few functions come first; those that start
+processes, and so may call anything, come last. In the end the tests that saw a fault run without one: a test that is
+red anyway saw nothing. The exit code is 1 if a fault lived.
 """
 
 import ast
 import difflib
+import hashlib
 import importlib
+import json
 import os
 import random
 import re
 import shutil
 import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from argparse import ArgumentParser
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
@@ -39,32 +47,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]  # not that of sources.py, which the tests import from the copy
 SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
 LONGEST = 400  # seconds that the tests of a fault may take
-TESTS = {  # a word in the title of a part of a script: the tests of that part
-    "The loop": "loops run settings update rows models",
-    "From here on": "models data rows settings run",
-    "Identical in": "data rows settings",
-    "Processes": "models device processes settings",
-    "The run": "run settings processes",
-    "Data and settings": "settings data rows",
-    "Settings": "settings",
-    "Models": "models settings score chat_families rows",
-    "Additions": "additions",
-    "algorithm ends": "score run",
-    "Encode": "data rows",
-    "Sample": "sample",
-    "Score": "score settings",
-    "Reward": "advantages",
-    "Advantage": "advantages",
-    "Loss": "loss",
-    "Update": "update",
-}
-OWN_TESTS = {  # after these, whatever the part
-    "ppo": "additions loops lecture parity",
-    "rloo": "rloo additions loops lecture parity",
-    "grpo": "grpo env additions lecture",
-    "ddpo": "ddpo ddpo_trl lecture",
-    "rewards/calculator": "env verifiers",
-}
+COPIED = ("tests", "lecture", "tools", "rewards", "exercises")  # folders with Python
 
 # --- Faults
 
@@ -131,19 +114,17 @@ def turn(node: ast.AST, bound: set[str]) -> Iterator[str]:
             yield "pass"
 
 
-def functions(text: str) -> dict[str, tuple[ast.stmt, str]]:
-    """The functions of a file, methods as Class.method, and the `loop` of a short file: their nodes, and the titles of
-    their parts."""
-    titles = {text[: m.start()].count("\n"): m[1] for m in re.finditer(r"^# [-=]{3} (.*)", text, re.M)}
+def functions(text: str) -> dict[str, ast.stmt]:
+    """The functions of a file, methods as Class.method, and the `loop` of a short file."""
     found = {}
     for top in ast.parse(text).body:
         for node in top.body if isinstance(top, ast.ClassDef) else [top]:
             if isinstance(node, (ast.FunctionDef, ast.For)):
                 prefix = f"{top.name}." if node is not top else ""
                 name = prefix + getattr(node, "name", "loop")
-                if name == "loop" and "loop" in found and len(ast.unparse(node)) < len(ast.unparse(found[name][0])):
+                if name == "loop" and "loop" in found and len(ast.unparse(node)) < len(ast.unparse(found[name])):
                     continue  # the longest is the training
-                found[name] = node, ([""] + [title for line, title in titles.items() if line < node.lineno])[-1]
+                found[name] = node
     return found
 
 
@@ -172,7 +153,7 @@ def draw_faults(script: str, only: str | None) -> list[dict]:
     """All that can be turned in the functions of a script, or in one of them."""
     text = (ROOT / f"{script}.py").read_text("utf-8")
     faults = []
-    for name, (function, title) in functions(text).items():
+    for name, function in functions(text).items():
         if only not in (None, name):
             continue
         before = lines_of(text, function)
@@ -185,7 +166,7 @@ def draw_faults(script: str, only: str | None) -> list[dict]:
             for new in turn(node, bound):
                 edited = edit(text, function, node, new)
                 if edited:
-                    faults.append({"script": script, "name": name, "part": title, "old": before, "new": edited})
+                    faults.append({"script": script, "name": name, "title": "", "old": before, "new": edited})
     return faults
 
 
@@ -195,7 +176,7 @@ def listed_faults() -> list[dict]:
     for fault in tomllib.loads((ROOT / "tests/audit/faults.toml").read_text("utf-8"))["fault"]:
         script, name = fault["at"].split()
         text = (ROOT / f"{script}.py").read_text("utf-8")
-        function, title = functions(text).get(name, (ast.Module([]), ""))
+        function = functions(text).get(name, ast.Module([]))
         old = ast.unparse(ast.parse(fault["old"]))
         places = [x for x in ast.walk(function) if hasattr(x, "lineno") and ast.unparse(x) == old]
         edited = edit(text, function, places[0], fault["new"] or "pass") if places else None
@@ -203,35 +184,57 @@ def listed_faults() -> list[dict]:
             print(f"CANNOT BE PLANTED  {fault['at']}: {fault['name']}")
             continue
         before = lines_of(text, function)
-        name = f"{name}: {fault['name']}"
-        faults.append({"script": script, "name": name, "part": title, "old": before, "new": edited})
+        faults.append({"script": script, "name": name, "title": fault["name"], "old": before, "new": edited})
     return faults
 
 
 # --- Tests
 
 
-def tests_of(fault: dict) -> list[str]:
-    """The files of tests for a fault, in the order in which they are asked."""
-    if "tests" in fault:
-        return fault["tests"]
-    script, part = fault["script"], fault["part"]
-    words = next((TESTS[word] for word in TESTS if word in part), "").split()
-    words += OWN_TESTS.get(script, f"{Path(script).name} lecture").split()
-    files = [f"tests/test_{word}.py" for word in dict.fromkeys(words)]
-    return [file for file in files if (ROOT / file).exists()]
+def read_reach(marks: str) -> list[dict]:
+    """Which functions each test calls. Runs the suite, minutes, unless it did so for the same files before."""
+    files = sorted([*ROOT.glob("*.py"), *(file for folder in COPIED for file in ROOT.glob(f"{folder}/*.py"))])
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + marks.encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir(), f"reach_{digest}")
+    if not folder.exists():
+        print("the suite runs once, to see which functions each test calls", flush=True)
+        unfinished = Path(tempfile.mkdtemp())
+        variables = os.environ | {"REACH": str(unfinished), "PYTHONPATH": str(Path(__file__).parent)}
+        command = [sys.executable, "-m", "pytest", "-p", "reach", "-m", marks]
+        subprocess.run(command, cwd=ROOT, env=variables, check=False)
+        unfinished.rename(folder)
+    return [json.loads(line) for file in folder.iterdir() for line in file.read_text().splitlines()]
+
+
+def tests_of(fault: dict, reach: list[dict]) -> list[str]:
+    """The tests that call the function of a fault in its script, and then in the others that have it. First the files
+    with tests that call few functions."""
+    name = "<module>" if fault["name"] == "loop" else fault["name"]
+    found = {}
+    for script in sorted(having(fault), key=lambda script: script != fault["script"]):
+        of_files = defaultdict(list)
+        for test in reach:
+            named = re.findall(r"reward_model|\b(?:ppo|rloo|grpo|ddpo|dpo|sft)\b", test["id"].partition("::")[2])
+            may_call = test["starts"] and script in (named or SCRIPTS)
+            if f"{script} {name}" in test["called"] or may_call:
+                file = test["id"].partition("::")[0]
+                of_files[test["starts"], file].append((len(test["called"]), test["seconds"], test["id"]))
+        means = {file: statistics.fmean(calls for calls, *_ in tests) for file, tests in of_files.items()}
+        for file in sorted(of_files, key=lambda file: (file[0], means[file])):
+            found |= dict.fromkeys(test for *_, test in sorted(of_files[file]))
+    return list(found)
 
 
 class Watch:
-    """Leaves out tests that name only other scripts in their parameters; writes down the first test that fails."""
+    """Writes down the first test that fails."""
 
-    def __init__(self, scripts: list[str]):
-        self.names = {Path(script).name for script in scripts}
+    def __init__(self, names: list[str]):
+        self.names = names
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         """Called by pytest with what it has found."""
-        names = {item: re.findall("reward_model|" + "|".join(reversed(SCRIPTS)), item.name) for item in items}
-        items[:] = [item for item in items if not names[item] or self.names & set(names[item])]
+        by_name = {item.nodeid: item for item in items}
+        items[:] = [by_name[name] for name in self.names if name in by_name]
 
     def pytest_runtest_logreport(self, report) -> None:
         """Called by pytest after each test."""
@@ -239,7 +242,7 @@ class Watch:
             Path("seen_by").write_text(report.nodeid)
 
 
-def work(folder: str, scripts: list[str], tests: list[str], marks: str) -> None:
+def work(folder: str, tests: list[str], marks: str) -> None:
     """In a process of its own: pytest in the copy; its exit code is the process's."""
     os.setpgrp()
     os.chdir(folder)
@@ -249,7 +252,8 @@ def work(folder: str, scripts: list[str], tests: list[str], marks: str) -> None:
     for number in (1, 2):
         os.dup2(said, number)
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-m", marks]
-    os._exit(pytest.main([*options, "--basetemp", f"{folder}/of_tests", *tests], plugins=[Watch(scripts)]))
+    files = dict.fromkeys(name.partition("::")[0] for name in tests)
+    os._exit(pytest.main([*options, "--basetemp", f"{folder}/of_tests", *files], plugins=[Watch(tests)]))
 
 
 def having(fault: dict) -> list[str]:
@@ -261,7 +265,7 @@ def having(fault: dict) -> list[str]:
 def copy_repository(folder: Path, fault: dict) -> None:
     """Folders with Python as copies, since a program may write beside itself; the data as links."""
     for path in ROOT.iterdir():
-        if path.name in ("tests", "lecture", "tools", "rewards", "exercises"):
+        if path.name in COPIED:
             shutil.copytree(path, folder / path.name)
         elif path.is_file():
             shutil.copy2(path, folder)
@@ -272,19 +276,20 @@ def copy_repository(folder: Path, fault: dict) -> None:
         file.write_text(file.read_text("utf-8").replace(fault["old"], fault["new"], 1), "utf-8")
 
 
-def try_fault(fault: dict, marks: str) -> dict:
+def try_fault(fault: dict, tests: list[str], marks: str) -> dict:
     """Runs the tests of a fault. What came of it: `result`, `seen_by`, and `seconds`."""
     since = time.time()
     folder = Path(tempfile.mkdtemp(prefix="fault_"))
     copy_repository(folder, fault)
-    process = get_context("fork").Process(target=work, args=(str(folder), having(fault), tests_of(fault), marks))
+    process = get_context("fork").Process(target=work, args=(str(folder), tests, marks))
     process.start()
     process.join(LONGEST)
     is_late = process.is_alive()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what the tests started, too
     process.join()
-    result = {0: "LIVED", 5: "NO TEST"}.get(process.exitcode, "caught")  # 1: a test failed, 2: so did an import
+    # 1: a test failed; 2: so did an import; 3 and 4: pytest itself did; negative: the process crashed
+    result = {0: "LIVED", 3: "ERROR", 4: "ERROR", 5: "NO TEST"}.get(process.exitcode, "caught")
     seen = folder / "seen_by"
     seen_by = seen.read_text() if seen.exists() else ""
     said = (folder / "said").read_text(errors="replace")
@@ -314,6 +319,8 @@ def main() -> int:
         faults = random.Random(asked.seed).sample(faults, asked.sample)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    marks = "not real" if asked.slow else "not slow and not real"
+    reach = read_reach(marks)
     cache = tempfile.TemporaryDirectory(prefix="cache_of_faults_")  # shared by all, as in tests/conftest.py
     os.environ["HF_HOME"] = os.environ["CACHE_OF_TESTS"] = cache.name
     sys.path.insert(0, str(ROOT))
@@ -321,18 +328,19 @@ def main() -> int:
         importlib.import_module(script)
         del sys.modules[script]
     sys.path.pop(0)
-    marks = "not real" if asked.slow else "not slow and not real"
     results = []
     for fault in faults:
-        fault = try_fault(fault, marks)
+        tests = tests_of(fault, reach)
+        fault = try_fault(fault, tests, marks)
         results.append(fault)
         place = fault["seen_by"] or (fault["said"].strip().splitlines() or [""])[-1][:90]
-        print(f"{fault['result']:8s}{fault['seconds']:5.0f} s  {fault['script']} {fault['name']}  {place}", flush=True)
+        name = f"{fault['script']} {fault['name']} {fault['title']}".strip()
+        print(f"{fault['result']:8s}{fault['seconds']:5.0f} s {len(tests):4} tests  {name}  {place}", flush=True)
         if fault["result"] != "caught":
             lines = difflib.unified_diff(fault["old"].splitlines(), fault["new"].splitlines(), lineterm="", n=1)
             print(*list(lines)[2:], sep="\n")
-    for script, test in sorted({(fault["script"], fault["seen_by"]) for fault in results if fault["seen_by"]}):
-        control = try_fault({"script": script, "tests": [test], "old": "", "new": ""}, marks)
+    for test in sorted({fault["seen_by"] for fault in results if fault["seen_by"]}):
+        control = try_fault({"script": "ppo", "old": "", "new": ""}, [test], marks)
         if control["result"] != "LIVED":
             print(f"RED WITHOUT A FAULT: {test}\n{control['said'][-2000:]}")
             results = [x | {"result": "unknown"} if x["seen_by"] == test else x for x in results]
