@@ -258,7 +258,7 @@ def groups() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# docs/takeoff.md, docs/agent.md
+# docs/takeoff.md
 
 
 def take_off_cells(runs: list[dict]) -> list[str]:
@@ -280,15 +280,6 @@ def takeoff_shares() -> str:
     return markdown(lines)
 
 
-def takeoff_signs() -> str:
-    """How well each sign foretells the outcome after so many updates: .5 is no better than chance."""
-    updates = (5, 10, 20, 30, 40, 50)
-    lines = [["after", *(f"{update} updates" for update in updates)]]
-    for name, text in takeoff.SIGNS.items():
-        lines.append([text, *(f"{takeoff.foretold(takeoff.arms(), name, update):.2f}" for update in updates)])
-    return markdown(lines)
-
-
 def takeoff_rankings() -> str:
     """Each arm beside GRPO."""
     heads = ["two groups rank in opposite ways", "a group's 95 % interval leaves out 0", "the wrong way round"]
@@ -296,23 +287,6 @@ def takeoff_rankings() -> str:
     ends = {arm: [takeoff.outcome(run) for run in runs] for arm, runs in takeoff.arms().items()}
     for arm in list(ends)[1:]:
         lines.append([arm, *(f"{100 * share:.0f} %" for share in takeoff.rankings(ends["GRPO"], ends[arm]))])
-    return markdown(lines)
-
-
-def agent_looks() -> str:
-    """The shell game: by the number of swaps, how often it looks, and how often it would be right at once."""
-    lines = [["swaps", *map(str, range(1, 9))]]
-    costly, cheap = (by_name("agent")[f"a look for {price}"] for price in (".6", ".3"))
-    rows = {
-        "before": (costly[:1], "before", "looked"),  # all runs have the same policy before
-        "a look for .6": (costly, "after", "looked"),
-        "right at once, before": (costly[:1], "before", "right at once"),
-        "right at once, after": (costly, "after", "right at once"),
-        "a look for .3": (cheap, "after", "looked"),
-    }
-    for label, (runs, when, what) in rows.items():
-        by_swaps = zip(*(run[when]["by_swaps"][what] for run in runs))
-        lines.append([label, *(number(list(shares), 2) for shares in by_swaps)])
     return markdown(lines)
 
 
@@ -488,7 +462,7 @@ def real_game() -> str:
 
 
 TABLES = (beside, beside_trl, prompts, teacher, sampler, liar, groups)  # each has the name of its place on a page
-TABLES += (takeoff_signs, takeoff_rankings, agent_looks, ppo, checks)
+TABLES += (takeoff_rankings, ppo, checks)
 TABLES += (real_unseen, real_answers, real_sayings, real_policies, real_tasks, real_game)
 OTHERS = {"throughput": throughput_table, "takeoff": takeoff_shares, "best of n": best_of_n}
 

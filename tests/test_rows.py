@@ -353,8 +353,8 @@ def test_texts_stay_what_they_are(texts, kind, tmp_path):
         file.write_text("\n".join(lines) if kind == "jsonl" else f"[{', '.join(lines)}]")
     else:
         getattr(data, f"to_{kind}")(file)
-    read = list(ppo.load_split(str(file), None, "train")["answer"])
-    assert read == texts
+    for place in (file, tmp_path):  # the file, and its folder
+        assert list(ppo.load_split(str(place), None, "train")["answer"]) == texts
 
 
 def test_numbers_stay_what_they_are(tmp_path):

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import json
+import math
 import os
 import random
 import re
@@ -219,6 +220,17 @@ def test_a_weight_that_no_pass_reads(script, settings_of, tmp_path, monkeypatch)
     assert_same_run(copy, tmp_path / "run")
 
 
+def test_a_checkpoint_before_the_first_optimiser_step(settings_of, tmp_path, monkeypatch):
+    """The first gradient was not finite, so the optimiser has no moments yet."""
+    clip_gradient = MODULES["sft"].clip_gradient
+    norms = iter([torch.tensor(math.nan)])
+    monkeypatch.setattr(MODULES["sft"], "clip_gradient", lambda *given: next(norms, clip_gradient(*given)))
+    run(MODULES["sft"], tmp_path / "run", **settings_of("sft"))
+    copy = kill(tmp_path / "run", tmp_path / "cut", 1)
+    resume("sft", copy)
+    assert_same_run(copy, tmp_path / "run")
+
+
 def test_as_many_checkpoints_stay_as_were_asked_for(tmp_path, tiny):
     run(ppo, tmp_path, **tiny["ppo"], save_steps=1, save_total_limit=2)
     assert checkpoints(tmp_path) == [2, 3]
@@ -382,20 +394,22 @@ def fail(monkeypatch, module, name, first):
 
 
 @pytest.mark.parametrize("script", PPO_FIRST)
-@pytest.mark.parametrize("where", ["before its update", "after its update"])
+@pytest.mark.parametrize("where", ["before the update of step 3", "after step 3", "after step 1"])
 def test_an_error_saves_what_it_would_lose(script, where, whole, settings_of, tmp_path, monkeypatch, capsys):
-    """In step 3 of a run without checkpoints: the steps before it are not lost, nor is step 3 once its weights are new.
-    The run goes on to the same bits."""
+    """In a run without checkpoints: the steps before it are not lost, nor is its own once the weights are new. The run
+    goes on to the same bits."""
     module = MODULES[script]
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        if where == "before its update":
+        if where.startswith("before"):
             fail(patch, module, "set_seed", 4)  # the first thing in a step; once at the start
         else:
-            watch(patch, module.Run, "log", lambda _, run, *rest: run.step < 3 or pytest.fail("gone"))
+            watch(
+                patch, module.Run, "log", lambda _, run, *rest: where != f"after step {run.step}" or pytest.fail("gone")
+            )
         with pytest.raises((Gone, pytest.fail.Exception)):
             run(module, folder, **settings_of(script) | dict(save_steps=99))
-    assert checkpoints(folder) == [2 if where == "before its update" else 3]
+    assert checkpoints(folder) == [2 if where.startswith("before") else int(where[-1])]
     assert f"--resume {folder}\n" in capsys.readouterr().err
     resume(script, folder)
     assert_same_run(folder, whole(script))

@@ -11,10 +11,10 @@ removed, a statement left out. What no such operator would draw stands in tests/
 expression.
 A function that has the same text in several scripts is changed in all of them.
 
-First the suite runs once, and tests/audit/reach.py writes down which functions each test calls. Then each fault is
+First the suite runs once, and tests/audit/reach.py writes down which lines each test executes. Then each fault is
 tried in a copy of the repository, by a process forked from this one, which has imported the libraries: it runs the
-tests that call the function, up to the first that fails. Those that call few functions come first; those that start
-processes, and so may call anything, come last. In the end the tests that saw a fault run without one: a test that is
+tests that execute the line, up to the first that fails. Those that execute few lines come first; those that start
+processes, which may execute any line, come last. In the end the tests that saw a fault run without one: a test that is
 red anyway saw nothing. The exit code is 1 if a fault lived.
 """
 
@@ -23,19 +23,18 @@ import difflib
 import hashlib
 import importlib
 import json
+import math
 import os
 import random
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from argparse import ArgumentParser
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
@@ -46,6 +45,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]  # not that of sources.py, which the tests import from the copy
 SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
+SCRIPT = re.compile(r"reward_model|\b(?:ppo|rloo|grpo|ddpo|dpo|sft)\b")
+NO_TEST = {"result": "NO TEST", "seconds": 0, "seen_by": "", "said": ""}
 LONGEST = 400  # seconds that the tests of a fault may take
 COPIED = ("tests", "lecture", "tools", "rewards", "exercises")  # folders with Python
 
@@ -149,6 +150,12 @@ def edit(text: str, function: ast.FunctionDef, node: ast.AST, new: str) -> str |
     return edited if ast.unparse(node) != new else None
 
 
+def place_of(function: ast.stmt, node: ast.AST) -> tuple[int, int]:
+    """The lines of a node and of the beginning of its statement, counted from that of the function."""
+    around = [x for x in ast.walk(function) if isinstance(x, ast.stmt) and x.lineno <= node.lineno <= x.end_lineno]
+    return max(x.lineno for x in around) - function.lineno, node.end_lineno - function.lineno
+
+
 def draw_faults(script: str, only: str | None) -> list[dict]:
     """All that can be turned in the functions of a script, or in one of them."""
     text = (ROOT / f"{script}.py").read_text("utf-8")
@@ -157,6 +164,7 @@ def draw_faults(script: str, only: str | None) -> list[dict]:
         if only not in (None, name):
             continue
         before = lines_of(text, function)
+        fault = {"script": script, "name": name, "title": "", "old": before}
         names = {x.arg: x.lineno for x in ast.walk(function) if isinstance(x, ast.arg)}
         for x in ast.walk(function):
             if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store):
@@ -166,7 +174,7 @@ def draw_faults(script: str, only: str | None) -> list[dict]:
             for new in turn(node, bound):
                 edited = edit(text, function, node, new)
                 if edited:
-                    faults.append({"script": script, "name": name, "title": "", "old": before, "new": edited})
+                    faults.append(fault | {"new": edited, "place": place_of(function, node)})
     return faults
 
 
@@ -183,8 +191,10 @@ def listed_faults() -> list[dict]:
         if edited is None:
             print(f"CANNOT BE PLANTED  {fault['at']}: {fault['name']}")
             continue
+        place = place_of(function, places[0])
         before = lines_of(text, function)
-        faults.append({"script": script, "name": name, "title": fault["name"], "old": before, "new": edited})
+        about = {"script": script, "name": name, "title": fault["name"], "place": place}
+        faults.append(about | {"old": before, "new": edited})
     return faults
 
 
@@ -192,12 +202,12 @@ def listed_faults() -> list[dict]:
 
 
 def read_reach(marks: str) -> list[dict]:
-    """Which functions each test calls. Runs the suite, minutes, unless it did so for the same files before."""
+    """Which lines each test executes. Runs the suite, minutes, unless it did so for the same files before."""
     files = sorted([*ROOT.glob("*.py"), *(file for folder in COPIED for file in ROOT.glob(f"{folder}/*.py"))])
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + marks.encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir(), f"reach_{digest}")
     if not folder.exists():
-        print("the suite runs once, to see which functions each test calls", flush=True)
+        print("the suite runs once, to see which lines each test executes", flush=True)
         unfinished = Path(tempfile.mkdtemp())
         variables = os.environ | {"REACH": str(unfinished), "PYTHONPATH": str(Path(__file__).parent)}
         command = [sys.executable, "-m", "pytest", "-p", "reach", "-m", marks]
@@ -206,23 +216,26 @@ def read_reach(marks: str) -> list[dict]:
     return [json.loads(line) for file in folder.iterdir() for line in file.read_text().splitlines()]
 
 
-def tests_of(fault: dict, reach: list[dict]) -> list[str]:
-    """The tests that call the function of a fault in its script, and then in the others that have it. First the files
-    with tests that call few functions."""
-    name = "<module>" if fault["name"] == "loop" else fault["name"]
-    found = {}
+def tests_of(fault: dict, reach: list[dict], alone: bool) -> list[str]:
+    """The tests that execute the line of a fault in its script, and those of other scripts that have its function,
+    unless the same test was already asked for another script. Those that execute few lines come first."""
+    found = {}  # a test without the name of its script -> the test
     for script in sorted(having(fault), key=lambda script: script != fault["script"]):
-        of_files = defaultdict(list)
+        text = (ROOT / f"{script}.py").read_text("utf-8")
+        start = text[: text.index(fault["old"])].count("\n") + 1
+        first, last = fault["place"]
+        here = range(start + first, start + last + 1)
+        chosen = []
         for test in reach:
-            named = re.findall(r"reward_model|\b(?:ppo|rloo|grpo|ddpo|dpo|sft)\b", test["id"].partition("::")[2])
-            may_call = test["starts"] and script in (named or SCRIPTS)
-            if f"{script} {name}" in test["called"] or may_call:
-                file = test["id"].partition("::")[0]
-                of_files[test["starts"], file].append((len(test["called"]), test["seconds"], test["id"]))
-        means = {file: statistics.fmean(calls for calls, *_ in tests) for file, tests in of_files.items()}
-        for file in sorted(of_files, key=lambda file: (file[0], means[file])):
-            found |= dict.fromkeys(test for *_, test in sorted(of_files[file]))
-    return list(found)
+            executed = test["lines"].get(f"{script}.py", [])
+            file, _, name = test["id"].partition("::")
+            may_execute = test["starts"] and not alone and script in (SCRIPT.findall(name) or SCRIPTS)
+            if may_execute or any(line in here for line in executed):
+                size = int(math.log2(1 + sum(map(len, test["lines"].values()))))
+                chosen.append((test["starts"], size, file, test["seconds"], test["id"]))
+        for *_, test in sorted(chosen):
+            found.setdefault(SCRIPT.sub("*", test), test)
+    return list(found.values())
 
 
 class Watch:
@@ -307,6 +320,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="so many of them, drawn")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--listed", action="store_true", help="those of tests/audit/faults.toml")
+    parser.add_argument("--alone", action="store_true", help="without tests that execute it only in other processes")
     parser.add_argument("--slow", action="store_true", help="the tests that are marked as slow, too")
     asked = parser.parse_args()
     if asked.listed:
@@ -330,8 +344,8 @@ def main() -> int:
     sys.path.pop(0)
     results = []
     for fault in faults:
-        tests = tests_of(fault, reach)
-        fault = try_fault(fault, tests, marks)
+        tests = tests_of(fault, reach, asked.alone)
+        fault = try_fault(fault, tests, marks) if tests else fault | NO_TEST
         results.append(fault)
         place = fault["seen_by"] or (fault["said"].strip().splitlines() or [""])[-1][:90]
         name = f"{fault['script']} {fault['name']} {fault['title']}".strip()

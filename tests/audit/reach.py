@@ -1,7 +1,7 @@
-"""A plugin of pytest that writes down which functions of the repository each test calls, and how long the test takes.
+"""A plugin of pytest that writes down which lines of the repository each test executes, and how long it takes.
 
-A line of JSON per test, in the folder of $REACH. What a fixture calls counts for all tests that use it. A test that
-starts processes of Python is said to call every function of the scripts that it names, or of all scripts.
+A line of JSON per test, in the folder of $REACH. What a fixture executes counts for all tests that use it. Of the
+processes that a test starts, nothing is known but that it starts some.
 """
 
 import json
@@ -9,22 +9,40 @@ import os
 import re
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = re.compile("reward_model|ppo|rloo|grpo|ddpo|dpo|sft")
-seen = set()  # code objects that were called since the begin of the test
+seen = set()  # (code object, line) since the test began
 starts_processes = False
-of_fixtures = defaultdict(set)  # code objects, by fixture
+of_fixtures = defaultdict(set)  # the same, by fixture
 seconds = defaultdict(float)  # by test
-lines = []
+found = []
 
 
-def see(frame, event: str, arg) -> None:
-    """Called by Python for each call of a function. Returns nothing, so that no line of the function is traced."""
-    seen.add(frame.f_code)
+@cache
+def file_of(name: str) -> str | None:
+    """A file of the repository, but not of the tests; None for any other. A copy of a script counts as the script."""
+    path = ROOT / name
+    if path.is_relative_to(ROOT / "tests"):
+        return None
+    if path.is_relative_to(ROOT) and path.exists():
+        return path.relative_to(ROOT).as_posix()
+    return path.name if NAMES.fullmatch(path.stem) else None
+
+
+def see(frame, event: str, arg):
+    """Called by Python for each call of a function: has it call `see_line` for each line of a function of ours."""
+    return see_line if file_of(frame.f_code.co_filename) else None
+
+
+def see_line(frame, event: str, arg):
+    """Called by Python for each line."""
+    seen.add((frame.f_code, frame.f_lineno))
+    return see_line
 
 
 def listen(event: str, args: tuple) -> None:
@@ -37,14 +55,14 @@ sys.addaudithook(listen)
 
 
 def fixtures_of(item) -> list[tuple]:
-    """The fixtures of a test, with the scripts that the test names: `run` is another one for ppo than for sft."""
+    """The fixtures of a test, with the scripts that the test names: a fixture may run another script for each."""
     names = tuple(sorted(set(NAMES.findall(item.name))))
     return [(fixture, names) for all_of in item._fixtureinfo.name2fixturedefs.values() for fixture in all_of[-1:]]
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_fixture_setup(fixturedef, request):
-    """What a fixture calls."""
+    """What a fixture executes."""
     before = set(seen)
     seen.clear()
     yield
@@ -54,7 +72,7 @@ def pytest_fixture_setup(fixturedef, request):
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
-    """What a test calls."""
+    """What a test executes."""
     global starts_processes
     seen.clear()
     starts_processes = False
@@ -67,7 +85,7 @@ def pytest_runtest_protocol(item):
         value = fixture.cached_result[0] if fixture.cached_result else None
         if fixture.scope in ("module", "session") and callable(value):  # it may keep what its first call returned
             of_fixtures[key] |= own
-    lines.append({"id": item.nodeid, "item": item, "own": own, "starts": starts_processes})
+    found.append((item, own, starts_processes))
 
 
 def pytest_runtest_logreport(report) -> None:
@@ -75,24 +93,14 @@ def pytest_runtest_logreport(report) -> None:
     seconds[report.nodeid] += report.duration
 
 
-def function_of(code) -> str | None:
-    """FILE NAME of a function of the repository, a method as Class.method; None of any other."""
-    path = ROOT / code.co_filename
-    if path.is_relative_to(ROOT) and path.exists():
-        file = path.relative_to(ROOT).as_posix()
-    elif NAMES.fullmatch(path.stem):  # a copy of a script counts as the script
-        file = path.name
-    else:
-        return None
-    return f"{file.removesuffix('.py')} {code.co_qualname.split('.<locals>')[0]}"
-
-
 def pytest_sessionfinish() -> None:
     """Writes what was seen, in this process of pytest."""
-    if lines:
+    if found:
         with open(Path(os.environ["REACH"], f"{os.getpid()}.jsonl"), "w") as file:
-            for line in lines:
-                codes = line["own"].union(*(of_fixtures[key] for key in fixtures_of(line["item"])))
-                called = sorted(filter(None, set(map(function_of, codes))))
-                found = {"id": line["id"], "seconds": seconds[line["id"]], "starts": line["starts"], "called": called}
-                print(json.dumps(found), file=file)
+            for item, own, starts in found:
+                lines = defaultdict(set)
+                for code, line in own.union(*(of_fixtures[key] for key in fixtures_of(item))):
+                    lines[file_of(code.co_filename)].add(line)
+                lines = {name: sorted(some) for name, some in lines.items()}
+                about = {"id": item.nodeid, "seconds": seconds[item.nodeid], "starts": starts, "lines": lines}
+                print(json.dumps(about), file=file)
