@@ -915,6 +915,8 @@ def start(args: Args) -> None:
         library.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # when one process saves a checkpoint
+    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
@@ -1017,8 +1019,6 @@ class Run:
     def open_folder(self) -> None:
         """Creates the run's folder, or opens it again with --resume. Two runs cannot have the same folder."""
         if not self.args.resume:
-            message = f"{self.output} exists: choose another --output-dir, or continue with --resume {self.output}"
-            require(not self.output.exists(), message)
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # released when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
@@ -1069,9 +1069,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop. If the update of this step is complete, it saves this step.
-        If no weight has changed, it saves the previous step. Otherwise, and in the first step, it saves nothing. Prints
-        how to resume."""
+        """Saves a checkpoint when an error ends the loop, and prints how to resume. After a complete update, it saves
+        this step; before the update, the previous one. It saves nothing if the error came during the update, or before
+        the first step was logged."""
         if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -1142,9 +1142,9 @@ class Run:
         return self.step % every == 0 or self.step == self.num_steps
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
-        the first step there are no moments. With `create_moments`, they are created by a step that changes no
-        weight."""
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. The
+        optimiser has no moments before its first step; `create_moments` creates them, so that a checkpoint can be
+        loaded into them."""
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
             return weights
@@ -1239,8 +1239,8 @@ class Run:
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
-        settings = asdict(self.asked).items()
-        changed = [f"{name}={x!r}" for name, x in settings if x != getattr(Args(), name)]
+        defaults = asdict(Args())
+        changed = [f"{name}={x!r}" for name, x in asdict(self.asked).items() if x != defaults[name]]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]

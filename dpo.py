@@ -32,11 +32,10 @@ Tensor layout for a prompt of 3 tokens (left-padded to 4) and completions of 4 a
 
 The policy pi is the language model being trained; the reference pi_ref is a frozen copy of the initial policy. Why is
 no reward model needed? The policy that maximises E[r] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta) /
-Z(x). Solved for r, this gives the reward for which a policy is optimal: r = beta log(pi(y|x) / pi_ref(y|x)), plus a
-term that depends on x alone and cancels in a difference. With this r, the loss of reward_model.py (the likelihood of
-the Bradley-Terry model) becomes the loss above: fitting a reward and maximising it are one step of supervised learning.
-Compared with PPO there are no rollouts, reward, critic, advantages, ratio and clipping. The price: nothing judges the
-texts that the policy itself writes (tools/evaluate.py does so after training).
+Z(x). Solve this for r: r(x, y) = beta log(pi(y|x) / pi_ref(y|x)) + beta log Z(x). Put this r into the loss of
+reward_model.py, -log sigmoid(r_w - r_l). Z(x) cancels, and the loss above remains. To minimise it is to fit a reward
+and to train the policy at the same time. Compared with PPO there are no rollouts, reward, critic, advantages, ratio and
+clipping. The price: nothing judges the texts that the policy itself writes (tools/evaluate.py does so after training).
 Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao
 et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
 2402.01306, which needs no pairs; kto_pair, as in TRL 0.7, is another loss). docs/dpo.md has a glossary of the metrics.
@@ -128,11 +127,11 @@ class Args:
     # --- DPO ---
     # weight of the KL in DPO's objective (DPO: 0.1 to 0.5). Lower: the policy moves further from the reference
     beta: Positive = 0.1
-    # sigmoid (DPO); hinge (SLiC); ipo (means over tokens); kto_pair (not unpaired KTO; its author advises against it)
+    # sigmoid (DPO); hinge (SLiC); ipo (log-probabilities are means over tokens); kto_pair (TRL 0.7; not unpaired KTO)
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = "sigmoid"
     label_smoothing: MinorShare = 0.0  # assumed share of pairs with a wrong label (conservative DPO, sigmoid)
-    reference_free: bool = False  # use no reference, as if all completions were equally probable under it (TRL)
-    precompute_ref: bool = False  # run the reference before training; without LoRA, then free its memory (TRL)
+    reference_free: bool = False  # leave out the reference: the loss uses log pi alone (TRL)
+    precompute_ref: bool = False  # run the reference once, before training; without LoRA, then free its memory (TRL)
 
     # --- Optimisation ---
     # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
@@ -170,8 +169,9 @@ class Args:
     chosen_column: Name = "chosen"  # preferred completions: texts, or lists of {role, content} messages
     rejected_column: Name = "rejected"  # rejected completions
     prompt_column: Name = "prompt"  # prompts; without this column: the tokens that both texts share at the start
-    max_length: Count = 512  # tokens of prompt and completion; longer pairs lose part of the prompt, then the end
-    max_prompt_length: Count = 128  # tokens that a truncated prompt keeps (TRL 0.7)
+    # maximum tokens of prompt and completion. A longer pair loses part of its prompt, then the ends of its completions
+    max_length: Count = 512
+    max_prompt_length: Count = 128  # tokens of the prompt that stay if a pair is longer than max_length (TRL 0.7)
     truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # the part of a truncated prompt that stays (TRL)
     seed: Natural = 1  # seed of the order of pairs, of adapters, and of the answers shown
 
@@ -208,12 +208,12 @@ def train(args: Args) -> None:
     asked = args
 
     policy = load_policy(args)
-    reference = place(make_reference(args, policy), args)
+    reference = None if args.reference_free else place(make_reference(args, policy), args)
     place(policy, args)
 
     pairs, eval_pairs = load_pairs(args, policy)  # 1
     lengths = list(pairs["length"])
-    args = choose_sizes(args, policy, len(pairs), 2 * max(lengths))
+    args = choose_sizes(args, policy, len(pairs), 2 * max([*lengths, *map(len, eval_pairs)]))
     show_first_row({name: as_read(pairs[0][name], policy.tokenizer) for name in ("prompt", "chosen", "rejected")})
     steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
@@ -272,9 +272,10 @@ def encode_preference(
 ) -> Preference:
     """Encodes a pair of texts or of conversations.
 
-    In plain text, the prompt's tokens are those of the prompt encoded alone, as in a rollout, as far as both texts
-    start with them. Without a prompt, and for conversations, they are the tokens that both texts share at the start.
-    These have the same probability in both texts, and cancel in the loss (except in the means of ipo).
+    A plain-text prompt is encoded alone, as in a rollout. If its last tokens merge with a completion, they belong to
+    the completion. Without a prompt, and for conversations, the prompt is all tokens that both texts share at the
+    start. Their log-probability is the same in both texts, so it cancels in the loss (except with ipo, which takes
+    means over tokens).
     """
     a, b = (encode_whole(prompt, text, tokenizer, options) for text in (chosen, rejected))
     shared = shared_length(a, b)
@@ -341,7 +342,7 @@ def completion_logps(model: nn.Module, pairs: list[Preference], args: Args) -> t
 
 
 @torch.no_grad()
-def read_reference(policy: nn.Module, reference: nn.Module, pairs: list[Preference], args: Args) -> Tensor:
+def read_reference(policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args) -> Tensor:
     """(N, 2) log pi_ref(y|x) of the chosen and rejected completions of all pairs; with reference_free, 0."""
     if args.reference_free or not pairs:
         return torch.zeros(len(pairs), 2, device=args.device)
@@ -607,6 +608,12 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
     return ids + [eos]
 
 
+def warn_of_plain_texts(tokenizer: AutoTokenizer) -> None:
+    """Warns if a chat model is trained on plain texts."""
+    if tokenizer.chat_template:
+        warnings.warn("the rows are plain texts, so the chat template is not used: for a chat model, write messages")
+
+
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
     """Whether all texts of these columns begin with their prompt, so that it has to be removed from them. Warns if only
     some do. For conversations, `whole_turns` checks each row."""
@@ -635,8 +642,8 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     tail = answer[1:] if is_system(answer) else answer
     if not head or not tail or tail[0]["role"] == "assistant":
         return turns + answer
-    strip = lambda x: [turn | {"content": turn["content"].strip()} for turn in x]  # noqa: E731
-    repeated = max(n for n in range(len(head) + 1) if strip(head[len(head) - n :]) == strip(tail[:n]))
+    words = lambda x: [(turn["role"], turn["content"].strip(), turn.get("tool_calls")) for turn in x]  # noqa: E731
+    repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
     is_next = repeated > 0 or head[-1]["role"] == "assistant"
     require(is_next, "the text begins with a user's message, but not with that of the prompt")
     system = [x[0] for x in (turns, answer) if is_system(x)]
@@ -665,6 +672,7 @@ def encode_whole(
     ends its last turn. `options` are those of the chat template."""
     if isinstance(prompt, str) and isinstance(text, str):
         require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
+        warn_of_plain_texts(tokenizer)
         return with_eos(encode_text(prompt + text, tokenizer), tokenizer)
     turns = whole_turns(prompt, text)
     require(turns, "a conversation has no messages")
@@ -703,8 +711,8 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
         texts = [read_value(row, column) for column in (chosen, rejected)]
         start = read_value(row, prompt) if prompt else ""
         if hold_prompt and start.strip():
-            start = start.strip()
-            texts = [text.lstrip().removeprefix(start) for text in texts]
+            start = start.rstrip()
+            texts = [text.lstrip().removeprefix(start.lstrip()) for text in texts]
         is_one_kind = isinstance(start, list) or type(texts[0]) is type(texts[1])
         require(is_one_kind, "one of the chosen and the rejected text is a list of messages, the other is not")
         questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
@@ -785,8 +793,8 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
     """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows.
 
-    A process takes every WORLD_SIZE-th row. All processes make the same number of passes, because sharded weights need
-    that: if WORLD_SIZE does not divide the number of rows, some processes repeat one of the first rows.
+    Process RANK takes the rows RANK, RANK + WORLD_SIZE, ... Sharded weights need the same number of passes in all
+    processes. So if WORLD_SIZE does not divide the number of rows, some processes repeat one of the first rows.
     """
     n = len(rows)
     numbers = torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
@@ -934,8 +942,8 @@ def add_adapter(model: nn.Module, args: Args, **options) -> None:
     """Freezes the model and adds trainable LoRA adapters (Hu et al. 2021)."""
     from peft import LoraConfig
 
-    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
-    model.add_adapter(LoraConfig(**shape, **options))
+    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options)
+    model.add_adapter(config)
 
 
 def context_length(model: nn.Module) -> int:
@@ -1030,6 +1038,8 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     test = args.dataset_test_split
     if test is None:
         test = "validation" if "validation" in train.info.splits else "none"
+        if test == "none":
+            print("no evaluations, since there is no validation split: see --dataset-test-split")
     if test == "none":
         return train, None
     return train, load_split(args.dataset, args.dataset_config, test)
@@ -1140,6 +1150,7 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
     """Renders a conversation with the chat template. With is_prompt, it ends where the assistant is to answer."""
+    require(tokenizer.chat_template, "the rows are conversations, but the model has no chat template: use a chat model")
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1154,8 +1165,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. It is not if the
-        template only prints the list or dict as Python does."""
+        """Whether x is in the rendered text, ignoring white space. Of a list or dict, every part must be there. False
+        if the template prints it in Python's notation, {'a': 1}."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -1173,6 +1184,11 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
         if role == "assistant" and number < len(turns) - 1:
             message = {key: value for key, value in message.items() if key not in thoughts}
             message["content"] = message["content"].rpartition("</think>")[2]
+        for call in message.get("tool_calls", []):
+            arguments = call.get("function", call).get("arguments")
+            quoted = "".join(json.dumps(arguments, ensure_ascii=False).split())
+            is_quoted = isinstance(arguments, str) and quoted in written
+            require(not is_quoted, "the chat template writes the arguments of a tool call in quotes: make them a dict")
         for key, value in message.items():
             if key in ("content", "tool_calls", *thoughts):
                 where = f"{key!r} of message {number}, of role {role!r}"
@@ -1283,6 +1299,8 @@ def start(args: Args) -> None:
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
     require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
+    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
@@ -1457,8 +1475,6 @@ class Run:
     def open_folder(self) -> None:
         """Creates the run's folder, or opens it again with --resume. Two runs cannot have the same folder."""
         if not self.args.resume:
-            message = f"{self.output} exists: choose another --output-dir, or continue with --resume {self.output}"
-            require(not self.output.exists(), message)
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # released when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
@@ -1509,9 +1525,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop. If the update of this step is complete, it saves this step.
-        If no weight has changed, it saves the previous step. Otherwise, and in the first step, it saves nothing. Prints
-        how to resume."""
+        """Saves a checkpoint when an error ends the loop, and prints how to resume. After a complete update, it saves
+        this step; before the update, the previous one. It saves nothing if the error came during the update, or before
+        the first step was logged."""
         if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -1600,9 +1616,9 @@ class Run:
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
-        the first step there are no moments. With `create_moments`, they are created by a step that changes no
-        weight."""
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. The
+        optimiser has no moments before its first step; `create_moments` creates them, so that a checkpoint can be
+        loaded into them."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
@@ -1698,8 +1714,8 @@ class Run:
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
-        settings = asdict(self.asked).items()
-        changed = [f"{name}={x!r}" for name, x in settings if x != getattr(Args(), name)]
+        defaults = asdict(Args())
+        changed = [f"{name}={x!r}" for name, x in asdict(self.asked).items() if x != defaults[name]]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]

@@ -147,7 +147,8 @@ class Args:
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"] = "dapo"
     # level of the ratio: token, or sequence (GSPO; use it with loss_type grpo)
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL); 1 (none, Dr. GRPO)
+    # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL, for scores of 0 or
+    # more); 1 (none, Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     # mean: subtract the group's mean from each score; none: the scores are the advantages, without scaling (RFT)
     baseline: Literal["mean", "none"] = "mean"
@@ -222,14 +223,15 @@ class Args:
     max_turns: Count | None = None  # with --env: maximum turns in an episode; --response-length includes the answers
     # weight of a mixture of experts' load-balancing loss, computed per micro-batch
     aux_loss_coef: NonNegative = 0.0
-    num_eval_prompts: Count = 256  # number of test prompts in an evaluation
+    num_eval_prompts: Count = 256  # test prompts in an evaluation; each gets num_generations + 1 answers
     eval_temperature: Positive = 0.01  # sampling temperature in evaluations (TRL: 0.01, for its tables)
     seed: Natural = 1  # seed of responses, order of prompts, mini-batches, and adapters
 
     # --- Run ---
     # folder of a run to continue. It keeps its settings, except those given on the command line
     resume: Name | None = None
-    total_episodes: Count = 12_800  # number of responses sampled in the run; 12,800 are one pass over the toy prompts
+    # number of responses trained on, or with dynamic_sampling kept; 12,800 are one pass over the toy prompts
+    total_episodes: Count = 12_800
     num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
     exp_name: Name = "grpo"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # folder for all output; by default a new folder runs/NAME__SEED__TIME
@@ -269,8 +271,9 @@ def train(args: Args) -> None:
     G = args.num_generations
     args = choose_sizes(args, policy, prompts, G)
     require(args.batch_size % G == 0, f"--num-generations {G} does not divide a batch of {args.batch_size} responses")
-    reward_fns = {"env": lambda r: r.rewards.sum(1)}
-    if not args.env:
+    if args.env:
+        reward_fns = {"env": lambda r: r.rewards.sum(1)}
+    else:
         reward_fns = make_reward_fns(args, policy, reward_model)
         try_reward_fns(reward_fns, prompts, policy, args)
     show_first_row({"prompt": as_read(prompts[0]["input_ids"], policy.tokenizer).append("⟨answer⟩", "green")})
@@ -289,9 +292,9 @@ def train(args: Args) -> None:
             memory["num_draws"] += num_draws
 
         # 3. Advantage
-        rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
-        if args.baseline == "none":
-            rollout.advantages = rollout.scores[:, None]
+        rollout.advantages = rollout.scores[:, None]  # (B, 1)
+        if args.baseline == "mean":
+            rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]
         rollout.loss_mask = rollout.written
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
@@ -327,8 +330,8 @@ class Rollout:
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
     responses: Tensor  # (B, T), right-padded
-    mask: Tensor  # (B, T), true up to and including the stop token
-    ended: Tensor  # (B,), true if the response has a stop token
+    mask: Tensor  # (B, T), true up to and including the stop token; with --env, up to the end of the episode
+    ended: Tensor  # (B,), true if there is a stop token; with --env, if the environment ended the episode with it
     old_logprobs: Tensor  # (B, T), under the policy that sampled the responses; see read_logprobs
     examples: list[dict]  # the B rows of the dataset that the prompts come from
     rewards_by_name: dict[str, Tensor] = field(default_factory=dict)  # (B,) for each reward function, NaN for None
@@ -565,6 +568,8 @@ def sample_groups(
         examples = batch(prompts, first_draw + draw, num_groups, args.seed)
         part = draw_batch(policy, repeat(examples, G), args)
         part.rewards_by_name, part.scores = score_responses(part, reward_fns, args, G)
+        can_divide = args.scale_rewards != "mean" or part.scores.min() >= 0  # a negative mean would reverse the signs
+        require(can_divide, "--scale-rewards mean needs scores of 0 or more")
         parts.append(part)
         num_differing += int((~equal_groups(part.scores, G)).sum())
         if num_differing >= num_groups:
@@ -582,10 +587,9 @@ def join(parts: list[Rollout]) -> Rollout:
     """Joins rollouts into one, padded to the greatest width."""
     joined = copy(parts[0])
     joined.examples = [row for part in parts for row in part.examples]
-    joined.rewards_by_name = {}
-    for name in parts[0].rewards_by_name:
-        rewards = [part.rewards_by_name[name] for part in parts]
-        joined.rewards_by_name[name] = torch.cat(rewards)
+    joined.rewards_by_name = {
+        name: torch.cat([part.rewards_by_name[name] for part in parts]) for name in parts[0].rewards_by_name
+    }
     for name, x in vars(parts[0]).items():
         if not isinstance(x, Tensor):
             continue
@@ -611,8 +615,9 @@ def can_share_prompts(model: nn.Module, args: Args) -> bool:
 
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
-    """Whether to compute prompts once: if possible, and if a prompt occurs more than once in these rows. Several
-    processes do so even without repeats: with sharded weights, all of them must make the same forward passes."""
+    """Whether to compute each distinct prompt only once. The model must support it, and a prompt must occur more than
+    once in these rows. Several processes do so even without repeats: with sharded weights, all of them must make the
+    same forward passes."""
     return can_share_prompts(model, args) and (WORLD_SIZE > 1 or len(r.prompts.cpu().unique(dim=0)) < len(r.prompts))
 
 
@@ -714,7 +719,6 @@ def score_responses(
         # as in TRL; in the N+ details, such scores become -1
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
     if is_unscored.any():
-        require(not is_unscored.all(), "no response has a reward: all functions of --reward-fn returned None or NaN")
         scores = fill_in(scores, is_unscored, G)
     return rewards, scores
 
@@ -726,10 +730,10 @@ def unscored(rewards: dict[str, Tensor]) -> Tensor:
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
     """Gives unscored responses the mean score of the other responses to the same prompt, or of the batch if there are
-    none. The group's mean does not change. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    none, or 0. The group's mean does not change. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
     known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
-    means = means.where(means.isfinite(), known.nanmean())
+    means = means.where(means.isfinite(), known.nanmean().nan_to_num())
     return torch.where(is_unscored, means.to(scores), scores)
 
 
@@ -817,9 +821,9 @@ def token_weights(mask: Tensor, num_rows: float, num_tokens: float, args: Args) 
     dr_grpo      1 / (rows * response_length): all tokens have the same weight, which does not depend on the batch
     bnpo         1 / (micro-batches * tokens of the micro-batch): the result depends on the micro-batch size
 
-    `num_rows` and `num_tokens` are the numbers in the batch, divided by (mini-batches * processes). With the number of
-    tokens in each mini-batch instead, tokens in mini-batches of short responses would have a higher weight, and with
-    one response per mini-batch, dapo would be the same as grpo.
+    `num_rows` and `num_tokens` are the numbers in the batch, divided by (mini-batches * processes). So all mini-batches
+    are divided by the same number. If each were divided by its own number of tokens, a token would count more in a
+    mini-batch of short responses. With one response per mini-batch, dapo would then equal grpo.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
@@ -846,9 +850,9 @@ def k3_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tuple[Tensor, bool]]:
     """Splits a mini-batch into micro-batches. Returns those of this process, and whether each needs a backward pass.
 
-    Rows with advantage 0 (groups with equal scores) have no gradient, unless KL or the router's loss is added. They
-    come last, and have only a forward pass, for their metrics. With bnpo, this order would change the weights of
-    tokens, so all rows have a backward pass. The first micro-batch always has one, so that each weight has a gradient,
+    Rows with advantage 0 (groups with equal scores) have no gradient, unless the loss has a KL or a router's term. They
+    come last, and have only a forward pass, for their metrics. Not with bnpo, where a token's weight depends on the
+    other rows of its micro-batch. The first micro-batch always has a backward pass, so that each weight has a gradient,
     even if it is 0.
     """
     has_gradient = rollout.advantages[:, 0] != 0
@@ -857,9 +861,9 @@ def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tupl
     rows = rollout.by_length(rows)
     rows = rows[has_gradient[rows].long().argsort(descending=True, stable=True)]
     parts = deal(rows, args)
-    first_rows = torch.stack([part[0] for part in parts[::WORLD_SIZE]])  # if one has no gradient, no later row has one
-    needs_backward = [True, *has_gradient[first_rows[1:]].tolist()]
-    return list(zip(parts[RANK::WORLD_SIZE], needs_backward))
+    rounds = [parts[i : i + WORLD_SIZE] for i in range(0, len(parts), WORLD_SIZE)]  # one part for each process
+    # If the first row of a round has no gradient, no later row has one
+    return [(part[RANK], i == 0 or bool(has_gradient[part[0][0]])) for i, part in enumerate(rounds)]
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
@@ -946,6 +950,7 @@ def update(policy: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout
             stats["clip_ratio/high_max"] = max(high[high >= 0].tolist(), default=0.0)
             stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             if math.isfinite(stats["grad_norm"]):  # otherwise the step would turn the weights into NaN
+                reshard(policy)  # frees gathered weights, which the step does not change
                 optimizer.step()
                 steps += 1
             logs.append(stats)
@@ -1011,7 +1016,7 @@ def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args
         "eval/scores": likeliest.scores.mean().item(),
         "eval/accuracy": right_answers(likeliest).nanmean().item(),
         "eval/pass@1": are_right.nanmean().item(),
-        f"eval/pass@{G}": are_right.amax(1).nanmean().item(),
+        f"eval/pass@{G}": are_right.nan_to_num(0.0).amax(1)[~are_right.isnan().all(1)].mean().item(),
     }
     stats |= {f"eval/rewards/{name}/mean": x.nanmean().item() for name, x in likeliest.rewards_by_name.items()}
     return stats | {f"eval/{name}": x for name, x in turn_stats(likeliest).items()}
@@ -1063,14 +1068,17 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
-    """Warns if no response has a stop token, or if all scores are equal. Each warning appears once."""
-    if policy.stop_token_ids and not rollout.ended.any():
+    """Warns if few responses have a stop token, no response has a reward, or all scores are equal. Each warning appears
+    once."""
+    if policy.stop_token_ids and rollout.ended.float().mean() < 0.5:
         warnings.warn(
-            "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
-            "or check that the policy was trained to end its texts"
+            "most responses of the batch have no stop token: raise --response-length, set --missing-eos-penalty or "
+            "--stop-token, or check that the policy was trained to end its texts"
         )
+    if unscored(rollout.rewards_by_name).all():
+        warnings.warn("no response of the batch has a reward: all functions of --reward-fn returned None or NaN")
     if rollout.scores.std(correction=0) < 1e-6:
-        warnings.warn("all scores of the batch are equal, so there is nothing to learn from: check the reward")
+        warnings.warn("all scores of the batch are equal, so none of its responses is better: check the reward")
 
 
 # --- Additions: --env, several turns, as in lecture/agent.py ----------------------------------------------------------
@@ -1533,7 +1541,9 @@ def check_args(args: Args) -> None:
     refuse_unused(args, "num_eval_prompts eval_temperature", is_evaluated, "with --dataset-test-split none")
     refuse_unused(args, "max_turns", args.env, "without --env")
     refuse_unused(args, "reward_fn", not args.env, "with --env, which gives the reward")
-    refuse_unused(args, "scale_rewards", args.baseline != "none", "with --baseline none")
+    has_baseline = args.baseline != "none"
+    refuse_unused(args, "scale_rewards", has_baseline, "with --baseline none")
+    refuse_unused(args, "dynamic_sampling", has_baseline, "with --baseline none, where groups of equal scores count")
     refuse_unused(args, "epsilon delta", args.loss_type != "cispo", "with --loss-type cispo: set --epsilon-high")
     _, upper = clip_bounds(args)
     is_beyond = args.delta is None or args.delta > upper
@@ -1563,11 +1573,12 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
     rows = batch_size // parts
-    longest = longest_prompt(prompts) + args.response_length
+    prompt_length = longest_prompt(prompts)
+    longest = prompt_length + args.response_length
     fitting = rows_that_fit(policy, longest, args)
     is_shared = can_share_prompts(policy, args)
     if is_shared:
-        fitting = shared_rows_that_fit(policy, longest_prompt(prompts), rows, G, args)
+        fitting = shared_rows_that_fit(policy, prompt_length, rows, G, args)
     micro_batch_size = args.micro_batch_size or per_device or min(rows, fitting)
     rollout_batch_size = args.local_rollout_forward_batch_size or rows_that_fit(policy, longest, args, is_trained=False)
 
@@ -1597,7 +1608,9 @@ def shared_rows_that_fit(policy: nn.Module, prompt_length: int, num_rows: int, G
     """Like rows_that_fit, if each prompt is computed once for its rows. If possible, returns a multiple of G that
     divides the num_rows of a mini-batch.
 
-    A row needs its share of the prompt's pass, a copy of its keys and values (a fifth of that pass), and its response.
+    A prompt is computed once for the rows of its group in a mini-batch, G / num_mini_batches on average. So a row needs
+    memory for num_mini_batches / G of a prompt, for a copy of the prompt's keys and values (0.2 of a prompt), and for
+    its response.
     """
     share = min(1.0, args.num_mini_batches / G + 0.2)
     num_tokens = math.ceil(prompt_length * share) + args.response_length
@@ -1772,8 +1785,8 @@ def add_adapter(model: nn.Module, args: Args, **options) -> None:
     """Freezes the model and adds trainable LoRA adapters (Hu et al. 2021)."""
     from peft import LoraConfig
 
-    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
-    model.add_adapter(LoraConfig(**shape, **options))
+    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options)
+    model.add_adapter(config)
 
 
 def context_length(model: nn.Module) -> int:
@@ -1902,6 +1915,8 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     test = args.dataset_test_split
     if test is None:
         test = "validation" if "validation" in train.info.splits else "none"
+        if test == "none":
+            print("no evaluations, since there is no validation split: see --dataset-test-split")
     if test == "none":
         return train, None
     return train, load_split(args.dataset, args.dataset_config, test)
@@ -2012,6 +2027,7 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
     """Renders a conversation with the chat template. With is_prompt, it ends where the assistant is to answer."""
+    require(tokenizer.chat_template, "the rows are conversations, but the model has no chat template: use a chat model")
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -2026,8 +2042,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. It is not if the
-        template only prints the list or dict as Python does."""
+        """Whether x is in the rendered text, ignoring white space. Of a list or dict, every part must be there. False
+        if the template prints it in Python's notation, {'a': 1}."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -2045,6 +2061,11 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
         if role == "assistant" and number < len(turns) - 1:
             message = {key: value for key, value in message.items() if key not in thoughts}
             message["content"] = message["content"].rpartition("</think>")[2]
+        for call in message.get("tool_calls", []):
+            arguments = call.get("function", call).get("arguments")
+            quoted = "".join(json.dumps(arguments, ensure_ascii=False).split())
+            is_quoted = isinstance(arguments, str) and quoted in written
+            require(not is_quoted, "the chat template writes the arguments of a tool call in quotes: make them a dict")
         for key, value in message.items():
             if key in ("content", "tool_calls", *thoughts):
                 where = f"{key!r} of message {number}, of role {role!r}"
@@ -2191,6 +2212,8 @@ def start(args: Args) -> None:
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
     require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
+    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
@@ -2380,8 +2403,6 @@ class Run:
     def open_folder(self) -> None:
         """Creates the run's folder, or opens it again with --resume. Two runs cannot have the same folder."""
         if not self.args.resume:
-            message = f"{self.output} exists: choose another --output-dir, or continue with --resume {self.output}"
-            require(not self.output.exists(), message)
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # released when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
@@ -2432,9 +2453,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop. If the update of this step is complete, it saves this step.
-        If no weight has changed, it saves the previous step. Otherwise, and in the first step, it saves nothing. Prints
-        how to resume."""
+        """Saves a checkpoint when an error ends the loop, and prints how to resume. After a complete update, it saves
+        this step; before the update, the previous one. It saves nothing if the error came during the update, or before
+        the first step was logged."""
         if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -2523,9 +2544,9 @@ class Run:
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
-        the first step there are no moments. With `create_moments`, they are created by a step that changes no
-        weight."""
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. The
+        optimiser has no moments before its first step; `create_moments` creates them, so that a checkpoint can be
+        loaded into them."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
@@ -2621,8 +2642,8 @@ class Run:
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
-        settings = asdict(self.asked).items()
-        changed = [f"{name}={x!r}" for name, x in settings if x != getattr(Args(), name)]
+        defaults = asdict(Args())
+        changed = [f"{name}={x!r}" for name, x in asdict(self.asked).items() if x != defaults[name]]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]

@@ -554,8 +554,9 @@ def can_share_prompts(model: nn.Module, args: Args) -> bool:
 
 
 def shares_prompts(model: nn.Module, r: Rollout, args: Args) -> bool:
-    """Whether to compute prompts once: if possible, and if a prompt occurs more than once in these rows. Several
-    processes do so even without repeats: with sharded weights, all of them must make the same forward passes."""
+    """Whether to compute each distinct prompt only once. The model must support it, and a prompt must occur more than
+    once in these rows. Several processes do so even without repeats: with sharded weights, all of them must make the
+    same forward passes."""
     return can_share_prompts(model, args) and (WORLD_SIZE > 1 or len(r.prompts.cpu().unique(dim=0)) < len(r.prompts))
 
 
@@ -689,7 +690,6 @@ def score_responses(
         # as in TRL; in the N+ details, such scores become -1
         scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
     if is_unscored.any():
-        require(not is_unscored.all(), "no response has a reward: all functions of --reward-fn returned None or NaN")
         scores = fill_in(scores, is_unscored, G)
     return rewards, scores
 
@@ -701,10 +701,10 @@ def unscored(rewards: dict[str, Tensor]) -> Tensor:
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
     """Gives unscored responses the mean score of the other responses to the same prompt, or of the batch if there are
-    none. The group's mean does not change. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
+    none, or 0. The group's mean does not change. G = 4: [1, ?, 0, 0] -> [1, 1/3, 0, 0]"""
     known = scores.masked_fill(is_unscored, math.nan).cpu().double()  # in float64 the mean of equal scores is exact
     means = known.view(-1, G).nanmean(1).repeat_interleave(G)
-    means = means.where(means.isfinite(), known.nanmean())
+    means = means.where(means.isfinite(), known.nanmean().nan_to_num())
     return torch.where(is_unscored, means.to(scores), scores)
 
 
@@ -722,11 +722,6 @@ def weighted_sum(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tens
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sums over real tokens. Values on padding are ignored, even NaN."""
     return x.masked_fill(~mask, 0.0).sum()
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over real tokens."""
-    return x[mask].mean()
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -912,16 +907,14 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
     """
     B = len(rollout.mask)
     kl = masked_sum(rollout.kl, rollout.mask).item() / B
+    k3 = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3")  # (B, T)
     score = rollout.scores.mean().item()
     stats = {
         "objective/kl": kl,
-        "objective/kl_k3": masked_sum(
-            kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3"), rollout.mask
-        ).item()
-        / B,
+        "objective/kl_k3": masked_sum(k3, rollout.mask).item() / B,
         "objective/kl_coef": rollout.kl_coef,
-        "objective/entropy": masked_sum(-rollout.old_logprobs, rollout.mask).item()
-        / B,  # an estimate from the sampled tokens
+        # an estimate from the sampled tokens
+        "objective/entropy": masked_sum(-rollout.old_logprobs, rollout.mask).item() / B,
         "objective/non_score_reward": -rollout.kl_coef * kl,
         "objective/rlhf_reward": score - rollout.kl_coef * kl,
         "objective/scores": score,
@@ -1004,14 +997,17 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
 
 
 def warn_about(rollout: Rollout, policy: nn.Module) -> None:
-    """Warns if no response has a stop token, or if all scores are equal. Each warning appears once."""
-    if policy.stop_token_ids and not rollout.ended.any():
+    """Warns if few responses have a stop token, no response has a reward, or all scores are equal. Each warning appears
+    once."""
+    if policy.stop_token_ids and rollout.ended.float().mean() < 0.5:
         warnings.warn(
-            "no response ends with a stop token: raise --response-length, set --missing-eos-penalty or --stop-token, "
-            "or check that the policy was trained to end its texts"
+            "most responses of the batch have no stop token: raise --response-length, set --missing-eos-penalty or "
+            "--stop-token, or check that the policy was trained to end its texts"
         )
+    if unscored(rollout.rewards_by_name).all():
+        warnings.warn("no response of the batch has a reward: all functions of --reward-fn returned None or NaN")
     if rollout.scores.std(correction=0) < 1e-6:
-        warnings.warn("all scores of the batch are equal, so there is nothing to learn from: check the reward")
+        warnings.warn("all scores of the batch are equal, so none of its responses is better: check the reward")
 
 
 # --- Additions to RLOO: adaptive KL, pretraining texts, a moving average ----------------------------------------------
@@ -1442,11 +1438,12 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset, G: in
     divisor = f"{args.num_mini_batches} mini-batches x {WORLD_SIZE} process(es)"
     require(batch_size % parts == 0, f"--batch-size {batch_size} is not divisible by {divisor}")
     rows = batch_size // parts
-    longest = longest_prompt(prompts) + args.response_length
+    prompt_length = longest_prompt(prompts)
+    longest = prompt_length + args.response_length
     fitting = rows_that_fit(policy, longest, args)
     is_shared = can_share_prompts(policy, args)
     if is_shared:
-        fitting = shared_rows_that_fit(policy, longest_prompt(prompts), rows, G, args)
+        fitting = shared_rows_that_fit(policy, prompt_length, rows, G, args)
     micro_batch_size = args.micro_batch_size or per_device or min(rows, fitting)
     rollout_batch_size = args.local_rollout_forward_batch_size or rows_that_fit(policy, longest, args, is_trained=False)
 
@@ -1476,7 +1473,9 @@ def shared_rows_that_fit(policy: nn.Module, prompt_length: int, num_rows: int, G
     """Like rows_that_fit, if each prompt is computed once for its rows. If possible, returns a multiple of G that
     divides the num_rows of a mini-batch.
 
-    A row needs its share of the prompt's pass, a copy of its keys and values (a fifth of that pass), and its response.
+    A prompt is computed once for the rows of its group in a mini-batch, G / num_mini_batches on average. So a row needs
+    memory for num_mini_batches / G of a prompt, for a copy of the prompt's keys and values (0.2 of a prompt), and for
+    its response.
     """
     share = min(1.0, args.num_mini_batches / G + 0.2)
     num_tokens = math.ceil(prompt_length * share) + args.response_length
@@ -1651,8 +1650,8 @@ def add_adapter(model: nn.Module, args: Args, **options) -> None:
     """Freezes the model and adds trainable LoRA adapters (Hu et al. 2021)."""
     from peft import LoraConfig
 
-    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
-    model.add_adapter(LoraConfig(**shape, **options))
+    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options)
+    model.add_adapter(config)
 
 
 def context_length(model: nn.Module) -> int:
@@ -1781,6 +1780,8 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     test = args.dataset_test_split
     if test is None:
         test = "validation" if "validation" in train.info.splits else "none"
+        if test == "none":
+            print("no evaluations, since there is no validation split: see --dataset-test-split")
     if test == "none":
         return train, None
     return train, load_split(args.dataset, args.dataset_config, test)
@@ -1891,6 +1892,7 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
     """Renders a conversation with the chat template. With is_prompt, it ends where the assistant is to answer."""
+    require(tokenizer.chat_template, "the rows are conversations, but the model has no chat template: use a chat model")
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1905,8 +1907,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. It is not if the
-        template only prints the list or dict as Python does."""
+        """Whether x is in the rendered text, ignoring white space. Of a list or dict, every part must be there. False
+        if the template prints it in Python's notation, {'a': 1}."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -1924,6 +1926,11 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
         if role == "assistant" and number < len(turns) - 1:
             message = {key: value for key, value in message.items() if key not in thoughts}
             message["content"] = message["content"].rpartition("</think>")[2]
+        for call in message.get("tool_calls", []):
+            arguments = call.get("function", call).get("arguments")
+            quoted = "".join(json.dumps(arguments, ensure_ascii=False).split())
+            is_quoted = isinstance(arguments, str) and quoted in written
+            require(not is_quoted, "the chat template writes the arguments of a tool call in quotes: make them a dict")
         for key, value in message.items():
             if key in ("content", "tool_calls", *thoughts):
                 where = f"{key!r} of message {number}, of role {role!r}"
@@ -2070,6 +2077,8 @@ def start(args: Args) -> None:
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
     require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
+    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
@@ -2259,8 +2268,6 @@ class Run:
     def open_folder(self) -> None:
         """Creates the run's folder, or opens it again with --resume. Two runs cannot have the same folder."""
         if not self.args.resume:
-            message = f"{self.output} exists: choose another --output-dir, or continue with --resume {self.output}"
-            require(not self.output.exists(), message)
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # released when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
@@ -2311,9 +2318,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop. If the update of this step is complete, it saves this step.
-        If no weight has changed, it saves the previous step. Otherwise, and in the first step, it saves nothing. Prints
-        how to resume."""
+        """Saves a checkpoint when an error ends the loop, and prints how to resume. After a complete update, it saves
+        this step; before the update, the previous one. It saves nothing if the error came during the update, or before
+        the first step was logged."""
         if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -2402,9 +2409,9 @@ class Run:
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
-        the first step there are no moments. With `create_moments`, they are created by a step that changes no
-        weight."""
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. The
+        optimiser has no moments before its first step; `create_moments` creates them, so that a checkpoint can be
+        loaded into them."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
@@ -2500,8 +2507,8 @@ class Run:
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
-        settings = asdict(self.asked).items()
-        changed = [f"{name}={x!r}" for name, x in settings if x != getattr(Args(), name)]
+        defaults = asdict(Args())
+        changed = [f"{name}={x!r}" for name, x in asdict(self.asked).items() if x != defaults[name]]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]

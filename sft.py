@@ -192,7 +192,7 @@ def train(args: Args) -> None:
 
     rows, eval_rows = load_texts(args, policy)  # 1
     lengths = list(rows["length"])
-    args = choose_sizes(args, policy, len(rows), max(lengths))
+    args = choose_sizes(args, policy, len(rows), max([*lengths, *(len(ids) for ids, _ in eval_rows)]))
     is_label = [label != IGNORE for label in rows[0]["labels"]]
     show_first_row({"text, with its labels in green": as_read(rows[0]["ids"], policy.tokenizer, is_label)})
     steps_per_epoch = math.ceil(len(rows) / args.batch_size)
@@ -250,6 +250,7 @@ def encode_pair(
         num_given = num_given or len(as_turns(prompt, "user"))  # the completion repeats the prompt
         return encode_messages(turns, tokenizer, completion_only, options, num_given)
     require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
+    warn_of_plain_texts(tokenizer)
     ids = with_eos(encode_text(prompt + completion, tokenizer), tokenizer)
     if not prompt or not completion_only:
         return ids, ids
@@ -487,8 +488,7 @@ def load_policy(args: Args) -> nn.Module:
 def load_texts(args: Args, policy: nn.Module) -> tuple[datasets.Dataset, list[Row]]:
     """Loads the training rows (ids, labels and length), and the test rows, which are not packed."""
     train, test = load_data(args)
-    longest = context_length(policy)
-    limit = min(args.max_length, longest)
+    limit = min(args.max_length, context_length(policy))
     rows = read_texts(train, policy.tokenizer, args, sys.maxsize if args.packing else limit)
     if args.packing:
         rows = pack_rows(rows, limit)
@@ -496,8 +496,7 @@ def load_texts(args: Args, policy: nn.Module) -> tuple[datasets.Dataset, list[Ro
     require(len(rows), f"--dataset {args.dataset}: {reason} (--max-length {limit})")
     if test is None:
         return rows, []
-    tests = read_texts(test, policy.tokenizer, args, longest if args.packing else limit)
-    return rows, as_rows(tests[:])
+    return rows, as_rows(read_texts(test, policy.tokenizer, args, limit)[:])
 
 
 def as_rows(columns: dict[str, list]) -> list[Row]:
@@ -509,7 +508,7 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     """Encodes the texts of a split in any of the three formats, and cuts them to `limit` tokens. Texts without a label
     are dropped, and their number is printed."""
     completion_only = args.completion_only_loss
-    messages, prompt, completion = args.messages_column, args.prompt_column, args.completion_column
+    prompt, completion = args.prompt_column, args.completion_column
     column = text_column(data, args)
     if column == completion:
         check_columns(data, {"--prompt-column": prompt})
@@ -523,14 +522,14 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
         """Encodes one row."""
         text = read_value(row, column)
         options = template_options(row)
-        if column == messages:
-            ids, labels = encode_messages(text, tokenizer, completion_only, options)
-        elif column == completion:
+        if column == completion:
             start = read_value(row, prompt)
             if hold_prompt:
-                start = start.strip()
-                text = text.lstrip().removeprefix(start)
+                start = start.rstrip()
+                text = text.lstrip().removeprefix(start.lstrip())
             ids, labels = encode_pair(start, text, tokenizer, completion_only, options)
+        elif isinstance(text, list):
+            ids, labels = encode_messages(text, tokenizer, completion_only, options)
         else:
             ids, labels = encode_pair("", text, tokenizer, False, options)
         return {
@@ -561,7 +560,8 @@ def text_column(data: datasets.Dataset, args: Args) -> str:
     named = {f"--{kind}-column": column for kind, column in columns.items() if column != kind}
     check_columns(data, named)
     found = [*named.values(), *(column for column in columns.values() if column in data.column_names)]
-    require(found, f"the dataset has columns {', '.join(data.column_names)}, but none of {', '.join(columns.values())}")
+    names = ", ".join(data.column_names)
+    require(found, f"the dataset has the columns {names}: set --messages-column, --completion-column or --text-column")
     require(len(named) < 2, f"give only one of {', '.join(named)}")
     is_unused = found[0] != args.completion_column and args.prompt_column != Args.prompt_column
     require(not is_unused, f"--prompt-column has no effect, since the column {found[0]!r} is read")
@@ -627,6 +627,12 @@ def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
     return ids + [eos]
 
 
+def warn_of_plain_texts(tokenizer: AutoTokenizer) -> None:
+    """Warns if a chat model is trained on plain texts."""
+    if tokenizer.chat_template:
+        warnings.warn("the rows are plain texts, so the chat template is not used: for a chat model, write messages")
+
+
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
     """Whether all texts of these columns begin with their prompt, so that it has to be removed from them. Warns if only
     some do. For conversations, `whole_turns` checks each row."""
@@ -655,8 +661,8 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     tail = answer[1:] if is_system(answer) else answer
     if not head or not tail or tail[0]["role"] == "assistant":
         return turns + answer
-    strip = lambda x: [turn | {"content": turn["content"].strip()} for turn in x]  # noqa: E731
-    repeated = max(n for n in range(len(head) + 1) if strip(head[len(head) - n :]) == strip(tail[:n]))
+    words = lambda x: [(turn["role"], turn["content"].strip(), turn.get("tool_calls")) for turn in x]  # noqa: E731
+    repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
     is_next = repeated > 0 or head[-1]["role"] == "assistant"
     require(is_next, "the text begins with a user's message, but not with that of the prompt")
     system = [x[0] for x in (turns, answer) if is_system(x)]
@@ -722,8 +728,8 @@ def separate_dropout(args: Args, step: int) -> None:
 def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
     """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows.
 
-    A process takes every WORLD_SIZE-th row. All processes make the same number of passes, because sharded weights need
-    that: if WORLD_SIZE does not divide the number of rows, some processes repeat one of the first rows.
+    Process RANK takes the rows RANK, RANK + WORLD_SIZE, ... Sharded weights need the same number of passes in all
+    processes. So if WORLD_SIZE does not divide the number of rows, some processes repeat one of the first rows.
     """
     n = len(rows)
     numbers = torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
@@ -871,8 +877,8 @@ def add_adapter(model: nn.Module, args: Args, **options) -> None:
     """Freezes the model and adds trainable LoRA adapters (Hu et al. 2021)."""
     from peft import LoraConfig
 
-    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
-    model.add_adapter(LoraConfig(**shape, **options))
+    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options)
+    model.add_adapter(config)
 
 
 def context_length(model: nn.Module) -> int:
@@ -967,6 +973,8 @@ def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     test = args.dataset_test_split
     if test is None:
         test = "validation" if "validation" in train.info.splits else "none"
+        if test == "none":
+            print("no evaluations, since there is no validation split: see --dataset-test-split")
     if test == "none":
         return train, None
     return train, load_split(args.dataset, args.dataset_config, test)
@@ -1077,6 +1085,7 @@ def as_turns(text: str | list[dict], role: str) -> list[dict]:
 
 def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
     """Renders a conversation with the chat template. With is_prompt, it ends where the assistant is to answer."""
+    require(tokenizer.chat_template, "the rows are conversations, but the model has no chat template: use a chat model")
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
     except Exception as error:  # of any type: a template is a program
@@ -1091,8 +1100,8 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
     thoughts = ("reasoning_content", "reasoning", "thinking")
 
     def is_there(x: object) -> bool:
-        """Whether x, or every part of a list or dict, is in the rendered text, ignoring white space. It is not if the
-        template only prints the list or dict as Python does."""
+        """Whether x is in the rendered text, ignoring white space. Of a list or dict, every part must be there. False
+        if the template prints it in Python's notation, {'a': 1}."""
         if isinstance(x, dict):
             parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
         elif isinstance(x, list):
@@ -1110,6 +1119,11 @@ def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, optio
         if role == "assistant" and number < len(turns) - 1:
             message = {key: value for key, value in message.items() if key not in thoughts}
             message["content"] = message["content"].rpartition("</think>")[2]
+        for call in message.get("tool_calls", []):
+            arguments = call.get("function", call).get("arguments")
+            quoted = "".join(json.dumps(arguments, ensure_ascii=False).split())
+            is_quoted = isinstance(arguments, str) and quoted in written
+            require(not is_quoted, "the chat template writes the arguments of a tool call in quotes: make them a dict")
         for key, value in message.items():
             if key in ("content", "tool_calls", *thoughts):
                 where = f"{key!r} of message {number}, of role {role!r}"
@@ -1220,6 +1234,8 @@ def start(args: Args) -> None:
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
     require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
+    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
@@ -1385,8 +1401,6 @@ class Run:
     def open_folder(self) -> None:
         """Creates the run's folder, or opens it again with --resume. Two runs cannot have the same folder."""
         if not self.args.resume:
-            message = f"{self.output} exists: choose another --output-dir, or continue with --resume {self.output}"
-            require(not self.output.exists(), message)
             self.output.mkdir(parents=True)
         self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # released when the process ends
         self.file = open(self.output / "metrics.jsonl", "a")
@@ -1437,9 +1451,9 @@ class Run:
                 signal.signal(number, handler)
 
     def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop. If the update of this step is complete, it saves this step.
-        If no weight has changed, it saves the previous step. Otherwise, and in the first step, it saves nothing. Prints
-        how to resume."""
+        """Saves a checkpoint when an error ends the loop, and prints how to resume. After a complete update, it saves
+        this step; before the update, the previous one. It saves nothing if the error came during the update, or before
+        the first step was logged."""
         if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
             return
         prints_message = not RANK
@@ -1528,9 +1542,9 @@ class Run:
         save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
 
     def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. Before
-        the first step there are no moments. With `create_moments`, they are created by a step that changes no
-        weight."""
+        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. The
+        optimiser has no moments before its first step; `create_moments` creates them, so that a checkpoint can be
+        loaded into them."""
         reshard(self.models)
         weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
         if not self.optimizer.state and not create_moments:
@@ -1626,8 +1640,8 @@ class Run:
         made = code_version()
         base = self.args.model
         is_on_hub = base and locate(base) == base and not Path(base).exists()
-        settings = asdict(self.asked).items()
-        changed = [f"{name}={x!r}" for name, x in settings if x != getattr(Args(), name)]
+        defaults = asdict(Args())
+        changed = [f"{name}={x!r}" for name, x in asdict(self.asked).items() if x != defaults[name]]
         lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
         last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
         metrics = [f"{name} {x:.4g}" for name, x in last.items()]

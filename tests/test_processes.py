@@ -37,6 +37,8 @@ HALF_THE_IMAGES = dict(sample_batch_size=4, train_batch_size=2)
 HALF = dict(batch_size=None, per_device_train_batch_size=4)  # on each of two processes, beside 8 on one
 TWO_REWARDS = dict(reward_fn=("reward.py:length", "reward_model"), reward_weights=(0.5, 1.0))
 OTHER_GROUPS = dict(loss_type="grpo", importance_sampling_level="sequence", beta=0.1, num_ppo_epochs=2)
+# micro-batches without a backward pass, after which stage 2 keeps gathered weights
+EQUAL_GROUPS = dict(batch_size=16, micro_batch_size=2, total_episodes=48, reward_fn=("reward.py:some",))
 ALL_TOKENS = dict(loss_type="dr_grpo", scale_rewards="batch", mask_truncated_completions=True)
 GAMES = dict(env="toy/guess/make.py:Game", model="toy/guess/sft", dataset="toy/guess/data/prompts", max_turns=3)
 GAMES |= dict(response_length=12, dataset_test_split="train", num_eval_prompts=5, dynamic_sampling=1)
@@ -62,6 +64,7 @@ RUNS = {  # name: script, settings of both runs, settings of the run on two proc
     "rloo 3 adapter": ("rloo", dict(lora_r=4, ema_decay=0.5), dict(zero_stage=3, gradient_checkpointing=True)),
     "grpo 0": ("grpo", dict(num_mini_batches=2, num_ppo_epochs=2, dynamic_sampling=2, num_eval_prompts=5), {}),
     "grpo 2": ("grpo", OTHER_GROUPS, dict(zero_stage=2)),
+    "grpo 2 equal groups": ("grpo", EQUAL_GROUPS, dict(zero_stage=2)),
     "grpo 3": ("grpo", ALL_TOKENS, dict(zero_stage=3)),
     "grpo 3 adapter": ("grpo", dict(lora_r=4, beta=0.1, loss_type="cispo", num_ppo_epochs=2), dict(zero_stage=3)),
     "grpo 3 games": ("grpo", GAMES, dict(zero_stage=3)),
@@ -81,7 +84,7 @@ RUNS = {  # name: script, settings of both runs, settings of the run on two proc
     "ddpo guided": ("ddpo", GUIDED | dict(reward_fn="reward.py:brightness"), HALF_THE_IMAGES),
     "ddpo adapter": ("ddpo", dict(lora_r=2, train_learning_rate=1e-2), HALF_THE_IMAGES),
 }
-QUICK = ["ppo 2", "ppo 3 checkpointing", "rloo 3 adapter", "grpo 0", "dpo 3", "sft 0", "ddpo"]
+QUICK = ["ppo 2", "ppo 3 checkpointing", "rloo 3 adapter", "grpo 0", "grpo 2 equal groups", "dpo 3", "sft 0", "ddpo"]
 
 REWARDS = """
 import os
@@ -95,6 +98,11 @@ def length(prompts, completions, **_):
 def tail(prompts, completions, prompt, **_):
     assert prompt == prompts
     return [len(x) / 50 - len(y) / 20 for x, y in zip(completions, prompts)]
+
+
+def some(prompts, completions, **_):
+    # those of half of the prompts differ
+    return [len(y) * (sum(map(ord, x)) % 2) for x, y in zip(prompts, completions)]
 
 
 def brightness(images, prompts, metadata):
@@ -117,11 +125,11 @@ def is_third_update(run):
 
 
 def fails_once(prompts, completions, **_):
-    # says nothing of any response, to all processes
+    # to all processes
     mark = f"{__file__}.failed.{os.environ['RANK']}"
     if is_third_update("broken") and not os.path.exists(mark):
         open(mark, "w").close()
-        return [None] * len(prompts)
+        return [float("inf")] * len(prompts)
     return length(prompts, completions)
 
 
