@@ -1,4 +1,4 @@
-"""Runs programs with a change: the diffs of docs/fork.md, docs/questions.md and docs/agent.md (see tools/fork.py).
+"""Runs programs with a change: the diffs of docs/fork.md, docs/questions.md and docs/agent.md (see tools/make_fork.py).
 
 For those of docs/fork.md, `measure` gives means over the last five updates on the toy world.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from record import LAST, ROOT, Run, diff_of
-from fork import apply
+from make_fork import apply
 from gold_score import gold_text_score
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).resolve().parent.parent / folder) for folder in ("", "benchmarks", "tools", "toy")]
 from common import LEARNED, ROOT
-from fork import read_diffs
+from make_fork import read_diffs
 from seeds import judge
 
 RUNS = Path(__file__).resolve().with_name("runs.toml")

@@ -1,6 +1,7 @@
 """Data: folders, files and splits; batches; texts, pairs and conversations as tokens."""
 
 import json
+import warnings
 
 import pytest
 from families import make_tokenizer
@@ -85,6 +86,27 @@ def test_unknown_words(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/shells/sft")
     with pytest.warns(UserWarning, match="1 of 2"):
         ppo.encode_prompts(data, tokenizer, ppo.Args())
+
+
+def test_plain_texts_for_a_chat_model(tmp_path):
+    """It would continue them, or be trained without its template: the run says so. Other models read plain texts."""
+    rows = [{"prompt": "The film ", "completion": "is good.", "chosen": "is good.", "rejected": "is bad."}]
+    data = ppo.load_split(write_rows(tmp_path / "d.jsonl", rows), None, "train")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    read = [
+        lambda: ppo.encode_prompts(data, tokenizer, ppo.Args()),
+        lambda: sft.read_texts(data, tokenizer, sft.Args(), 99),
+        lambda: dpo.encode_pairs(data, tokenizer, dpo.Args(), 99),
+        lambda: reward_model.encode_pairs(data, tokenizer, reward_model.Args(), 99),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for function in read:
+            function()
+    tokenizer.chat_template = TEMPLATE
+    for function in read:
+        with pytest.warns(UserWarning, match="plain texts"):
+            function()
 
 
 # --- Batches

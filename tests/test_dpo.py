@@ -210,6 +210,11 @@ def test_the_reference_is_gone_once_all_is_precomputed(tmp_path, tiny, monkeypat
     assert run(dpo, tmp_path, precompute_ref=True, **tiny["dpo"])
 
 
+def test_without_a_reference_none_is_made(tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr(dpo, "make_reference", None)
+    assert run(dpo, tmp_path, reference_free=True, **tiny["dpo"])
+
+
 # --- learning
 
 

@@ -15,7 +15,7 @@ import ppo
 sys.path.insert(0, str(ROOT / "experiments"))
 import forks  # noqa: E402
 import record  # noqa: E402  (which adds tools/ to the path)
-from fork import PAGES, apply, main, read_diffs  # noqa: E402
+from make_fork import PAGES, apply, main, read_diffs  # noqa: E402
 
 DIFFS = {page: read_diffs(text_of(page)) for page in ("docs/fork.md", "docs/questions.md")}
 USED = {("docs/fork.md", name, "lecture/ppo.py") for name in DIFFS["docs/fork.md"]}
@@ -52,14 +52,14 @@ def test_most_forks_are_the_same_in_both_files():
 
 @pytest.fixture
 def fork(tmp_path, monkeypatch, tiny):
-    """fork("A metric") -> the module that tools/fork.py makes of ppo.py, and metrics of a run of one update with it."""
+    """fork("A metric") -> the module that tools/make_fork.py makes of ppo.py, and metrics of a run of one update with it."""
 
     def make(name):
         (tmp_path / "docs").mkdir()
         for file in ("ppo.py", *PAGES):
             shutil.copy(ROOT / file, tmp_path / file)
-        monkeypatch.setattr("fork.ROOT", tmp_path)
-        monkeypatch.setattr(sys, "argv", ["fork.py", name, "--script", "ppo.py"])
+        monkeypatch.setattr("make_fork.ROOT", tmp_path)
+        monkeypatch.setattr(sys, "argv", ["make_fork.py", name, "--script", "ppo.py"])
         main()
         module = load(tmp_path / "fork.py", "forked")
         settings = tiny["ppo"] | dict(total_episodes=8, model="toy/sft")

@@ -280,8 +280,8 @@ def test_dynamic_sampling(monkeypatch):
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_evaluation(monkeypatch, processes):
-    """Four prompts: low temperature is right on 0 and 1; of two answers each, of 0 and 1 both, of 2 one is; nothing is
-    said of 3."""
+    """Four prompts: low temperature is right on 0 and 1; of two answers each, of 0 and 1 both, of 2 one is, and the
+    other has no reward; nothing is said of 3."""
     args = grpo.Args(num_generations=2)
 
     def answer(policy, examples, answers):
@@ -296,11 +296,17 @@ def test_evaluation(monkeypatch, processes):
 
     monkeypatch.setattr(grpo, "WORLD_SIZE", processes)
     monkeypatch.setattr(grpo, "sample_batch", answer)
-    said = lambda r: r.old_logprobs[:, 0].masked_fill(r.prompts[:, 0] == 3, math.nan)
+
+    def said(r):
+        is_open = r.prompts[:, 0] == 3
+        if len(is_open) > 6:  # two answers each
+            is_open |= (r.prompts[:, 0] == 2) & (r.old_logprobs[:, 0] == 0)
+        return r.old_logprobs[:, 0].masked_fill(is_open, math.nan)
+
     rewards = {"right": said, "other": lambda r: r.prompts[:, 0].float()}
     prompts = [{"prompt": "", "n": n} for n in range(4)]
     stats = grpo.evaluate(None, rewards, prompts, args)
-    expected = {"eval/accuracy": 2 / 3, "eval/scores": 0.5 + 1.5, "eval/pass@1": 2.5 / 3, "eval/pass@2": 1.0}
+    expected = {"eval/accuracy": 2 / 3, "eval/scores": 0.5 + 1.5, "eval/pass@1": 1.0, "eval/pass@2": 1.0}
     expected |= {"eval/rewards/right/mean": 2 / 3, "eval/rewards/other/mean": 1.5}
     assert stats == pytest.approx(expected)
 

@@ -491,6 +491,16 @@ def test_all_that_ends_a_turn_stops_a_response(train, tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "run1").eos_token_id == sorted({end, turn, call})
 
 
+def test_a_policy_with_more_embeddings_than_its_reward_model():
+    """It can sample ids without a text, as Qwen's sizes are rounded up: the reward model reads them, too."""
+    policy = ppo.load_policy(ppo.Args())
+    size = len(policy.tokenizer) + 8
+    policy.resize_token_embeddings(size)
+    model = ppo.load_reward_model(ppo.Args(), policy)
+    ids = torch.tensor([[5, size - 1]])
+    assert ppo.read_reward(model, ids, torch.ones_like(ids)).isfinite()
+
+
 @pytest.mark.parametrize("script", [ppo, rloo, grpo], ids=lambda module: module.__name__)
 def test_a_word_that_is_no_token_is_no_stop_token(script):
     """A tokenizer of words reads it as one token, its unknown one; but that may be named."""

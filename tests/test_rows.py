@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 import torch
-from runs import run, write_rows
+from runs import run, watch, write_rows
 from sources import ROOT
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -164,6 +164,20 @@ def test_dicts_that_a_template_prints_as_python():
         ppo.encode_prompt(talk, make_tokenizer(python))
 
 
+def test_arguments_of_a_tool_call_as_a_text():
+    """As OpenAI has them: some templates write the text as it is, most of them in quotes."""
+    call = [{"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}]
+    talk = [*told("The film?"), {"role": "assistant", "content": "", "tool_calls": call}, *told("Why?")]
+    assert ppo.encode_prompt(talk, make_tokenizer(TEMPLATE.replace("arguments | tojson", "arguments")))
+    with pytest.raises(SystemExit, match="arguments"):
+        ppo.encode_prompt(talk, make_tokenizer())
+
+
+def test_conversations_for_a_model_without_a_template():
+    with pytest.raises(SystemExit, match="no chat template"):
+        ppo.encode_prompt(told("The film?"), make_tokenizer(None))
+
+
 def test_a_template_that_refuses_says_why():
     tokenizer = make_tokenizer("{{ raise_exception('no system messages here') }}")
     with pytest.raises(SystemExit, match="system, user: no system messages here"):
@@ -296,6 +310,17 @@ def test_the_named_column_is_read(folder):
             start_run(module, folder, rows_for_all(told("The film?")), **{f"{name}_column": "question"})
 
 
+def test_conversations_in_the_column_of_texts():
+    """The answers alone are labels, as in the column of messages."""
+    talk = [{"role": "user", "content": "The film?"}, {"role": "assistant", "content": "Good."}]
+    data = sft.datasets.Dataset.from_list([dict(conversations=talk, messages=talk)])
+    rows = [
+        sft.read_texts(data, make_tokenizer(), sft.Args(**{f"{kind}_column": "conversations"}), 99)
+        for kind in ("messages", "text")
+    ]
+    assert rows[0].to_list() == rows[1].to_list()
+
+
 # --- 3. Texts that hold their prompt
 
 
@@ -305,7 +330,7 @@ def test_texts_that_hold_their_prompt_are_read_once(start, tmp_path):
     tokenizer = make_tokenizer(None)
     read = []
     for head in ("", start):
-        rows = [dict(prompt=start.strip(), chosen=" is good.", rejected=" is bad.", completion=" is good.")] * 3
+        rows = [dict(prompt=start.rstrip(), chosen=" is good.", rejected=" is bad.", completion=" is good.")] * 3
         if head:
             rows = [{name: x if name == "prompt" else start.rstrip() + x for name, x in row.items()} for row in rows]
             rows = [row | {"prompt": start} for row in rows]
@@ -317,6 +342,23 @@ def test_texts_that_hold_their_prompt_are_read_once(start, tmp_path):
         read.append([pair, two, text])
     assert read[0] == read[1]
     assert tokenizer.decode(read[1][0]["chosen"]) == " is good.<|end|>"
+
+
+def test_messages_that_repeat_the_prompt_may_have_other_keys():
+    prompt, turn = "The film?", {"role": "user", "content": "The film?", "num_tokens": 3}
+    turns = dpo.whole_turns(prompt, [turn, {"role": "assistant", "content": "Good."}])
+    assert [turn["content"] for turn in turns] == ["The film?", "Good."]
+
+
+@pytest.mark.parametrize("module", [dpo, sft], ids=lambda module: module.__name__)
+def test_micro_batches_fit_the_longest_row_of_the_test_split(module, folder, tmp_path, monkeypatch):
+    for split, text in (("train", "It is good."), ("validation", "It is good. " * 9)):
+        write_rows(tmp_path / f"{split}.jsonl", [dict(prompt="The film", completion=text, chosen=text, rejected="")])
+    sizes = []
+    watch(monkeypatch, module, "rows_that_fit", lambda result, model, num_tokens, *_: sizes.append(num_tokens))
+    run(module, tmp_path / "run", dataset=str(tmp_path), model="toy/sft", eval_steps=1)
+    tokens = len(make_tokenizer()("The film" + "It is good. " * 9)["input_ids"])
+    assert min(sizes) > tokens
 
 
 def test_some_texts_that_begin_with_their_prompt_are_answers(tmp_path):

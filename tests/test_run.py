@@ -428,14 +428,15 @@ def test_an_error_of_the_rewards(script, whole, settings_of, tmp_path, monkeypat
     assert_same_run(tmp_path / "run", whole(script))
 
 
-def test_an_error_in_the_first_step_of_a_resumed_run(whole, tmp_path, monkeypatch):
-    """It leaves the metrics of the steps before."""
+def test_an_error_in_the_first_step_of_a_resumed_run(whole, tmp_path, monkeypatch, capsys):
+    """It leaves the checkpoint and the metrics of the steps before."""
     copy = kill(whole("ppo"), tmp_path / "cut", 1)
     with monkeypatch.context() as patch:
         fail(patch, ppo, "policy_loss", 1)
         with pytest.raises(Gone):
             resume("ppo", copy)
     assert untimed(lines_of(copy)) == untimed(lines_of(whole("ppo"))[:1])
+    assert f"from step 1: --resume {copy}\n" in capsys.readouterr().err
     resume("ppo", copy)
     assert_same_run(copy, whole("ppo"))
 

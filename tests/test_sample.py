@@ -37,12 +37,12 @@ def test_response_mask(rows):
 # --- sample_categorical
 
 
-def test_draws_at_the_end_of_the_distribution():
-    """The largest uniform there is, in 2,000 distributions whose last tokens may not be drawn."""
+@pytest.mark.parametrize("uniform, forbidden", [(0.0, slice(10)), (1 - 2**-24, slice(40, None))])
+def test_draws_at_the_ends_of_the_distribution(uniform, forbidden):
+    """The smallest and the largest uniform, in 2,000 distributions whose first or last tokens may not be drawn."""
     logits = torch.randn(2000, 50)
-    logits[:, 40:] = -1e9  # as good as forbidden
-    tokens, logprobs = ppo.sample_categorical(logits, torch.full((2000,), 1 - 2**-24))
-    assert (tokens < 40).all()
+    logits[:, forbidden] = -1e9  # as good as forbidden
+    tokens, logprobs = ppo.sample_categorical(logits, torch.full((2000,), uniform))
     assert (logprobs > -20).all()
 
 
@@ -92,6 +92,17 @@ def test_a_response_ends_with_the_first_of_several_stop_tokens(policy):
         end = min([row.index(stop) + 1 for stop in (STOP, 5) if stop in row] or [len(row)])
         assert response[mask].tolist() == row[:end]
     assert (drawn[0] == 5).any() and (drawn[0] == STOP).any()
+
+
+def test_sampling_ends_with_the_last_response(policy):
+    """Later tokens would be masked."""
+    r = tiny_rollout(policy)
+    policy.stop_token_ids = list(range(policy.config.vocab_size))
+    passes = []
+    hook = policy.register_forward_pre_hook(lambda *_: passes.append(1))
+    responses, mask, *_ = ppo.sample(policy, r.prompts, r.prompt_mask, uniforms(), 0.9)
+    hook.remove()
+    assert len(passes) == 2 and mask.sum() == len(responses)  # prompts, and one token
 
 
 # --- sample_batch

@@ -194,7 +194,7 @@ GROUPS = {"ppo": {}, "rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_responses_without_a_reward_are_counted(name, tmp_path, write, tiny):
-    """The run goes on. One in which no response has a reward ends."""
+    """The run goes on, even if no response of a batch has one."""
     code = """
     def some(completions, **_):
         return [None if i % 4 == 1 else float(len(text)) for i, text in enumerate(completions)]
@@ -207,8 +207,9 @@ def test_responses_without_a_reward_are_counted(name, tmp_path, write, tiny):
     lines = run(SCRIPTS[name], tmp_path / "out", **settings, reward_fn=(file + "some",))
     assert [line["rewards/unscored"] for line in lines] == [2, 2, 2]
     assert all(line["objective/scores"] > 0 for line in lines)
-    with pytest.raises(SystemExit, match="None"):
-        run(SCRIPTS[name], tmp_path / "none", **settings, reward_fn=(file + "none",))
+    with pytest.warns(UserWarning, match="None"):
+        lines = run(SCRIPTS[name], tmp_path / "none", **settings, reward_fn=(file + "none",))
+    assert [(line["rewards/unscored"], line["objective/scores"]) for line in lines] == [(8, 0)] * 3
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -199,6 +199,12 @@ WRONG = [
     (grpo, GUESS | dict(response_length_min=4), "--env"),
     (grpo, GUESS | dict(reward_fn=(GOLD,)), "--env"),
     (grpo, dict(baseline="none", scale_rewards="batch"), "--baseline none"),
+    (grpo, dict(baseline="none", dynamic_sampling=2), "--baseline none"),
+    (
+        grpo,
+        dict(scale_rewards="mean", missing_eos_penalty=9, response_length=2, total_episodes=64),
+        "--scale-rewards mean",
+    ),
     (grpo, dict(loss_type="cispo", epsilon=0.1), "--loss-type cispo"),
     (grpo, dict(loss_type="cispo", delta=9), "--loss-type cispo"),
     (grpo, dict(delta=1.25, epsilon_high=0.28), "--delta"),

@@ -1,0 +1,70 @@
+"""Applies a diff of docs/fork.md or docs/questions.md to its script, and writes the result as fork.py beside it.
+
+    python tools/make_fork.py "A loss term"                     # writes lecture/fork.py, to be read and run
+    python tools/make_fork.py "A loss term" --script ppo.py     # the same change of ppo.py, as fork.py
+
+A diff is named by its heading on the page.
+"""
+
+import argparse
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("docs/fork.md", "docs/questions.md", "docs/agent.md")
+
+
+def read_diffs(page: str, script: str = "") -> dict[str, str]:
+    """Maps each subsection's heading to its diff: the one whose first line names the script, or else the first."""
+    diffs = {}
+    for heading, text in re.findall(r"^### ([^\n]+)\n((?:(?!#)[^\n]*\n)*)", page, re.M):
+        if blocks := re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S):
+            diffs[heading] = next((block for block in blocks if block.startswith(f"--- {script}\n")), blocks[0])
+    return diffs
+
+
+def script_of(diff: str) -> str:
+    """The file that a diff changes: its first line names the file, unless that is lecture/ppo.py."""
+    named = re.match(r"--- (\S+)\n", diff)
+    return named[1] if named else "lecture/ppo.py"
+
+
+def apply(diff: str, source: str) -> str:
+    """The source after the change. The old text of each part must occur in it once, at any indentation."""
+    source = "\n" + source
+    for part in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
+        lines = part.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        places = []
+        for indent in ("", " " * 4, " " * 8):
+            here = "\n" + textwrap.indent(old, indent)
+            places += [(indent, here)] * len(re.findall(f"(?={re.escape(here)})", source))
+        if len(places) != 1:
+            raise ValueError(f"this occurs {len(places)} times in the file, not once:\n{old}")
+        [(indent, here)] = places
+        source = source.replace(here, "\n" + textwrap.indent(new, indent))
+    return source[1:]
+
+
+def main() -> None:
+    """Writes fork.py."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", help="the heading of the diff on its page")
+    parser.add_argument("--script", help="ppo.py, in place of the short file")
+    args = parser.parse_args()
+    diffs = {}
+    for page in PAGES:
+        diffs |= read_diffs((ROOT / page).read_text("utf-8"), args.script or "")
+    if args.name not in diffs:
+        sys.exit(f"error: there is no diff {args.name!r}, only {', '.join(diffs)}")
+    file = ROOT / (args.script or script_of(diffs[args.name]))
+    output = file.with_name("fork.py")
+    output.write_text(apply(diffs[args.name], file.read_text("utf-8")), "utf-8")
+    print(f"written: {output.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
