@@ -560,6 +560,8 @@ def test_sample_tables(script, tmp_path, capsys, tiny):
         assert [int(title) for title in titles] == steps
         files = sorted(folder.glob("samples/step-*.safetensors"))
         assert [int(file.stem.removeprefix("step-")) for file in files] == steps
+        for tensors in map(load_file, files if script == "sft" else []):
+            assert tensors["logprobs"].shape == tensors["responses"].shape == tensors["mask"].shape
 
 
 def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch, tiny):

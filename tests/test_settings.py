@@ -157,7 +157,10 @@ WRONG = [
     (dpo, dict(model="endless"), "EOS"),
     (ppo, dict(reward_model="two"), "rewards/classifier.py"),
     (ppo, dict(ptx_coef=1.0), "pretrain-data"),
-    (ppo, dict(response_length_min=54), "response-length-min"),
+    *[
+        (module, dict(response_length=53, response_length_min=54), "response-length-min")
+        for module in (ppo, rloo, grpo)
+    ],
     (rloo, dict(pretrain_data="toy/data/sft"), "ptx-coef"),
     (rloo, dict(pretrain_data="talk.jsonl", ptx_coef=1.0), "must hold texts"),
     *[(module, dict(aux_loss_coef=0.1), "mixture of experts") for module in (ppo, rloo, grpo)],
@@ -418,10 +421,8 @@ def test_micro_batches_are_as_large_as_memory_allows():
     assert fit(body) > 1.1 * fit()
     assert ppo.rows_that_fit(policy, 64, ppo.Args(device="cpu"), is_trained=False) > 5 * fit()
     with pytest.MonkeyPatch.context() as patch:  # on a GPU that another program shares
-        patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**36))
-        half_empty = fit(device="cuda")
-        patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**36))
-        assert fit(device="cuda") == pytest.approx(2 * half_empty, rel=0.02)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 2**26, 2**36))
+        assert fit(device="cuda") == fit()  # an eighth of what is free: on a CPU, 64 MB
     lengths = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "rows_that_fit", lambda model, tokens, args, **_: lengths.append(tokens) or 4)
