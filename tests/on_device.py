@@ -34,7 +34,7 @@ def do(jobs: dict) -> dict:
         reads[Path(output).name] = by_function(script, counted)
     for script, settings, output in jobs["lecture"]:
         lecture(script, settings, output, DEVICE)
-    return {"reads": reads, "reads_of_sampling": reads_of_sampling(), "mistakes": try_mistakes()}
+    return {"reads": reads, "reads_of_sampling": reads_of_sampling()}
 
 
 def by_function(script: str, reads: Counter) -> Counter:
@@ -72,29 +72,6 @@ def reads_of_sampling() -> int:
     ppo.OneTypeCache.reorder_cache = reorder_cache
     assert sent == {DEVICE}, "the rows of a cache are sent to the device once for each of its tensors"
     return counted.total()
-
-
-def try_mistakes() -> dict[str, str]:
-    """What comes of that which a program for CUDA must not do."""
-    import torch
-
-    ours = torch.ones(3, device=DEVICE)
-    mistakes = {
-        "a tensor of the CPU": lambda: ours + torch.ones(3),
-        "a mask of the CPU": lambda: ours.masked_fill(torch.ones(3) > 0, 0.0),
-        "an index on the device": lambda: torch.ones(3)[ours.long()],
-        "a sum on the CPU": lambda: torch.zeros(()).add_(ours.sum()),
-        "a generator of the CPU": lambda: torch.rand(3, device=DEVICE, generator=torch.Generator()),
-        "numpy": lambda: ours.numpy(),
-    }
-    outcomes = {}
-    for name, mistake in mistakes.items():
-        try:
-            mistake()
-            outcomes[name] = "allowed"
-        except (RuntimeError, TypeError):
-            outcomes[name] = "refused"
-    return outcomes
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import torch
 from runs import watch
 from sources import ROOT, lines_of
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig
+from transformers import LlamaForCausalLM
 
 SETTINGS = dict(
     per_device_train_batch_size=3,
@@ -44,6 +45,11 @@ def write_model(folder: Path, kind: str) -> str:
     model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return str(folder)
+
+
+def saved(folder: Path | str) -> nn.Module:
+    """The model that a run has left, or begun with, dropout off."""
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def toy_rows(name: str, split: str, n: int) -> list[dict]:

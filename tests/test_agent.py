@@ -1,4 +1,4 @@
-"""lecture/agent.py: who speaks when, what has a loss, who gets the credit; and the world of its games."""
+"""lecture/agent.py: who speaks when, what has a loss, who gets the credit."""
 
 import json
 

@@ -63,6 +63,7 @@ def test_the_turns_that_are_trained(family, tokenizer):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ids, labels = sft.encode_messages(TALK, tokenizer, True)
+        assert sft.encode_messages(TALK, tokenizer, False) == (ids, ids)
     text = "".join("|" if label == sft.IGNORE else tokenizer.decode(label) for label in labels)
     turns = [turn.partition("It")[2] for turn in re.split(r"\|{2,}", text) if turn]
     assert turns == [f" is good.{end}", f" sings.{end}"][family in REWRITE :]

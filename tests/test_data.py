@@ -1,6 +1,5 @@
 """Data: folders, files and splits; batches; texts, pairs and conversations as tokens."""
 
-import json
 import warnings
 
 import pytest
@@ -10,27 +9,12 @@ from sources import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
-import grpo
 import ppo
 import reward_model
-import rloo
 import sft
 
 
 # --- Files, splits, columns
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
-def test_files(tmp_path, kind):
-    data = ppo.datasets.Dataset.from_dict({"prompt": ["The film", "A tree"], "answer": [1, 2]})
-    file = str(tmp_path / f"d.{kind}")
-    if kind == "jsonl":
-        data.to_json(file)
-    elif kind == "json":
-        (tmp_path / "d.json").write_text(json.dumps(data.to_list()))
-    else:
-        getattr(data, f"to_{kind}")(file)
-    assert ppo.with_numbers(ppo.load_split(file, None, "train"), "prompt").to_list() == data.to_list()
 
 
 def test_a_file_is_one_split(tmp_path):
@@ -63,19 +47,15 @@ def test_prompts_that_are_dropped(tmp_path, capsys):
     assert "2 of 3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("script", [ppo, rloo, grpo], ids=lambda module: module.__name__)
-def test_the_prompt_column_may_be_called_prompts(tmp_path, script):
+def test_the_prompt_column_may_be_called_prompts(tmp_path):
     """As the argument in which a reward function is given them. (An `input_ids` of the data would be lost.)"""
     data = write_rows(tmp_path / "d.jsonl", [{"prompts": f"The film {i}"} for i in range(4)])
     (tmp_path / "r.py").write_text(
         "def f(prompts, **_):\n    assert all(x.startswith('The film ') for x in prompts)\n"
         "    return [int(x[-1]) for x in prompts]\n"
     )
-    settings = dict(
-        batch_size=8, total_episodes=8, response_length=4, reward_fn=(f"{tmp_path}/r.py:f",), model="toy/sft"
-    )
-    settings |= dict(missing_eos_penalty=0.0) | (dict(num_generations=2) if script is grpo else {})
-    [line] = run(script, tmp_path / "out", dataset=data, prompt_column="prompts", **settings)
+    settings = dict(prompt_column="prompts", reward_fn=(f"{tmp_path}/r.py:f",), missing_eos_penalty=0.0)
+    [line] = run(ppo, tmp_path / "out", dataset=data, batch_size=8, total_episodes=8, response_length=4, **settings)
     assert line["objective/scores"] == 1.5
 
 
@@ -171,16 +151,6 @@ def labelled(ids, labels, tokenizer):
     return tokenizer.decode([label for label in labels if label != sft.IGNORE])
 
 
-def test_the_assistants_words_carry_the_loss(tokenizer):
-    """And the end of each of its turns; nothing else does, unless all is asked for."""
-    messages = turns("The film", "is good.", "Why", "It sings.")
-    ids, labels = sft.encode_messages(messages, tokenizer, True)
-    text = "user: The film<|end|>assistant: is good.<|end|>user: Why<|end|>assistant: It sings.<|end|>"
-    assert tokenizer.decode(ids) == text
-    assert labelled(ids, labels, tokenizer) == " is good.<|end|> It sings.<|end|>"
-    assert sft.encode_messages(messages, tokenizer, False)[1] == ids
-
-
 def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
     """A greeting; and where a template moves the system message to the last question, no answer is where it was."""
     greeted = [{"role": "assistant", "content": "Hi."}, *turns("The film", "is good.")]
@@ -192,21 +162,6 @@ def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
     assert labelled(ids, labels, mistral) == "assistant: is good.<|end|>"
     assert "brief" in mistral.decode(ids)
     assert ids == reward_model.encode_whole(told[:2], told[2:], mistral)
-
-
-def test_a_tokenizer_need_not_know_offsets(tokenizer, monkeypatch):
-    kind = type(tokenizer)
-    call = kind.__call__
-
-    def without_offsets(self, *texts, **options):
-        if "return_offsets_mapping" in options:
-            raise NotImplementedError
-        return call(self, *texts, **options)
-
-    monkeypatch.setattr(kind, "__call__", without_offsets)
-    assert (
-        labelled(*sft.encode_messages(turns("The film", "is good."), tokenizer, True), tokenizer) == " is good.<|end|>"
-    )
 
 
 def test_thoughts_that_a_template_leaves_out(tokenizer):

@@ -1,17 +1,27 @@
 """dpo.py: encoding, reading, what its arguments promise, and whole runs by hand."""
 
 import gc
-import json
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from replay import SETTINGS, agree, evaluated, ids_of, read_text, share_of_rate, toy_rows, write_data, write_model
+from replay import (
+    SETTINGS,
+    agree,
+    evaluated,
+    ids_of,
+    read_text,
+    saved,
+    share_of_rate,
+    toy_rows,
+    write_data,
+    write_model,
+)
 from runs import run, untimed, watch, write_rows
 from safetensors.torch import load_file
 from sources import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import dpo
 import reward_model
@@ -38,18 +48,6 @@ def test_whole_texts_share_their_beginning(tokenizer):
     apart = dpo.encode_preference("", "Good.", "Bad.", tokenizer)
     assert apart.prompt == [tokenizer.bos_token_id or tokenizer.eos_token_id]
     assert tokenizer.decode(apart.rejected) == "Bad." + tokenizer.eos_token
-
-
-def test_messages():
-    chat = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    chat.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    start = [{"role": "user", "content": "How is it?"}]
-    good = [{"role": "assistant", "content": "Good."}]
-    bad = [{"role": "assistant", "content": "Bad."}]
-    rows = [("", start + good, start + bad), (start, good, bad), (start, "Good.", "Bad.")]
-    first, *others = [dpo.encode_preference(*row, chat) for row in rows]
-    assert others == [first, first]
-    assert chat.decode(first.prompt).startswith("user: How is it?" + chat.eos_token + "assistant:")
 
 
 @pytest.mark.parametrize("mode, prompt", [("keep_end", [3, 4]), ("keep_start", [1, 2])])
@@ -100,10 +98,6 @@ def cut_pairs(rows, length=30, prompt_length=4):
         if chosen[:room] != rejected[:room]:
             found.append((prompt, chosen[:room], rejected[:room]))
     return found
-
-
-def saved(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def logps(model, pair, args):
@@ -178,6 +172,7 @@ def test_dpo_by_hand(more, choices, tmp_path):
     for number, line in enumerate(lines):
         share = share_of_rate(args.lr_scheduler_type, number, len(lines), warmup)
         assert line["lr"] == pytest.approx(args.learning_rate * share)
+        assert line["epoch"] == pytest.approx((number + 1) / 5)
         rows = dpo.length_grouped_batch(lengths, number, 6, 1)
         _, stats = read(reference, [pairs[i] for i in rows])  # its log-probabilities are the reference's
         for side in ("chosen", "rejected"):
@@ -223,20 +218,6 @@ def test_dpo_learns(seed, tmp_path, clear_pairs):
     """After 48 steps three seeds had a margin of 0.47 to 0.56 on unseen pairs."""
     lines = run(dpo, tmp_path / "run", seed=seed, dataset=clear_pairs, batch_size=8, learning_rate=5e-4)
     assert lines[-1]["eval/rewards/margins"] > 0.2
-
-
-# --- wrong input
-
-
-def test_pairs_that_a_cut_makes_equal_are_dropped(tmp_path, capsys):
-    rows = [("The film", " is good.", " is bad."), ("The film", " is good, really good.", " is good, really bad.")]
-    lines = [json.dumps(dict(zip(("prompt", "chosen", "rejected"), row))) for row in rows]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    given = dict(dataset=str(tmp_path / "pairs.jsonl"), max_prompt_length=2)
-    run(dpo, tmp_path / "out", max_length=6, **given)
-    assert "dropped 1 of 2" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="pairs"):
-        run(dpo, tmp_path / "none", max_length=3, **given)
 
 
 def test_rows_and_batches_have_orders_of_their_own(monkeypatch):

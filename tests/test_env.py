@@ -268,7 +268,7 @@ def test_an_environment_may_spoil_its_row_and_draw_numbers(tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_it_discovers_binary_search(tmp_path):
-    """In two thirds of the run of docs/agent.md, as in test_agent.py."""
+    """In two thirds of the run of docs/agent.md."""
     settings = GUESS | dict(num_generations=32, batch_size=512, total_episodes=512 * 66, learning_rate=2e-3)
     settings |= dict(scale_rewards="batch", response_length=24, local_rollout_forward_batch_size=512)
     first, *_, last = run(grpo, tmp_path, **settings, dataset_test_split="train", eval_steps=66)

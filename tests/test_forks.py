@@ -38,21 +38,9 @@ def test_no_diff_was_overlooked(page):
     assert set(DIFFS[page]) == {name for of, name, _ in USED if of == page}
 
 
-def added(name, script):
-    """The lines that a diff of docs/fork.md adds and removes, without their indentation."""
-    lines = read_diffs(text_of("docs/fork.md"), script)[name].splitlines()
-    return [line[0] + line[1:].strip() for line in lines if line[0] in "+-" and not line.startswith("--- ")]
-
-
-def test_most_forks_are_the_same_in_both_files():
-    """Only the lines around the change differ."""
-    same = [name for name in DIFFS["docs/fork.md"] if added(name, "lecture/ppo.py") == added(name, "ppo.py")]
-    assert len(same) >= 6, same
-
-
 @pytest.fixture
 def fork(tmp_path, monkeypatch, tiny):
-    """fork("A metric") -> the module that tools/make_fork.py makes of ppo.py, and metrics of a run of one update with it."""
+    """fork("A metric") -> metrics of an update of what tools/make_fork.py makes of ppo.py, and of ppo.py."""
 
     def make(name):
         (tmp_path / "docs").mkdir()

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from runs import main, run, watch
 from safetensors.torch import load_file
 from sources import ROOT
@@ -212,41 +213,19 @@ def test_shares_are_of_rows_in_the_loss(level, monkeypatch):
 # --- sample_groups, join
 
 
-def test_joined_rollouts_keep_their_rows():
-    """Of whichever widths: prompts end, and responses begin, at one border; what each row holds stays."""
-    parts = []
-    for P, T in ((2, 5), (4, 3)):
-        prompts = torch.arange(1, 2 * P + 1).view(2, P)
-        responses = torch.arange(50, 50 + 2 * T).view(2, T)
-        real = [torch.ones_like(x, dtype=torch.bool) for x in (prompts, responses)]
-        examples = [{"number": 10 * P + i} for i in range(2)]
-        rewards = {"f": torch.tensor([P, T]) / 7}
-        part = grpo.Rollout(
-            prompts, real[0], responses, real[1], torch.tensor([True, False]), responses / 9.0, examples
-        )
-        part.rewards_by_name = rewards
-        parts.append(part)
-    whole = grpo.join(parts)
-    assert whole.prompt_mask[:, -1].all() and whole.mask[:, 0].all() and whole.prompts.shape == (4, 4)
-    assert [row["number"] for row in whole.examples] == [20, 21, 40, 41]
-    assert whole.rewards_by_name["f"].tolist() == pytest.approx([2 / 7, 5 / 7, 4 / 7, 3 / 7])
-    for i, part in ((0, parts[0]), (2, parts[1])):
-        for j in range(2):
-            assert whole.prompts[i + j][whole.prompt_mask[i + j]].tolist() == part.prompts[j].tolist()
-            assert whole.responses[i + j][whole.mask[i + j]].tolist() == part.responses[j].tolist()
-            assert whole.old_logprobs[i + j][whole.mask[i + j]].tolist() == part.old_logprobs[j].tolist()
-
-
 def test_dynamic_sampling(monkeypatch):
-    """Groups whose scores differ are kept, in whole; equal ones fill up; and draws are counted."""
+    """Groups whose scores differ are kept, in whole; equal ones fill up; draws are counted; and in rollouts of whichever
+    widths prompts end, and responses begin, at one border."""
     args = grpo.Args(batch_size=8, num_generations=2)
     prompts = [{"n": n} for n in range(64)]
     monkeypatch.setattr(grpo, "shuffled", lambda n, *_: list(range(n)))
 
     def answer(policy, examples, _):
         ids = torch.tensor([example["n"] for example in examples])[:, None]
-        width = torch.ones(8, 1 + int(ids[0] % 3))  # each draw has another length
-        return grpo.Rollout(ids, ids > -1, width.long(), width > 0, width[:, 0] > 0, width, examples)
+        prompts = F.pad(ids, (int(ids[0]) // 4 % 2, 0), value=-1)  # each draw has other widths
+        responses = ids.expand(-1, 1 + int(ids[0]) % 3)
+        real = torch.ones_like(responses, dtype=torch.bool)
+        return grpo.Rollout(prompts, prompts > -1, responses, real, real[:, 0], responses / 8, examples)
 
     monkeypatch.setattr(grpo, "sample_batch", answer)
 
@@ -264,9 +243,12 @@ def test_dynamic_sampling(monkeypatch):
         rollout, count = grpo.sample_groups(None, prompts, None, first_draw, settings)
         assert count == len(draws) and not list(coming)
         assert rollout.scores.tolist() == rollout.rewards_by_name["f"].tolist()
-        kept = rollout.prompts.flatten().tolist()
+        kept = rollout.prompts[rollout.prompt_mask].tolist()
         assert [example["n"] for example in rollout.examples] == kept
-        assert rollout.mask.sum(1).tolist() == [1 + n // 4 * 4 % 3 for n in kept]
+        assert rollout.prompt_mask[:, -1].all() and rollout.mask[:, 0].all()
+        for x, scale in ((rollout.responses, 1), (rollout.old_logprobs, 8)):
+            rows = [(scale * row[real]).tolist() for row, real in zip(x, rollout.mask)]
+            assert rows == [[n] * (1 + n // 4 * 4 % 3) for n in kept]
         assert kept[::2] == kept[1::2]
         return kept[::2]
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from runs import GOLD, run, untimed
+from runs import GOLD, run, untimed, watch
 
 import ppo
 import reward_model
@@ -51,11 +51,15 @@ def test_reward_model_learns(tmp_path, seed, clear_pairs):
 
 
 @pytest.mark.parametrize("module", [ppo, rloo], ids=lambda module: module.__name__)
-def test_evaluation_does_not_touch_the_training(tmp_path, module, tiny):
-    """After the second update, and after the last in any case; the third goes on as if nothing had been."""
-    settings = tiny[module.__name__]
+def test_evaluation_does_not_touch_the_training(tmp_path, module, tiny, monkeypatch):
+    """After the second update, and after the last in any case; the third goes on as if nothing had been. Responses of
+    random lengths are for the training alone."""
+    settings = tiny[module.__name__] | dict(response_length_min=4)
+    least = []
+    watch(monkeypatch, module, "sample_batch", lambda _, policy, examples, args: least.append(args.response_length_min))
     a = run(module, tmp_path / "a", dataset_test_split="none", **settings)
     b = run(module, tmp_path / "b", eval_steps=2, **settings)
+    assert least == [4, 4, 4, 4, 4, None, 4, None]
     assert ["eval/scores" in line for line in b] == [False, True, True]
     b = [{name: x for name, x in line.items() if not name.startswith("eval/")} for line in b]
     assert untimed(a) == untimed(b)

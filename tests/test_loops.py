@@ -23,9 +23,6 @@ from safetensors.torch import load_file
 from sources import ROOT, lines_of as lines_of_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import ppo
-import rloo
-
 BIAS = 0.7  # of the reward model
 GOLD = """
 def count_letters(prompts, completions, **columns):
@@ -338,7 +335,9 @@ class Plain:
         """Mean of -log pi over the tokens of the texts that were drawn, each with its EOS."""
         texts = [json.loads(line)["text"] for line in Path(self.args.pretrain_data).read_text().splitlines()]
         logprobs = []
-        for i in self.noted.drawn.pop(0):
+        drawn = self.noted.drawn.pop(0)
+        assert len(drawn) == self.args.batch_size // self.args.num_mini_batches
+        for i in drawn:
             first, *ids = self.tokenizer(texts[i])["input_ids"] + [self.tokenizer.eos_token_id]
             row = ([first], ids)
             logprobs.append(self.of_tokens(self.logprobs(self.policy, row, 1.0), row))
@@ -479,29 +478,3 @@ def test_every_number_by_hand(name, world, tmp_path, monkeypatch):
             saved = load_file(tmp_path / "run" / folder / "model.safetensors")
             for name, p in by_hand.named_parameters():
                 torch.testing.assert_close(saved[name], p.detach(), rtol=0, atol=1e-6, msg=name)
-
-
-# --- evaluation
-
-
-@pytest.mark.parametrize("script", [ppo, rloo], ids=["ppo", "rloo"])
-def test_evaluation_counts_each_prompt_once(monkeypatch, script):
-    """Both processes get equally many of three prompts' rows, and that which fills up the last is not counted."""
-    args = script.Args(response_length=8, response_length_min=4, missing_eos_penalty=0.0)
-
-    def answer(policy, examples, answers):
-        assert answers.temperature == args.eval_temperature and answers.response_length_min is None
-        assert len(examples) == 4
-        ids = torch.tensor([x["input_ids"] for x in examples])
-        mask = torch.arange(24) < torch.tensor([5, 6, 7, 20])[:, None]  # the row that is not counted is the longest
-        zeros = torch.zeros(mask.shape)
-        return script.Rollout(ids, ids > 0, ids.repeat(1, 24), mask, ids.flatten() == 7, zeros, examples)
-
-    monkeypatch.setattr(script, "WORLD_SIZE", 2)
-    monkeypatch.setattr(script, "sample_batch", answer)
-    monkeypatch.setattr(script.Rollout, "in_micro_batches", lambda rollout, function, _: function(rollout))
-    monkeypatch.setattr(script, "logprobs_under", lambda model, r, _: torch.full(r.mask.shape, float(model)))
-    examples = [{"prompt": "", "input_ids": [number]} for number in (5, 6, 7)]
-    stats = script.evaluate(0, -1, {"double": lambda r: 2.0 * r.prompts.flatten()}, examples, args)
-    expected = {"eval/scores": 12.0, "eval/log_ratio": 6.0, "eval/eos_share": 1 / 3, "eval/response_length": 6.0}
-    assert stats == pytest.approx(expected | {"eval/rewards/double/mean": 12.0})

@@ -29,24 +29,24 @@ def never(monkeypatch):
     return call
 
 
-def groups(policy, script):
+def groups(policy):
     """Six rows with four prompts: rows 0 and 2 share one, and so do 1 and 5, where it is a single token."""
     r = tiny_rollout(policy)
     for x in (r.prompts, r.prompt_mask):
         x[2] = x[0]
         x[5] = x[1]
-    return script.Rollout(r.prompts, r.prompt_mask, r.responses, r.mask, r.ended, r.old_logprobs, r.examples)
+    return grpo.Rollout(r.prompts, r.prompt_mask, r.responses, r.mask, r.ended, r.old_logprobs, r.examples)
 
 
-def read(policy, rollout, script, args):
+def read(policy, rollout, args):
     """Log-probabilities, the gradient of a random combination of them, and how many tokens each pass has read."""
     sizes = []
     hook = policy.register_forward_pre_hook(lambda *x: sizes.append(x[2]["input_ids"].numel()), with_kwargs=True)
     policy.zero_grad()
-    with script.autocast(args):
-        logprobs = script.logprobs_under(policy, rollout, args)
+    with grpo.autocast(args):
+        logprobs = grpo.logprobs_under(policy, rollout, args)
     weights = torch.rand(logprobs.shape, generator=torch.Generator().manual_seed(0))
-    script.masked_sum(logprobs * weights, rollout.mask).backward()
+    grpo.masked_sum(logprobs * weights, rollout.mask).backward()
     hook.remove()
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     return logprobs.masked_fill(~rollout.mask, 0.0).detach(), gradient, sizes
@@ -59,11 +59,11 @@ def read(policy, rollout, script, args):
 def test_rows_behind_a_shared_prompt_are_rows(kind, bf16, never):
     """With left padding, windows and experts: log-probabilities and their gradient."""
     policy = tiny_model(kind)
-    rollout = groups(policy, grpo)
+    rollout = groups(policy)
     args = grpo.Args(temperature=0.9, bf16=bf16, device="cpu")
-    shared, gradient, sizes = read(policy, rollout, grpo, args)
+    shared, gradient, sizes = read(policy, rollout, args)
     never()
-    whole, whole_gradient, whole_sizes = read(policy, rollout, grpo, args)
+    whole, whole_gradient, whole_sizes = read(policy, rollout, args)
     torch.testing.assert_close(shared, whole, rtol=0, atol=5e-2 if bf16 else 1e-5)
     assert (gradient - whole_gradient).norm() < (3e-2 if bf16 else 1e-5) * whole_gradient.norm()
     P, T = rollout.prompts.shape[1], rollout.mask.shape[1]
@@ -97,35 +97,29 @@ def starts_with_a_vowel(completions, **columns):
 
 
 @pytest.mark.parametrize("settings", [dict(gradient_checkpointing=True), dict(aux_loss_coef=0.1)], ids=str)
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_what_needs_whole_rows(name, settings):
+def test_what_needs_whole_rows(settings):
     """Layers that are computed again would write into the cache twice; a router counts each token that it sees."""
     policy = tiny_model("mixtral")
-    args = SCRIPTS[name].Args(device="cpu", **settings)
-    assert len(read(policy, groups(policy, SCRIPTS[name]), SCRIPTS[name], args)[2]) == 1
+    args = grpo.Args(device="cpu", **settings)
+    assert len(read(policy, groups(policy), args)[2]) == 1
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_micro_batch_has_the_rows_of_a_prompt_side_by_side(name):
+def test_a_micro_batch_has_the_rows_of_a_prompt_side_by_side():
     """Of a long and a short group, in whatever order they come; each process gets as many rows."""
-    script = SCRIPTS[name]
-    policy = tiny_model("gpt2")
-    rollout = groups(policy, script)
+    rollout = groups(tiny_model("gpt2"))
     for rows in (torch.arange(6), torch.tensor([5, 2, 3, 1, 4, 0])):
         order = rollout.by_length(rows).tolist()
         assert sorted(order) == list(range(6))
         assert abs(order.index(0) - order.index(2)) == abs(order.index(1) - order.index(5)) == 1
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_more_rows_fit_where_a_prompt_counts_once(name, never):
-    script = SCRIPTS[name]
+def test_more_rows_fit_where_a_prompt_counts_once(never):
     policy = tiny_model("llama", max_position_embeddings=4096, hidden_size=64)
-    prompts = script.datasets.Dataset.from_list([{"input_ids": [5] * 2000}])
-    args = script.Args(device="cpu", batch_size=64, response_length=20)
-    shared = script.choose_sizes(args, policy, prompts, 8)
+    prompts = grpo.datasets.Dataset.from_list([{"input_ids": [5] * 2000}])
+    args = grpo.Args(device="cpu", batch_size=64, response_length=20)
+    shared = grpo.choose_sizes(args, policy, prompts, 8)
     never()
-    whole = script.choose_sizes(args, policy, prompts, 8)
+    whole = grpo.choose_sizes(args, policy, prompts, 8)
     assert 2 * whole.micro_batch_size < shared.micro_batch_size < 8 * whole.micro_batch_size
     assert shared.local_rollout_forward_batch_size == whole.local_rollout_forward_batch_size
 
@@ -134,7 +128,7 @@ def test_more_rows_fit_where_a_prompt_counts_once(name, never):
 @pytest.mark.parametrize("kind", sorted(COMMON - {"gpt_oss"}))
 def test_rewards_of_rows_behind_a_shared_prompt(kind, bf16, never):
     """By a reward model that reads the policy's tokens."""
-    rollout = groups(tiny_model(kind), grpo)
+    rollout = groups(tiny_model(kind))
     rollout.examples = [{"prompt": "a text"}] * 6
     model = tiny_model(kind, AutoModelForSequenceClassification, num_labels=1)
     model.tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")

@@ -15,9 +15,7 @@ from runs import run, watch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-import dpo
 import reward_model
-import sft
 
 # --- functions
 
@@ -151,11 +149,10 @@ def test_rules_that_need_no_model():
         reward_model.warn_if_no_better(0.4, {"the longer text": 1 / 3})
 
 
-@pytest.mark.parametrize("script", [sft, reward_model, dpo])
-def test_small_data_get_small_batches(script):
+def test_small_data_get_small_batches():
     """At least a hundred steps, where batches of four or more make them; at most 64 rows."""
     for rows in range(1, 20_000, 97):
-        size = script.default_batch_size(rows)
+        size = reward_model.default_batch_size(rows)
         assert 4 <= size <= 64
         assert rows / size >= 100 or size == 4
         assert rows / (2 * size) < 100 or size == 64

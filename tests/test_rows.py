@@ -184,11 +184,6 @@ def test_a_template_that_refuses_says_why():
         ppo.encode_prompt([{"role": "system", "content": "x"}, *told("The film?")], tokenizer)
 
 
-def test_keys_that_no_template_reads_are_named():
-    with pytest.warns(UserWarning, match="'weight'"):
-        ppo.encode_prompt(told("The film?", weight=0), make_tokenizer())
-
-
 def test_a_second_run_warns_again(tmp_path):
     """It finds the rows in the library's cache."""
     file = write_rows(tmp_path / "d.jsonl", [{"messages": [m | {"weight": 1} for m in told("", "Good.")]}] * 2)
@@ -294,18 +289,9 @@ def test_the_named_column_is_read(folder):
     data = sft.datasets.Dataset.from_list([dict(prompt="The film", completion=" is bad.", story="It sings.")])
     rows = sft.read_texts(data, make_tokenizer(), sft.Args(text_column="story"), 99)
     assert make_tokenizer().decode(rows[0]["ids"]).startswith("It sings.")
-    for module in ON_TEXTS:
-        flag = (
-            "--text-column"
-            if module is sft
-            else "--chosen-column"
-            if module in (dpo, reward_model)
-            else "--prompt-column"
-        )
-        name = flag[2:].replace("-", "_")
-        with pytest.raises(SystemExit, match=f"'question'.* {flag}"):
-            start_run(module, folder, rows_for_all(told("The film?")), **{name: "question"})
-    for module, name in ((dpo, "prompt"), (reward_model, "prompt"), (reward_model, "margin")):
+    names = [(module, "prompt") for module in ON_TEXTS if module is not sft]
+    names += [(module, name) for module in (dpo, reward_model) for name in ("chosen", "rejected")]
+    for module, name in [*names, (reward_model, "margin"), (sft, "text")]:
         with pytest.raises(SystemExit, match=f"'question'.* --{name}-column"):
             start_run(module, folder, rows_for_all(told("The film?")), **{f"{name}_column": "question"})
 
@@ -510,14 +496,13 @@ def test_a_prompt_that_ends_within_a_token_is_named(sentencepiece):
             )
 
 
-@pytest.mark.parametrize("module", ON_ROLLOUTS, ids=lambda m: m.__name__)
-def test_a_response_is_the_text_behind_its_prompt(module, sentencepiece):
+def test_a_response_is_the_text_behind_its_prompt(sentencepiece):
     """With the space that SentencePiece drops from what is decoded alone."""
     ids = sentencepiece("The film went home.")["input_ids"]
     n = len(sentencepiece("The film")["input_ids"])
     assert sentencepiece.decode(ids[n:]) == "went home."
-    assert module.decode_after(ids[:n], ids[n:], sentencepiece) == " went home."
-    assert module.decode_after(ids, [sentencepiece.eos_token_id], sentencepiece) == ""
+    assert ppo.decode_after(ids[:n], ids[n:], sentencepiece) == " went home."
+    assert ppo.decode_after(ids, [sentencepiece.eos_token_id], sentencepiece) == ""
 
 
 # --- 6. Tokenizers that end every text
@@ -555,33 +540,20 @@ def test_a_function_is_given_the_prompt_as_it_was_read(folder):
     assert tagged(prompts=[told("The film?")], completions=said, prompts_text=["<|user|>The film?"]) == [0.0]
 
 
-@pytest.mark.parametrize("module", ON_ROLLOUTS, ids=lambda m: m.__name__)
-def test_a_function_may_spoil_its_rows(module, folder):
-    """Answers to one prompt have rows of their own."""
-    code = "def f(facts, **_):\n    return [float(len(x)) for x in facts if x.append(1) is None]\n"
-    (folder / "spoil.py").write_text(code)
-    rows = rows_for_all(told("The film?"), facts=[5])
-    lines = start_run(module, folder, rows, reward_fn=(f"{folder}/spoil.py:f",))
-    assert lines[0]["rewards/f/mean"] == 2
-
-
 MISTAKES = {
     "one number": "return 1.0",
     "nothing": "return None",
     "a text": "return 'good'",
     "texts": "return ['1.0'] * len(completions)",
-    "too few": "return completions[1:] and [1.0]",
+    "too few": "return []",
     "an error": "return completions[99]",
+    "a coroutine": "return [1.0] * len(completions)",
 }
 
 
-@pytest.mark.parametrize("code", [*MISTAKES.values(), "async"], ids=[*MISTAKES, "async"])
-def test_a_wrong_reward_function_costs_no_rollout(code, tmp_path, monkeypatch):
-    text = f"def f(completions, **_):\n    {code}\n"
-    if code == "async":
-        text = "async def f(completions, **_):\n    return [1.0] * len(completions)\n"
-    if code == MISTAKES["too few"]:
-        text = "def f(completions, **_):\n    return []\n"
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_wrong_reward_function_costs_no_rollout(kind, tmp_path, monkeypatch):
+    text = f"{'async ' * (kind == 'a coroutine')}def f(completions, **_):\n    {MISTAKES[kind]}\n"
     (tmp_path / "r.py").write_text(text)
     monkeypatch.setattr(rloo, "sample_batch", lambda *_: pytest.fail("it samples"))
     with pytest.raises((SystemExit, IndexError)):
@@ -653,10 +625,3 @@ def test_the_first_row_is_shown(module, folder, capsys):
     if module is sft:
         text = module.as_read([5, 6, 7], make_tokenizer(), [False, True, True])
         assert [span.style for span in text.spans] == ["green"] and text.spans[0].end == len(text)
-
-
-def test_a_long_first_row_is_cut_in_the_middle():
-    tokenizer = make_tokenizer()
-    ids = tokenizer("The film is good. " * 400)["input_ids"]
-    text = ppo.as_read(ids, tokenizer).plain
-    assert len(text) < 1300 and text.startswith("The film") and " … " in text

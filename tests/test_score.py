@@ -143,19 +143,17 @@ def test_conversations_are_given_as_messages(policy, write):
 
 
 def test_a_function_may_spoil_what_it_is_given(policy, write):
-    """The dataset's rows stay as they were, and what they hold; and it may draw numbers: the run's are not moved."""
+    """The rows of a prompt are separate objects; the dataset's stay as they were, and so do the run's random numbers."""
     code = """
     import torch
     def f(prompts, facts, **_):
         torch.rand(3)
-        for fact in facts:
-            fact["n"] = "spoilt"
         prompts.clear()
-        return range(len(facts))
+        return [fact.pop("n") for fact in facts]
     """
     before = torch.get_rng_state()
-    ask(policy, write(code))
-    assert [row["facts"]["n"] for row in ROWS] == [0, 1, 2, 3]
+    assert ask(policy, write(code), rows=[ROWS[3]] * 4)[1].tolist() == [3] * 4
+    assert ROWS[3]["facts"] == {"n": 3}
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -78,25 +78,3 @@ def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, c
     for bonus, words in (0, []), (2, ["--seeds", "1"]), (2, ["--metrics", "reward"]):
         with pytest.raises(SystemExit):
             compare(bonus, *words)
-
-
-def test_runs_of_one_update(tmp_path, monkeypatch, capsys, in_short):
-    """They are points of the picture. If no metric differs, there is a sentence in place of a picture."""
-    from matplotlib.figure import Figure
-
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.replace("range(9)", "range(1)"))
-
-    def compare(*bonuses):
-        sides = [f"{program} --bonus {bonus}" for bonus in bonuses]
-        monkeypatch.setattr(sys, "argv", ["seeds.py", *sides, "--seeds", "2", "--output-dir", f"{tmp_path}/out"])
-        seeds.main()
-
-    figures = []
-    monkeypatch.setattr(Figure, "subplots", in_short[1])
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **options: figures.append(self))
-    compare(0, 1)
-    lines = [line for axis in figures[0].axes for line in axis.lines]
-    assert [(*line.get_xydata()[0], line.get_marker()) for line in lines] == [(1, 15, "o"), (1, 16.5, "o")]
-    compare("0", "0.0")
-    assert len(figures) == 1 and capsys.readouterr().out.endswith("the same on both sides.\n")

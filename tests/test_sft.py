@@ -8,23 +8,14 @@ import pytest
 import torch
 from numbers_of_others import golden
 from replay import EOS, SETTINGS, agree, evaluated, ids_of, read_text, replay
-from replay import note_sizes, toy_rows, write_data, write_model
+from replay import note_sizes, saved, toy_rows, write_data, write_model
 from runs import run, untimed
 from sources import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import sft
 
 # --- pack
-
-
-def packed(texts, eos):
-    """Our blocks of texts of trl0711_sft_packing; their labels are the same ids."""
-    i, _ = golden("trl0711_sft_packing")
-    rows = [i["tokenized"][text].tolist() + eos for text in texts]
-    blocks = sft.pack([(row, row) for row in rows], i["seq_length"])
-    assert all(ids == labels for ids, labels in blocks)
-    return [ids for ids, _ in blocks]
 
 
 @pytest.mark.parametrize("case, has_eos, passes", [("one_buffer", 1, 1), ("no_concat_token", 0, 1), ("infinite", 1, 2)])
@@ -33,7 +24,9 @@ def test_packing_against_trl07(case, has_eos, passes):
     i, o = golden("trl0711_sft_packing")
     theirs = o["packing"][case]
     theirs = theirs["first_12"] if case == "infinite" else theirs["packed"]
-    assert packed(i["texts"] * passes, [i["eos_id"]] * has_eos)[:12] == theirs.tolist()
+    rows = [i["tokenized"][text].tolist() + [i["eos_id"]] * has_eos for text in i["texts"] * passes]
+    blocks = sft.pack([(row, row) for row in rows], i["seq_length"])
+    assert [ids for ids, _ in blocks][:12] == theirs.tolist() and all(ids == labels for ids, labels in blocks)
 
 
 # --- batches
@@ -72,11 +65,6 @@ def labelled(rows, length):
         if len(prompt) < length:
             found.append(((prompt + completion)[:length], len(prompt)))
     return found
-
-
-def saved(folder):
-    """The model that a run has left, or begun with, dropout off."""
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def evaluation(rows):

@@ -1,4 +1,4 @@
-"""tools/xray.py: whatever a model writes reaches the page as text, the page loads nothing, and a browser draws it."""
+"""tools/xray.py: whatever a model writes reaches the page as text, and the page loads nothing."""
 
 import json
 import re

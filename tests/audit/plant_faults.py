@@ -46,7 +46,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]  # not that of sources.py, which the tests import from the copy
 SCRIPTS = ["ppo", "rloo", "grpo", "dpo", "sft", "reward_model", "ddpo"]
 SCRIPT = re.compile(r"reward_model|\b(?:ppo|rloo|grpo|ddpo|dpo|sft)\b")
-LONGEST = int(os.environ.get("LONGEST", 400))  # seconds that the tests of a fault may take
 COPIED = ("tests", "lecture", "tools", "rewards", "exercises")  # folders with Python
 
 # --- Faults
@@ -288,8 +287,8 @@ def copy_repository(folder: Path, fault: dict) -> None:
         file.write_text(file.read_text("utf-8").replace(fault["old"], fault["new"], 1), "utf-8")
 
 
-def try_fault(fault: dict, tests: list[str], marks: str) -> dict:
-    """Runs the tests of a fault. What came of it: `result`, `seen_by`, and `seconds`."""
+def try_fault(fault: dict, tests: list[str], marks: str, limit: float) -> dict:
+    """Runs the tests of a fault, for `limit` seconds. What came of it: `result`, `seen_by`, and `seconds`."""
     since = time.time()
     folder = Path(tempfile.mkdtemp(prefix="fault_"))
     copy_repository(folder, fault)
@@ -297,7 +296,7 @@ def try_fault(fault: dict, tests: list[str], marks: str) -> dict:
     for some in filter(None, (tests[:12], tests[12:])):  # few files are soon collected
         process = get_context("fork").Process(target=work, args=(str(folder), some, marks))
         process.start()
-        process.join(max(1, LONGEST - time.time() + since))
+        process.join(max(1, limit - time.time() + since))
         is_late = process.is_alive()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what the tests started, too
@@ -324,6 +323,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--listed", action="store_true", help="those of tests/audit/faults.toml")
     parser.add_argument("--alone", action="store_true", help="without tests that execute it only in other processes")
+    parser.add_argument("--limit", type=float, default=400, help="seconds for the tests of a fault; then: TIMEOUT")
     parser.add_argument("--slow", action="store_true", help="the tests that are marked as slow, too")
     asked = parser.parse_args()
     if asked.listed:
@@ -348,7 +348,7 @@ def main() -> int:
     results = []
     for fault in faults:
         tests = tests_of(fault, reach, asked.alone)
-        fault = try_fault(fault, tests, marks)
+        fault = try_fault(fault, tests, marks, asked.limit)
         results.append(fault)
         place = fault["seen_by"] or (fault["said"].strip().splitlines() or [""])[-1][:90]
         name = f"{fault['script']} {fault['name']} {fault['title']}".strip()
@@ -357,7 +357,7 @@ def main() -> int:
             lines = difflib.unified_diff(fault["old"].splitlines(), fault["new"].splitlines(), lineterm="", n=1)
             print(*list(lines)[2:], sep="\n")
     for test in sorted({fault["seen_by"] for fault in results if fault["seen_by"]}):
-        control = try_fault({"script": "ppo", "old": "", "new": ""}, [test], marks)
+        control = try_fault({"script": "ppo", "old": "", "new": ""}, [test], marks, asked.limit)
         if control["result"] != "LIVED":
             print(f"RED WITHOUT A FAULT: {test}\n{control['said'][-2000:]}")
             results = [x | {"result": "unknown"} if x["seen_by"] == test else x for x in results]
