@@ -1753,15 +1753,16 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
         require(kinds, f"{name} is not a {', '.join(formats)} file")
         require(path.stat().st_size, f"{name} is empty")
         options = {"path": kinds[-1], "data_files": glob.escape(str(path.resolve())), "split": split}
-        if kinds[-1] == "csv":
-            options |= csv_options(pandas.read_csv(path, nrows=0).columns)
     else:
         has_no_pattern = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
         require(has_no_pattern, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
-    for file in [path, *path.rglob("*")]:
-        if ".csv" in file.suffixes and file.is_file():
-            has_names = isinstance(pandas.read_csv(file, nrows=1).index, pandas.RangeIndex)
-            require(has_names, f"{file} has more cells in a row than names: put texts that have a comma in quotes")
+    files = [file for file in [path, *path.rglob("*")] if file.is_file() and formats.keys() & set(file.suffixes)]
+    csv_files = [file for file in files if ".csv" in file.suffixes]
+    for file in csv_files:
+        has_names = isinstance(pandas.read_csv(file, nrows=1).index, pandas.RangeIndex)
+        require(has_names, f"{file} has more cells in a row than names: put texts that have a comma in quotes")
+    if csv_files and csv_files == files:
+        options |= csv_options(pandas.read_csv(csv_files[0], nrows=0).columns)
     try:
         data = datasets.load_dataset(**options)
         if data.info.builder_name == "csv" and "features" not in options:

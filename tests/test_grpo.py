@@ -83,6 +83,18 @@ def gradient_of(policy):
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
+def test_distances_from_the_old_policy():
+    """Of log-probabilities that all differ by 0.1."""
+    args = golden_args(next(iter(TRL["cases"].values()))["settings"], beta=0.0)
+    policy = golden_model("policy")
+    rollout = golden_rollout(args, policy)
+    rollout.old_logprobs = rollout.in_micro_batches(lambda r: grpo.logprobs_under(policy, r, args), args) - 0.1
+    rollout.advantages, rollout.loss_mask = rollout.scores[:, None], rollout.mask
+    stats = grpo.update(policy, torch.optim.AdamW(policy.parameters(), lr=0.0), rollout, args)
+    assert stats["policy/approxkl_avg"] == pytest.approx(0.005, rel=1e-3)
+    assert stats["val/ratio"] == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
 @pytest.mark.parametrize("case", TRL["cases"])
 def test_a_whole_update_is_trls(case, monkeypatch):
     """Advantages, and the loss, gradient, metrics and weights of two steps: on one batch, or on its halves."""
