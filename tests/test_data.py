@@ -70,14 +70,14 @@ def test_unknown_words(tmp_path):
 
 def test_plain_texts_for_a_chat_model(tmp_path):
     """It would continue them, or be trained without its template: the run says so. Other models read plain texts."""
-    rows = [{"prompt": "The film ", "completion": "is good.", "chosen": "is good.", "rejected": "is bad."}]
+    rows = [{"prompt": "The film", "completion": " is good.", "chosen": " is good.", "rejected": " is bad."}]
     data = ppo.load_split(write_rows(tmp_path / "d.jsonl", rows), None, "train")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
     read = [
         lambda: ppo.encode_prompts(data, tokenizer, ppo.Args()),
-        lambda: sft.read_texts(data, tokenizer, sft.Args(), 99),
-        lambda: dpo.encode_pairs(data, tokenizer, dpo.Args(), 99),
-        lambda: reward_model.encode_pairs(data, tokenizer, reward_model.Args(), 99),
+        lambda: sft.read_texts(data, tokenizer, sft.Args(), 300),
+        lambda: dpo.encode_pairs(data, tokenizer, dpo.Args(), 300),
+        lambda: reward_model.encode_pairs(data, tokenizer, reward_model.Args(), 300),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -88,10 +88,6 @@ def one(*_, **__):
     return [1.0]
 
 
-def none(prompts, **_):
-    return [None] * len(prompts)
-
-
 def endless(prompts, **_):
     return [-math.inf] * len(prompts)
 """
@@ -180,7 +176,6 @@ WRONG = [
     (ppo, dict(reward_fn=(GOLD, GOLD)), "gold_score"),
     (ppo, dict(reward_fn=("gold_score",)), "file.py:name"),
     (ppo, dict(reward_fn=("r.py:one",)), "a list of 64 rewards"),
-    (ppo, dict(reward_fn=("r.py:none",)), "None"),
     *[(module, dict(reward_fn=("r.py:endless",)), "infinite reward") for module in (ppo, rloo, grpo)],
     (grpo, dict(max_turns=2), "--env"),
     (ppo, dict(dataset="null.jsonl"), "'prompt' holds None"),
