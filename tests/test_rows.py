@@ -307,6 +307,13 @@ def test_conversations_in_the_column_of_texts():
     assert rows[0].to_list() == rows[1].to_list()
 
 
+def test_the_shortest_text_that_can_be_learned():
+    """One token, and EOS, which it predicts. An empty text has only EOS, which nothing predicts."""
+    data = sft.datasets.Dataset.from_list([dict(text="."), dict(text="")])
+    rows = sft.read_texts(data, make_tokenizer(None), sft.Args(), 99)
+    assert list(rows["length"]) == [2]
+
+
 # --- 3. Texts that hold their prompt
 
 
