@@ -140,6 +140,12 @@ def test_a_last_step_without_noise_is_left_out(spacing, kl_coef, tmp_path, monke
     assert lines[1]["objective/kl"] > 0
 
 
+def test_the_optimiser_has_its_settings():
+    args = ddpo.Args(train_adam_beta1=0.8, train_adam_beta2=0.9, train_adam_epsilon=1e-4, train_adam_weight_decay=0.1)
+    (group,) = ddpo.make_optimizer(args, torch.nn.Linear(1, 1)).param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"], group["lr"]) == ((0.8, 0.9), 1e-4, 0.1, 3e-4)
+
+
 # --- Advantages and rewards -------------------------------------------------------------------------------------------
 
 
