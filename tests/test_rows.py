@@ -305,6 +305,7 @@ def test_conversations_in_the_column_of_texts():
         for kind in ("messages", "text")
     ]
     assert rows[0].to_list() == rows[1].to_list()
+    assert sft.IGNORE in rows[0][0]["labels"]
 
 
 def test_the_shortest_text_that_can_be_learned():
