@@ -203,6 +203,8 @@ def test_weights_of_rewards(rewards):
     close(stats["rewards/shown/mean"], shown.mean())
     close(stats["rewards/shown/std"], shown.std())
     close(stats["rewards/sometimes/mean"], 6.5)
+    joined = ddpo.join([part, part], part.examples * 2)
+    close(joined.rewards_by_name["shown"], torch.cat([shown, shown]))
 
 
 def test_the_first_prompt_is_shown(tmp_path, capsys):
