@@ -861,9 +861,10 @@ def with_gradient_first(rollout: Rollout, rows: Tensor, args: Args) -> list[tupl
     rows = rollout.by_length(rows)
     rows = rows[has_gradient[rows].long().argsort(descending=True, stable=True)]
     parts = deal(rows, args)
-    rounds = [parts[i : i + WORLD_SIZE] for i in range(0, len(parts), WORLD_SIZE)]  # one part for each process
-    # If the first row of a round has no gradient, no later row has one
-    return [(part[RANK], i == 0 or bool(has_gradient[part[0][0]])) for i, part in enumerate(rounds)]
+    first_rows = torch.stack([part[0] for part in parts[::WORLD_SIZE]])  # if one has no gradient, no later row has one
+    needs_backward = has_gradient[first_rows].tolist()  # the device is read once
+    needs_backward[0] = True
+    return list(zip(parts[RANK::WORLD_SIZE], needs_backward))
 
 
 def policy_forward(policy: nn.Module, r: Rollout, args: Args) -> tuple[Tensor, Tensor, Tensor | float]:
@@ -1012,11 +1013,12 @@ def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args
     torch.manual_seed(seed + 1 + G)
     sampled = scored_answers(policy, reward_fns, prompts, G, args.temperature, args)
     are_right = right_answers(sampled).view(-1, G)  # (N, G)
+    is_judged = ~are_right.isnan().all(1)  # (N,), false if no answer has a reward
     stats = {
         "eval/scores": likeliest.scores.mean().item(),
         "eval/accuracy": right_answers(likeliest).nanmean().item(),
         "eval/pass@1": are_right.nanmean().item(),
-        f"eval/pass@{G}": are_right.nan_to_num(0.0).amax(1)[~are_right.isnan().all(1)].mean().item(),
+        f"eval/pass@{G}": are_right[is_judged].nan_to_num(0.0).amax(1).mean().item(),
     }
     stats |= {f"eval/rewards/{name}/mean": x.nanmean().item() for name, x in likeliest.rewards_by_name.items()}
     return stats | {f"eval/{name}": x for name, x in turn_stats(likeliest).items()}
