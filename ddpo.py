@@ -916,8 +916,8 @@ def start(args: Args) -> None:
         library.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # when one process saves a checkpoint
-    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
-    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
+    is_taken = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not is_taken, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))

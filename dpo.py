@@ -213,7 +213,8 @@ def train(args: Args) -> None:
 
     pairs, eval_pairs = load_pairs(args, policy)  # 1
     lengths = list(pairs["length"])
-    args = choose_sizes(args, policy, len(pairs), 2 * max([*lengths, *map(len, eval_pairs)]))
+    longest = max([*lengths, *map(len, eval_pairs)])
+    args = choose_sizes(args, policy, len(pairs), 2 * longest)
     show_first_row({name: as_read(pairs[0][name], policy.tokenizer) for name in ("prompt", "chosen", "rejected")})
     steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
@@ -1300,8 +1301,8 @@ def start(args: Args) -> None:
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
     require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
-    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
-    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
+    is_taken = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not is_taken, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))

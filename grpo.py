@@ -2215,8 +2215,8 @@ def start(args: Args) -> None:
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
     require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
-    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
-    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
+    is_taken = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not is_taken, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))

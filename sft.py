@@ -192,7 +192,8 @@ def train(args: Args) -> None:
 
     rows, eval_rows = load_texts(args, policy)  # 1
     lengths = list(rows["length"])
-    args = choose_sizes(args, policy, len(rows), max([*lengths, *(len(ids) for ids, _ in eval_rows)]))
+    longest = max([*lengths, *(len(ids) for ids, _ in eval_rows)])
+    args = choose_sizes(args, policy, len(rows), longest)
     is_label = [label != IGNORE for label in rows[0]["labels"]]
     show_first_row({"text, with its labels in green": as_read(rows[0]["ids"], policy.tokenizer, is_label)})
     steps_per_epoch = math.ceil(len(rows) / args.batch_size)
@@ -1235,8 +1236,8 @@ def start(args: Args) -> None:
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
     require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
-    exists = args.output_dir and not args.resume and Path(args.output_dir).exists()
-    require(not exists, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
+    is_taken = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    require(not is_taken, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
