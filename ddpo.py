@@ -916,7 +916,8 @@ def start(args: Args) -> None:
         library.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # when one process saves a checkpoint
-    is_taken = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    is_new = not args.resume and not RANK  # process 0 creates the folder, perhaps before another gets here
+    is_taken = is_new and args.output_dir and Path(args.output_dir).exists()
     require(not is_taken, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":

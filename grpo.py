@@ -2215,7 +2215,8 @@ def start(args: Args) -> None:
     is_sharded = args.zero_stage or args.shard_size or args.offload
     can_shard = args.zero_stage and "RANK" in os.environ
     require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
-    is_taken = args.output_dir and not args.resume and Path(args.output_dir).exists()
+    is_new = not args.resume and not RANK  # process 0 creates the folder, perhaps before another gets here
+    is_taken = is_new and args.output_dir and Path(args.output_dir).exists()
     require(not is_taken, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     device = torch.device(args.device)
     if device.type == "cuda":

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,6 +38,8 @@ if __name__ == "__main__":
             module.draw_curves = lambda *_: None  # as in conftest.py
         if is_new and script != "ddpo":
             note(module)
+        if "--zero-stage" not in words:  # the processes do not meet before there is a folder: one may be late
+            time.sleep(int(os.environ["RANK"]))
         sys.argv = [f"{script}.py", *words]
         try:
             module.train(module.read_command_line())
