@@ -544,6 +544,7 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
     fits = args.max_prompt_length < limit
     require(fits, f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion in {limit} tokens")
     read_pair = pair_reader(data, args)
+    print_unread(data, args.prompt_column, args.chosen_column, args.rejected_column)
     max_prompt_length = args.max_prompt_length
     mode = args.truncation_mode
 
@@ -1054,6 +1055,13 @@ def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
         require(column in data.column_names, f"the dataset has no column {column!r}, only {names}: set {flag}")
     unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
     require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads only texts: remove them")
+
+
+def print_unread(data: datasets.Dataset, *columns: str) -> None:
+    """Prints the names of all columns but these and the options of the chat template."""
+    unread = [name for name in data.column_names if name not in (*columns, "tools", "chat_template_kwargs")]
+    if unread:
+        print(f"{data.split} columns that are not read:", ", ".join(unread))
 
 
 def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:

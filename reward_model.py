@@ -474,6 +474,7 @@ def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, l
     margin_column = args.margin_column
     if margin_column != Args.margin_column:  # a column that the user names must exist
         check_columns(data, {"--margin-column": margin_column})
+    print_unread(data, args.prompt_column, args.chosen_column, args.rejected_column, margin_column)
 
     def encode(row: dict) -> dict:
         """Encodes one row."""
@@ -956,6 +957,13 @@ def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
         require(column in data.column_names, f"the dataset has no column {column!r}, only {names}: set {flag}")
     unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
     require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads only texts: remove them")
+
+
+def print_unread(data: datasets.Dataset, *columns: str) -> None:
+    """Prints the names of all columns but these and the options of the chat template."""
+    unread = [name for name in data.column_names if name not in (*columns, "tools", "chat_template_kwargs")]
+    if unread:
+        print(f"{data.split} columns that are not read:", ", ".join(unread))
 
 
 def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:

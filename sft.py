@@ -511,6 +511,7 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     completion_only = args.completion_only_loss
     prompt, completion = args.prompt_column, args.completion_column
     column = text_column(data, args)
+    print_unread(data, *([prompt, completion] if column == completion else [column]))
     if column == completion:
         check_columns(data, {"--prompt-column": prompt})
         is_unpaired = str(data.features.get("label")) == "Value('bool')"
@@ -989,6 +990,13 @@ def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
         require(column in data.column_names, f"the dataset has no column {column!r}, only {names}: set {flag}")
     unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
     require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads only texts: remove them")
+
+
+def print_unread(data: datasets.Dataset, *columns: str) -> None:
+    """Prints the names of all columns but these and the options of the chat template."""
+    unread = [name for name in data.column_names if name not in (*columns, "tools", "chat_template_kwargs")]
+    if unread:
+        print(f"{data.split} columns that are not read:", ", ".join(unread))
 
 
 def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:

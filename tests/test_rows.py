@@ -633,3 +633,10 @@ def test_the_first_row_is_shown(module, folder, capsys):
     if module is sft:
         text = module.as_read([5, 6, 7], make_tokenizer(), [False, True, True])
         assert [span.style for span in text.spans] == ["green"] and text.spans[0].end == len(text)
+
+
+@pytest.mark.parametrize("module, unread", [(sft, "prompt, chosen, rejected, note"), (dpo, "messages, note")])
+def test_columns_that_are_not_read(module, unread, folder, capsys):
+    """Alpaca's column `input`, say, which belongs to the prompt."""
+    start_run(module, folder, rows_for_all(told("The film?"), note="three"))
+    assert any(line.endswith(f": {unread}") for line in capsys.readouterr().out.splitlines())
