@@ -33,9 +33,9 @@ Tensor layout for a prompt of 3 tokens (left-padded to 4) and completions of 4 a
 The policy pi is the language model being trained; the reference pi_ref is a frozen copy of the initial policy. Why is
 no reward model needed? The policy that maximises E[r] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta) /
 Z(x). Solve this for r: r(x, y) = beta log(pi(y|x) / pi_ref(y|x)) + beta log Z(x). Put this r into the loss of
-reward_model.py, -log sigmoid(r_w - r_l). Z(x) cancels, and the loss above remains. To minimise it is to fit a reward
-and to train the policy at the same time. Compared with PPO there are no rollouts, reward, critic, advantages, ratio and
-clipping. The price: nothing judges the texts that the policy itself writes (tools/evaluate.py does so after training).
+reward_model.py, -log sigmoid(r_w - r_l). Z(x) cancels, and the loss above remains. Minimising it fits a reward and
+trains the policy at the same time. Unlike PPO, DPO has no rollouts, critic, advantages or clipping. The price is that
+nothing judges the texts that the policy itself writes (tools/evaluate.py does so after training).
 Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao
 et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
 2402.01306, which needs no pairs; kto_pair, as in TRL 0.7, is another loss). docs/dpo.md has a glossary of the metrics.
@@ -749,12 +749,10 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
     pass_number, offset = divmod(number, num_batches)
     rows = shuffled(len(lengths), seed, 2 * pass_number)
     batches = shuffled(num_batches, seed, 2 * pass_number + 1)
-    group, index = divmod(batches[offset], 50)
-    group_size = 50 * size
-    start = group * group_size
-    by_length = sorted(rows[start : start + group_size], key=lengths.__getitem__)
-    start = index * size
-    return by_length[start : start + size]
+    group, place = divmod(batches[offset], 50)
+    first = group * 50 * size
+    by_length = sorted(rows[first : first + 50 * size], key=lengths.__getitem__)
+    return by_length[place * size : (place + 1) * size]
 
 
 def default_batch_size(num_rows: float) -> int:

@@ -658,12 +658,10 @@ def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) 
     pass_number, offset = divmod(number, num_batches)
     rows = shuffled(len(lengths), seed, 2 * pass_number)
     batches = shuffled(num_batches, seed, 2 * pass_number + 1)
-    group, index = divmod(batches[offset], 50)
-    group_size = 50 * size
-    start = group * group_size
-    by_length = sorted(rows[start : start + group_size], key=lengths.__getitem__)
-    start = index * size
-    return by_length[start : start + size]
+    group, place = divmod(batches[offset], 50)
+    first = group * 50 * size
+    by_length = sorted(rows[first : first + 50 * size], key=lengths.__getitem__)
+    return by_length[place * size : (place + 1) * size]
 
 
 def default_batch_size(num_rows: float) -> int:
