@@ -155,13 +155,14 @@ def test_what_no_answer_comes_before_carries_no_loss(tokenizer):
     """A greeting; and where a template moves the system message to the last question, no answer is where it was."""
     greeted = [{"role": "assistant", "content": "Hi."}, *turns("The film", "is good.")]
     assert labelled(*sft.encode_messages(greeted, tokenizer, True), tokenizer) == " is good.<|end|>"
-    told = [{"role": "system", "content": "Be brief."}, *turns("The film", "is good.")]
+    told = [{"role": "system", "content": "Be brief."}, *turns("The film ", "is good.")]
     mistral = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
-    mistral.chat_template = MISTRAL
-    ids, labels = sft.encode_messages(told, mistral, True)
-    assert labelled(ids, labels, mistral) == "assistant: is good.<|end|>"
-    assert "brief" in mistral.decode(ids)
-    assert ids == reward_model.encode_whole(told[:2], told[2:], mistral)
+    for marker in ("", "assistant: "):  # what ends the prompt of a rollout
+        mistral.chat_template = MISTRAL + "{% if add_generation_prompt %}" + marker + "{% endif %}"
+        ids, labels = sft.encode_messages(told, mistral, True)
+        assert labelled(ids, labels, mistral).strip() == "assistant: is good.<|end|>".removeprefix(marker)
+        assert mistral.decode(ids) == "user: Be brief. The film assistant: is good.<|end|>"
+        assert ids == reward_model.encode_whole(told[:2], told[2:], mistral)
 
 
 def test_thoughts_that_a_template_leaves_out(tokenizer):

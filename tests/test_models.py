@@ -458,7 +458,7 @@ def test_all_that_ends_a_turn_stops_a_response(train, tmp_path):
         tokenizer.save_pretrained(tmp_path / "m")
         args = ppo.Args(model=str(tmp_path / "m"), stop_token=("eos", "."))
         assert set(ppo.load_policy(args).stop_token_ids) == found | {tokenizer.convert_tokens_to_ids(".")}
-        for script in (sft, dpo):
+        for script in (sft, dpo, rloo, grpo):
             stored_by_it = script.load_policy(script.Args(model=str(tmp_path / "m"))).generation_config
             assert set(stored_by_it.eos_token_id) == found
     train(ppo, model=str(tmp_path / "m"), reward_fn=(GOLD,))

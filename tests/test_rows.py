@@ -603,15 +603,35 @@ def test_a_reward_model_with_another_template_reads_its_own(folder):
     model = ppo.load_reward_model(args, policy)
     model.tokenizer.chat_template = PLAIN.replace("{{ m.role }}:", "{{ m.role | upper }} says")
     rows = [{"prompt": told("The film?")}, {"prompt": told("Why?")}]
-    prompts = ppo.pad(
-        [ppo.encode_prompt(row["prompt"], policy.tokenizer) for row in rows], policy.tokenizer, args, "left"
+    texts = [reward_model.encode_whole(row["prompt"], "good.", model.tokenizer) for row in rows]
+    assert_reads(model, policy, rows, texts, args)
+
+
+def test_a_reward_model_with_another_tokenizer_reads_plain_texts():
+    """Without the policy's special tokens, and without a chat template, though it has one."""
+    args = ppo.Args(device="cpu", micro_batch_size=2)
+    policy = ppo.load_policy(args)
+    policy.tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    begin = ("<|begin|>", policy.tokenizer.bos_token_id)
+    policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[begin]
     )
-    answers = [policy.tokenizer(" good.")["input_ids"] + [policy.tokenizer.eos_token_id]] * 2
+    model = ppo.load_reward_model(args, policy)
+    model.tokenizer.chat_template = PLAIN
+    rows = [{"prompt": "The film is"}, {"prompt": "We say that it is very"}]
+    texts = [model.tokenizer(row["prompt"] + " good.<|end|>")["input_ids"] for row in rows]
+    assert_reads(model, policy, rows, texts, args)
+
+
+def assert_reads(model, policy, rows, texts, args):
+    """In a rollout with the answer " good.", a reward model reads these token ids."""
+    ids = [ppo.encode_prompt(row["prompt"], policy.tokenizer) for row in rows]
+    answers = [policy.tokenizer(" good.", add_special_tokens=False)["input_ids"] + [policy.tokenizer.eos_token_id]] * 2
+    prompts = ppo.pad(ids, policy.tokenizer, args, "left")
     responses, mask = ppo.pad(answers, policy.tokenizer, args)
     rollout = ppo.Rollout(*prompts, responses, mask, mask[:, 0], torch.zeros(mask.shape), rows)
     given = ppo.model_reward(model, policy, args)(rollout)
-    wholes = [reward_model.encode_whole(row["prompt"], "good.", model.tokenizer) for row in rows]
-    ids, mask = ppo.pad(wholes, model.tokenizer, args)
+    ids, mask = ppo.pad(texts, model.tokenizer, args)
     with torch.no_grad():
         expected = ppo.read_reward(model, ids, mask.long())
     assert given.tolist() == pytest.approx(expected.tolist(), abs=1e-5)

@@ -10,6 +10,7 @@ from numbers_of_others import golden
 from replay import EOS, SETTINGS, agree, evaluated, ids_of, read_text, replay
 from replay import note_sizes, saved, toy_rows, write_data, write_model
 from runs import run, untimed
+from safetensors.torch import load_file
 from sources import ROOT
 from transformers import AutoTokenizer
 
@@ -144,13 +145,24 @@ def test_packing_by_hand(texts, tmp_path):
     replay_sft(lines, settings, blocks, labelled(tests, length), read_row)
 
 
-def test_tables_of_samples_change_no_number(texts, tmp_path):
-    """Those of a model with dropout, which is off in evaluations."""
+def test_tables_of_samples(texts, tmp_path):
+    """They change no number, though the model has dropout; and their tensors are those of three prompts, which end
+    where the labels begin, or after eight tokens."""
     settings = SETTINGS | dict(model=write_model(tmp_path / "dropout", "dropout"), dataset=texts.folder)
     without = run(sft, tmp_path / "without", **settings)
     with_tables = run(sft, tmp_path / "with", num_sample_generations=4, **settings)
     assert untimed(without) == untimed(with_tables)
-    agree(evaluated(with_tables[-1]), evaluation(labelled(texts.tests, 36))(saved(tmp_path / "with")))
+    tests, policy = labelled(texts.tests, 36), saved(tmp_path / "with")
+    agree(evaluated(with_tables[-1]), evaluation(tests)(policy))
+    shown = load_file(max((tmp_path / "with/samples").iterdir()))
+    assert len(shown["prompts"]) == 3
+    for i, (ids, start) in enumerate(tests[:3]):
+        prompt = shown["prompts"][i, shown["prompt_mask"][i]].tolist()
+        assert prompt == ids[: start or min(8, len(ids) // 2)]
+        answer = shown["responses"][i, shown["mask"][i]].tolist()
+        assert EOS not in answer[:-1] and (answer[-1] == EOS or shown["mask"][i].all())
+        logprobs, _ = read_text(policy, prompt + answer, len(prompt))
+        assert shown["logprobs"][i, : len(answer)].tolist() == pytest.approx(logprobs.tolist(), abs=1e-4)
 
 
 def test_a_tokenizer_without_a_padding_token(tmp_path, tiny):
