@@ -401,8 +401,11 @@ def join(parts: list[Rollout], examples: list[dict]) -> Rollout:
 def score_images(part: Rollout, reward_fns: dict[str, Callable[[Rollout], Tensor]], args: Args) -> None:
     """Step 2 for a part: sets rewards_by_name and scores (b,)."""
     part.rewards_by_name = {name: function(part) for name, function in reward_fns.items()}
-    is_given = torch.stack([~x.isnan() for x in part.rewards_by_name.values()])  # (K, b)
-    require(is_given.any(0).all(), "an image has no reward at all: all functions of --reward-fn returned None or NaN")
+    table = torch.stack(list(part.rewards_by_name.values()))  # (K, b)
+    if args.reward_weights:
+        table = table[table.new_tensor(args.reward_weights) != 0]
+    has_reward = ~table.isnan().all(0)
+    require(has_reward.all(), "an image has no reward: all functions of --reward-fn returned None or NaN")
     part.scores = weighted_sum(part.rewards_by_name, args.reward_weights)
     require(part.scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
     part.images = None  # frees memory: the update needs only the latents
@@ -468,14 +471,15 @@ def update(chain: Chain, optimizer: torch.optim.Optimizer, rollout: Rollout, arg
     """
     B = len(rollout.scores)
     N = int(rollout.old_logprobs[0].isfinite().sum())  # leaves out a last step with sigma = 0
+    require(N, "the only denoising step has sigma = 0: increase --sample-num-steps")
     S = max(1, int(N * args.train_timestep_fraction))
     mini_batch_size = args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
     logs = []  # one per optimiser step
     for _ in range(args.train_num_inner_epochs):
-        batch = torch.randperm(B).to(args.device)
+        order = torch.randperm(B).to(args.device)
         steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)])  # (B, S) an order for each image
         steps = steps.to(args.device)
-        for mini_batch in batch.split(mini_batch_size):
+        for mini_batch in order.split(mini_batch_size):
             optimizer.zero_grad()
             num_pairs = len(mini_batch) * S / WORLD_SIZE
             sums = defaultdict(float)
@@ -902,8 +906,13 @@ def make_seed(*numbers: int) -> int:
 
 
 def autocast(args: Args) -> torch.autocast:
-    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32.
+
+    Within the context, autocast keeps a bfloat16 copy of all trained weights, but not with --gradient-checkpointing,
+    which saves memory.
+    """
+    keeps_copies = not args.gradient_checkpointing
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bf16, keeps_copies)
 
 
 # --- Processes

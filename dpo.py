@@ -214,7 +214,7 @@ def train(args: Args) -> None:
     pairs, eval_pairs = load_pairs(args, policy)  # 1
     lengths = list(pairs["length"])
     longest = max([*lengths, *map(len, eval_pairs)])
-    args = choose_sizes(args, policy, len(pairs), 2 * longest)
+    args = choose_sizes(args, policy, len(pairs), 2 * longest)  # a pair is two texts
     show_first_row({name: as_read(pairs[0][name], policy.tokenizer) for name in ("prompt", "chosen", "rejected")})
     steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
     num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
@@ -276,7 +276,7 @@ def encode_preference(
     A plain-text prompt is encoded alone, as in a rollout. If its last tokens merge with a completion, they belong to
     the completion. Without a prompt, and for conversations, the prompt is all tokens that both texts share at the
     start. Their log-probability is the same in both texts, so it cancels in the loss (except with ipo, which takes
-    means over tokens).
+    means over tokens, and kto_pair, which compares with the KL of all pairs).
     """
     a, b = (encode_whole(prompt, text, tokenizer, options) for text in (chosen, rejected))
     shared = shared_length(a, b)
@@ -284,6 +284,7 @@ def encode_preference(
         alone = encode_text(prompt, tokenizer)
         shared = shared_length(alone, a, b)
         warn_of_joined_tokens(len(alone) - shared)
+    shared = min(shared, len(a) - 1, len(b) - 1)  # one text may be the start of the other
     start = a[:shared]
     if not start:  # the model needs an input that predicts the first token
         start = [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
@@ -617,8 +618,8 @@ def warn_of_plain_texts(tokenizer: AutoTokenizer) -> None:
 
 
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
-    """Whether all texts of these columns begin with their prompt, so that it has to be removed from them. Warns if only
-    some do. For conversations, `whole_turns` checks each row."""
+    """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
+    conversations, `whole_turns` checks each row."""
     if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
         return False
     begins = []
@@ -640,30 +641,31 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
     is_system = lambda x: x[:1] and x[0]["role"] == "system"  # noqa: E731
+    system = [x[0] for x in (turns, answer) if is_system(x)]
+    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
     head = turns[1:] if is_system(turns) else turns
     tail = answer[1:] if is_system(answer) else answer
     if not head or not tail or tail[0]["role"] == "assistant":
-        return turns + answer
+        return system[:1] + head + tail
     words = lambda x: [(turn["role"], turn["content"].strip(), turn.get("tool_calls")) for turn in x]  # noqa: E731
     repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
     is_next = repeated > 0 or head[-1]["role"] == "assistant"
     require(is_next, "the text begins with a user's message, but not with that of the prompt")
-    system = [x[0] for x in (turns, answer) if is_system(x)]
-    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
     return system[:1] + head[: len(head) - repeated] + tail
 
 
 def shared_length(*texts: list[int]) -> int:
     """Number of tokens that all texts share at the start."""
-    return len(os.path.commonprefix(texts))  # of any lists, not only of paths
+    return len(os.path.commonprefix(texts))  # works on any lists
 
 
 def warn_of_joined_tokens(n: int) -> None:
     """Warns if the last n tokens of a prompt, encoded alone, are not tokens of the complete text."""
     if n:
         warnings.warn(
-            "some prompts end within a token of the complete text (does the prompt end with a space?): training uses "
-            "that token, but a rollout, which encodes the prompt alone, does not"
+            "some prompts end within a token of the complete text (does the prompt end with a space, or does the chat "
+            "template write something else before an answer?): training uses that token, but a rollout, which encodes "
+            "the prompt alone, does not"
         )
 
 
@@ -717,9 +719,9 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
             texts = [text.lstrip().removeprefix(start.lstrip()) for text in texts]
         is_one_kind = isinstance(start, list) or type(texts[0]) is type(texts[1])
         require(is_one_kind, "one of the chosen and the rejected text is a list of messages, the other is not")
-        questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
-        is_same = questions[0] == questions[1] or [] in questions
-        require(is_same, "the user's messages differ between the chosen and the rejected conversation")
+        turns = [whole_turns(start, text) for text in texts]
+        given = [[x["content"] for x in talk if x["role"] in ("system", "user")] for talk in turns]
+        require(given[0] == given[1], "the system's or the user's messages differ between chosen and rejected")
         return start, *texts
 
     return read_pair
@@ -1290,8 +1292,13 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def autocast(args: Args) -> torch.autocast:
-    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32.
+
+    Within the context, autocast keeps a bfloat16 copy of all trained weights, but not with --gradient-checkpointing,
+    which saves memory.
+    """
+    keeps_copies = not args.gradient_checkpointing
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bf16, keeps_copies)
 
 
 # --- Processes

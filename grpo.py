@@ -153,7 +153,8 @@ class Args:
     # mean: subtract the group's mean from each score; none: the scores are the advantages, without scaling (RFT)
     baseline: Literal["mean", "none"] = "mean"
     epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
-    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5
+    # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5. With one step per batch, the ratio is 1
+    epsilon_high: Positive | None = None
     delta: Positive | None = None  # upper bound of the ratio where A < 0; by default there is none (INTELLECT-2: 4)
     num_ppo_epochs: Count = 1  # passes over each batch (TRL: num_iterations). More: faster, but further off policy
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
@@ -230,9 +231,10 @@ class Args:
     # --- Run ---
     # folder of a run to continue. It keeps its settings, except those given on the command line
     resume: Name | None = None
-    # number of responses trained on, or with dynamic_sampling kept; 12,800 are one pass over the toy prompts
+    # number of responses to train on; 12,800 are one pass over the toy prompts
     total_episodes: Count = 12_800
-    num_train_epochs: Positive | None = None  # passes over the prompts; if set, total_episodes is ignored
+    # passes over the prompts, without those that dynamic_sampling replaces; if set, total_episodes is ignored
+    num_train_epochs: Positive | None = None
     exp_name: Name = "grpo"  # name of this run, in its folder and on W&B
     output_dir: Name | None = None  # folder for all output; by default a new folder runs/NAME__SEED__TIME
     # cpu, cuda, mps; by default cuda if there is one
@@ -292,9 +294,12 @@ def train(args: Args) -> None:
             memory["num_draws"] += num_draws
 
         # 3. Advantage
-        rollout.advantages = rollout.scores[:, None]  # (B, 1)
         if args.baseline == "mean":
-            rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]
+            advantages = group_advantages(rollout.scores, G, args.scale_rewards)  # (B,)
+        else:
+            is_unscored = unscored(rollout.rewards_by_name, args.reward_weights)
+            advantages = rollout.scores.masked_fill(is_unscored, 0.0)
+        rollout.advantages = advantages[:, None]  # (B, 1)
         rollout.loss_mask = rollout.written
         if args.mask_truncated_completions:
             rollout.loss_mask = rollout.written & rollout.ended[:, None]
@@ -551,18 +556,26 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
     return (groups == groups[:, :1]).all(1)
 
 
+def useless_groups(rollout: Rollout, args: Args) -> Tensor:
+    """Returns (B/G,), true for groups without a gradient: all scores are equal, or no response is in the loss."""
+    is_useless = equal_groups(rollout.scores, args.num_generations)
+    if args.mask_truncated_completions:
+        is_useless |= ~rollout.ended.view(-1, args.num_generations).any(1)
+    return is_useless
+
+
 def sample_groups(
     policy: nn.Module, prompts: list[dict], reward_fns: RewardFns, first_draw: int, args: Args
 ) -> tuple[Rollout, int]:
     """Steps 1 and 2: samples G responses to each prompt and scores them. Also returns the number of batches drawn.
 
-    With --dynamic-sampling, groups with equal scores, which give no gradient, are replaced by groups from further
-    batches (DAPO, sec. 3.2). If there are still too few, groups with equal scores fill the batch.
+    With --dynamic-sampling, groups without a gradient are replaced by groups from further batches (DAPO, sec. 3.2). If
+    there are still too few, they fill the batch.
     """
     G = args.num_generations
     num_groups = args.batch_size // G
     parts = []
-    num_differing = 0
+    num_useful = 0
     draw_batch = play_batch if args.env else sample_batch
     for draw in range(1 + args.dynamic_sampling):
         examples = batch(prompts, first_draw + draw, num_groups, args.seed)
@@ -571,14 +584,14 @@ def sample_groups(
         can_divide = args.scale_rewards != "mean" or part.scores.min() >= 0  # a negative mean would reverse the signs
         require(can_divide, "--scale-rewards mean needs scores of 0 or more")
         parts.append(part)
-        num_differing += int((~equal_groups(part.scores, G)).sum())
-        if num_differing >= num_groups:
+        num_useful += int((~useless_groups(part, args)).sum())
+        if num_useful >= num_groups:
             break
     rollout = parts[0]
     if args.dynamic_sampling:
         rollout = join(parts)
-        is_equal = equal_groups(rollout.scores, G).repeat_interleave(G)  # (rows,), true in groups with equal scores
-        rows = is_equal.long().argsort(stable=True)  # groups with different scores come first
+        is_useless = useless_groups(rollout, args).repeat_interleave(G)  # (rows,)
+        rows = is_useless.long().argsort(stable=True)  # the other groups come first
         rollout = rollout.select(rows[: args.batch_size])
     return rollout, len(parts)
 
@@ -712,7 +725,7 @@ def score_responses(
     A score is the weighted sum of the rewards, minus the penalty for a missing stop token.
     """
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
-    is_unscored = unscored(rewards)
+    is_unscored = unscored(rewards, args.reward_weights)
     scores = weighted_sum(rewards, args.reward_weights)
     require(scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
     if args.stop_token != ("none",):  # with none, no response has a stop token
@@ -723,9 +736,12 @@ def score_responses(
     return rewards, scores
 
 
-def unscored(rewards: dict[str, Tensor]) -> Tensor:
-    """Returns (B,), true where no reward function returned a reward."""
-    return torch.stack(list(rewards.values())).isnan().all(0)
+def unscored(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
+    """Returns (B,), true where no reward function returned a reward. Functions of weight 0 do not count."""
+    table = torch.stack(list(rewards.values()))  # (K, B)
+    if weights:
+        table = table[table.new_tensor(weights) != 0]
+    return table.isnan().all(0)
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
@@ -984,7 +1000,7 @@ def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
         "completions/mean_terminated_length": terminated.mean(),
         "completions/min_terminated_length": terminated.min(),
         "completions/max_terminated_length": terminated.max(),
-        "rewards/unscored": unscored(rollout.rewards_by_name).sum(),
+        "rewards/unscored": unscored(rollout.rewards_by_name, args.reward_weights).sum(),
     }
     if args.beta:
         k1 = rollout.old_logprobs - rollout.ref_logprobs
@@ -1007,7 +1023,7 @@ def evaluate(policy: nn.Module, reward_fns: RewardFns, prompts: list[dict], args
     """Scores answers to the test prompts: one answer at a low temperature, and G answers at the training temperature.
     pass@G is the share of prompts with at least one right answer among the G."""
     G = args.num_generations
-    seed = torch.initial_seed()  # one seed each, since the number of rows depends on the number of processes
+    seed = torch.initial_seed()  # a seed each: the first draws more numbers with more processes
     torch.manual_seed(seed + 1)
     likeliest = scored_answers(policy, reward_fns, prompts, 1, args.eval_temperature, args)
     torch.manual_seed(seed + 1 + G)
@@ -1052,7 +1068,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
     stats["eps"] = args.batch_size / seconds
     stats["perf/tokens_per_second"] = rollout.mask.sum().item() / seconds
     run.log(stats, "objective/scores", "frac_reward_zero_std")
-    warn_about(rollout, policy)
+    warn_about(rollout, policy, args)
     is_first = run.step == 1 and args.num_sample_generations > 0
     if is_first or run.is_one_of(args.num_sample_generations):
         show_samples(run, rollout.select(torch.arange(min(4, args.batch_size), device=args.device)), policy.tokenizer)
@@ -1069,7 +1085,7 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
     run.show(columns, vars(rollout) | rewards)
 
 
-def warn_about(rollout: Rollout, policy: nn.Module) -> None:
+def warn_about(rollout: Rollout, policy: nn.Module, args: Args) -> None:
     """Warns if few responses have a stop token, no response has a reward, or all scores are equal. Each warning appears
     once."""
     if policy.stop_token_ids and rollout.ended.float().mean() < 0.5:
@@ -1077,7 +1093,7 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
             "most responses of the batch have no stop token: raise --response-length, set --missing-eos-penalty or "
             "--stop-token, or check that the policy was trained to end its texts"
         )
-    if unscored(rollout.rewards_by_name).all():
+    if unscored(rollout.rewards_by_name, args.reward_weights).all():
         warnings.warn("no response of the batch has a reward: all functions of --reward-fn returned None or NaN")
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so none of its responses is better: check the reward")
@@ -1330,7 +1346,14 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
             prefill(model.base_model, r.prompts, r.prompt_mask, cache)
         return read_reward(model, ids, mask.long(), cache)
 
-    return lambda rollout: rollout.in_micro_batches(reward, args)
+    def rewards_of_all(rollout: Rollout) -> Tensor:
+        """(B,) rewards. Equal texts get the same reward: in different micro-batches, they are rounded differently."""
+        rewards = rollout.in_micro_batches(reward, args)
+        texts = torch.cat([*rollout.inputs().values()], 1).cpu()
+        text_of = texts.unique(dim=0, return_inverse=True)[1].to(rewards.device)  # (B,) the number of its text
+        return rewards.scatter_reduce(0, text_of, rewards, "amax", include_self=False)[text_of]
+
+    return rewards_of_all
 
 
 def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Args) -> list[list[int]]:
@@ -2198,8 +2221,13 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def autocast(args: Args) -> torch.autocast:
-    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32.
+
+    Within the context, autocast keeps a bfloat16 copy of all trained weights, but not with --gradient-checkpointing,
+    which saves memory.
+    """
+    keeps_copies = not args.gradient_checkpointing
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bf16, keeps_copies)
 
 
 # --- Processes
@@ -2319,7 +2347,9 @@ def shard_layers(model: nn.Module, args: Args) -> None:
 
 @contextmanager
 def gathered(model: nn.Module, args: Args) -> Iterator[None]:
-    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
+    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token.
+    Autocast keeps a bfloat16 copy of them, unless only shards fit."""
+    torch.set_autocast_cache_enabled(args.gather_for_rollout or args.zero_stage < 3)
     parts = [module for module in model.modules() if isinstance(module, FSDPModule) and args.gather_for_rollout]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)

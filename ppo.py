@@ -282,18 +282,19 @@ def train(args: Args) -> None:
     try_reward_fns(reward_fns, prompts, policy, args)
     show_first_row({"prompt": as_read(prompts[0]["input_ids"], policy.tokenizer).append("⟨answer⟩", "green")})
     num_updates = args.total_episodes // args.batch_size
+    trains_policy = args.critic_warmup_updates < num_updates
+    require(trains_policy, f"--critic-warmup-updates {args.critic_warmup_updates}: the run has {num_updates} updates")
 
     optimizer = make_optimizer(args, policy, critic)
     policy_group, _ = optimizer.param_groups
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    # saved in checkpoints: the scores' count, mean and sum of squared deviations; step 7 adds kl_coef
+    # saved in checkpoints: the scores' count, mean and sum of squared deviations; step 7 adds kl_factor
     memory = {"scores": [0, 0.0, 0.0]}
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, critic=critic, ema=ema)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
         if step <= args.critic_warmup_updates:
-            # The policy's weights do not change, only their Adam moments. schedule.step() sets the rate again
-            policy_group["lr"] = 0.0
+            policy_group["lr"] = 0.0  # until schedule.step(): only the policy's Adam moments change
 
         # 1. Sample
         examples = batch(prompts, step - 1, args.batch_size, args.seed)
@@ -312,7 +313,7 @@ def train(args: Args) -> None:
         # 3. Reward
         rollout.kl_coef = args.kl_coef
         if args.adaptive_kl:
-            rollout.kl_coef = memory.get("kl_coef", args.kl_coef)
+            rollout.kl_coef *= memory.get("kl_factor", 1.0)
         rewards = shape_rewards(scores, kl, mask, rollout.kl_coef)  # (B, T)
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask) + masked_mean(rewards, mask) * mask  # with the old mean
@@ -327,13 +328,13 @@ def train(args: Args) -> None:
         with run.clock("update"):
             stats |= update(policy, critic, ema, optimizer, rollout, texts, args)
         check_first_ratio(stats["policy/first_ratio_error"], step, args)
-        stats |= rollout_stats(rollout)
+        stats |= rollout_stats(rollout, args)
         stats["val/explained_variance"] = explained_variance(rollout)
         stats["lr"] = policy_group["lr"]
 
         # 7. Adapt
         if args.adaptive_kl:
-            memory["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)
+            memory["kl_factor"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args) / args.kl_coef
 
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
@@ -691,7 +692,7 @@ def score_responses(
     A score is the weighted sum of the rewards, minus the penalty for a missing stop token.
     """
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
-    is_unscored = unscored(rewards)
+    is_unscored = unscored(rewards, args.reward_weights)
     scores = weighted_sum(rewards, args.reward_weights)
     require(scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
     if args.stop_token != ("none",):  # with none, no response has a stop token
@@ -702,9 +703,12 @@ def score_responses(
     return rewards, scores
 
 
-def unscored(rewards: dict[str, Tensor]) -> Tensor:
-    """Returns (B,), true where no reward function returned a reward."""
-    return torch.stack(list(rewards.values())).isnan().all(0)
+def unscored(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
+    """Returns (B,), true where no reward function returned a reward. Functions of weight 0 do not count."""
+    table = torch.stack(list(rewards.values()))  # (K, B)
+    if weights:
+        table = table[table.new_tensor(weights) != 0]
+    return table.isnan().all(0)
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
@@ -905,7 +909,7 @@ def update(
 # === End of the algorithm. Next: its metrics and options, then the code that every training script needs ============
 
 
-def rollout_stats(rollout: Rollout) -> dict[str, float]:
+def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
     """Computes the metrics of a batch before the update, under TRL's names.
 
     The formulas repeat those of step 3: if you change one, change the other. The scores are those before scaling and
@@ -928,7 +932,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": rollout.mask.sum(1).float().mean().item(),
-        "rewards/unscored": unscored(rollout.rewards_by_name).sum().item(),
+        "rewards/unscored": unscored(rollout.rewards_by_name, args.reward_weights).sum().item(),
     }
     return stats | reward_stats(rollout)
 
@@ -984,7 +988,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
     stats["eps"] = args.batch_size / seconds
     stats["perf/tokens_per_second"] = rollout.mask.sum().item() / seconds
     run.log(stats, "objective/scores", "objective/kl")
-    warn_about(rollout, policy)
+    warn_about(rollout, policy, args)
     is_first = run.step == 1 and args.num_sample_generations > 0
     if is_first or run.is_one_of(args.num_sample_generations):
         show_samples(run, rollout.select(torch.arange(min(4, args.batch_size), device=args.device)), policy.tokenizer)
@@ -1002,7 +1006,7 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
     run.show(columns, vars(rollout) | rewards)
 
 
-def warn_about(rollout: Rollout, policy: nn.Module) -> None:
+def warn_about(rollout: Rollout, policy: nn.Module, args: Args) -> None:
     """Warns if few responses have a stop token, no response has a reward, or all scores are equal. Each warning appears
     once."""
     if policy.stop_token_ids and rollout.ended.float().mean() < 0.5:
@@ -1010,7 +1014,7 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
             "most responses of the batch have no stop token: raise --response-length, set --missing-eos-penalty or "
             "--stop-token, or check that the policy was trained to end its texts"
         )
-    if unscored(rollout.rewards_by_name).all():
+    if unscored(rollout.rewards_by_name, args.reward_weights).all():
         warnings.warn("no response of the batch has a reward: all functions of --reward-fn returned None or NaN")
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so none of its responses is better: check the reward")
@@ -1247,7 +1251,14 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
             ids, mask = pad([row[-context_length(model) :] for row in rows], model.tokenizer, args)
         return read_reward(model, ids, mask.long())
 
-    return lambda rollout: rollout.in_micro_batches(reward, args)
+    def rewards_of_all(rollout: Rollout) -> Tensor:
+        """(B,) rewards. Equal texts get the same reward: in different micro-batches, they are rounded differently."""
+        rewards = rollout.in_micro_batches(reward, args)
+        texts = torch.cat([*rollout.inputs().values()], 1).cpu()
+        text_of = texts.unique(dim=0, return_inverse=True)[1].to(rewards.device)  # (B,) the number of its text
+        return rewards.scatter_reduce(0, text_of, rewards, "amax", include_self=False)[text_of]
+
+    return rewards_of_all
 
 
 def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Args) -> list[list[int]]:
@@ -2088,8 +2099,13 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def autocast(args: Args) -> torch.autocast:
-    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32.
+
+    Within the context, autocast keeps a bfloat16 copy of all trained weights, but not with --gradient-checkpointing,
+    which saves memory.
+    """
+    keeps_copies = not args.gradient_checkpointing
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bf16, keeps_copies)
 
 
 # --- Processes
@@ -2209,7 +2225,9 @@ def shard_layers(model: nn.Module, args: Args) -> None:
 
 @contextmanager
 def gathered(model: nn.Module, args: Args) -> Iterator[None]:
-    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
+    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token.
+    Autocast keeps a bfloat16 copy of them, unless only shards fit."""
+    torch.set_autocast_cache_enabled(args.gather_for_rollout or args.zero_stage < 3)
     parts = [module for module in model.modules() if isinstance(module, FSDPModule) and args.gather_for_rollout]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)

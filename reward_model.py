@@ -540,8 +540,8 @@ def warn_of_plain_texts(tokenizer: AutoTokenizer) -> None:
 
 
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
-    """Whether all texts of these columns begin with their prompt, so that it has to be removed from them. Warns if only
-    some do. For conversations, `whole_turns` checks each row."""
+    """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
+    conversations, `whole_turns` checks each row."""
     if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
         return False
     begins = []
@@ -563,16 +563,16 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
     is_system = lambda x: x[:1] and x[0]["role"] == "system"  # noqa: E731
+    system = [x[0] for x in (turns, answer) if is_system(x)]
+    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
     head = turns[1:] if is_system(turns) else turns
     tail = answer[1:] if is_system(answer) else answer
     if not head or not tail or tail[0]["role"] == "assistant":
-        return turns + answer
+        return system[:1] + head + tail
     words = lambda x: [(turn["role"], turn["content"].strip(), turn.get("tool_calls")) for turn in x]  # noqa: E731
     repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
     is_next = repeated > 0 or head[-1]["role"] == "assistant"
     require(is_next, "the text begins with a user's message, but not with that of the prompt")
-    system = [x[0] for x in (turns, answer) if is_system(x)]
-    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
     return system[:1] + head[: len(head) - repeated] + tail
 
 
@@ -626,9 +626,9 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
             texts = [text.lstrip().removeprefix(start.lstrip()) for text in texts]
         is_one_kind = isinstance(start, list) or type(texts[0]) is type(texts[1])
         require(is_one_kind, "one of the chosen and the rejected text is a list of messages, the other is not")
-        questions = [[x["content"] for x in as_turns(text, "assistant") if x["role"] == "user"] for text in texts]
-        is_same = questions[0] == questions[1] or [] in questions
-        require(is_same, "the user's messages differ between the chosen and the rejected conversation")
+        turns = [whole_turns(start, text) for text in texts]
+        given = [[x["content"] for x in talk if x["role"] in ("system", "user")] for talk in turns]
+        require(given[0] == given[1], "the system's or the user's messages differ between chosen and rejected")
         return start, *texts
 
     return read_pair
@@ -1192,8 +1192,13 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def autocast(args: Args) -> torch.autocast:
-    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32.
+
+    Within the context, autocast keeps a bfloat16 copy of all trained weights, but not with --gradient-checkpointing,
+    which saves memory.
+    """
+    keeps_copies = not args.gradient_checkpointing
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bf16, keeps_copies)
 
 
 # --- Processes

@@ -273,7 +273,7 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {}  # saved in checkpoints, besides the weights; step 7 adds kl_coef
+    memory = {}  # saved in checkpoints, besides the weights; step 7 adds kl_factor
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, ema=ema)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
@@ -295,7 +295,7 @@ def train(args: Args) -> None:
         # 3. Reward
         rollout.kl_coef = args.kl_coef
         if args.adaptive_kl:
-            rollout.kl_coef = memory.get("kl_coef", args.kl_coef)
+            rollout.kl_coef *= memory.get("kl_factor", 1.0)
         non_score_reward = -rollout.kl_coef * rollout.kl.masked_fill(~rollout.mask, 0.0)  # (B, T)
 
         # 4. Advantage
@@ -308,14 +308,14 @@ def train(args: Args) -> None:
         with run.clock("update"):
             stats |= update(policy, ema, optimizer, rollout, texts, args)
         check_first_ratio(stats["policy/first_ratio_error"], step, args)
-        stats |= rollout_stats(rollout)
+        stats |= rollout_stats(rollout, args)
         stats["objective/equal_groups"] = equal_groups(rollout.scores, K).float().mean().item()
         stats["val/clipfrac_avg"] = 0.0  # a critic's metric: dashboards for TRL expect it
         stats["lr"] = optimizer.param_groups[0]["lr"]
 
         # 7. Adapt
         if args.adaptive_kl:
-            memory["kl_coef"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args)
+            memory["kl_factor"] = adapt_kl_coef(rollout.kl_coef, stats["objective/kl"], args) / args.kl_coef
 
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, reference, reward_fns, eval_prompts, args)
@@ -683,7 +683,7 @@ def score_responses(
     A score is the weighted sum of the rewards, minus the penalty for a missing stop token.
     """
     rewards = {name: function(rollout) for name, function in reward_fns.items()}
-    is_unscored = unscored(rewards)
+    is_unscored = unscored(rewards, args.reward_weights)
     scores = weighted_sum(rewards, args.reward_weights)
     require(scores.isfinite().all(), "a function of --reward-fn returned an infinite reward")
     if args.stop_token != ("none",):  # with none, no response has a stop token
@@ -694,9 +694,12 @@ def score_responses(
     return rewards, scores
 
 
-def unscored(rewards: dict[str, Tensor]) -> Tensor:
-    """Returns (B,), true where no reward function returned a reward."""
-    return torch.stack(list(rewards.values())).isnan().all(0)
+def unscored(rewards: dict[str, Tensor], weights: tuple[float, ...]) -> Tensor:
+    """Returns (B,), true where no reward function returned a reward. Functions of weight 0 do not count."""
+    table = torch.stack(list(rewards.values()))  # (K, B)
+    if weights:
+        table = table[table.new_tensor(weights) != 0]
+    return table.isnan().all(0)
 
 
 def fill_in(scores: Tensor, is_unscored: Tensor, G: int) -> Tensor:
@@ -900,7 +903,7 @@ def update(
 # === End of the algorithm. Next: its metrics and options, then the code that every training script needs ============
 
 
-def rollout_stats(rollout: Rollout) -> dict[str, float]:
+def rollout_stats(rollout: Rollout, args: Args) -> dict[str, float]:
     """Computes the metrics of a batch before the update, under TRL's names (val/ stands for value).
 
     The formulas are those of step 3: change both together. Scores are not scaled or clipped.
@@ -922,7 +925,7 @@ def rollout_stats(rollout: Rollout) -> dict[str, float]:
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": rollout.mask.sum(1).float().mean().item(),
-        "rewards/unscored": unscored(rollout.rewards_by_name).sum().item(),
+        "rewards/unscored": unscored(rollout.rewards_by_name, args.reward_weights).sum().item(),
     }
     return stats | reward_stats(rollout)
 
@@ -978,7 +981,7 @@ def report(run: "Run", stats: dict[str, float], rollout: Rollout, policy: nn.Mod
     stats["eps"] = args.batch_size / seconds
     stats["perf/tokens_per_second"] = rollout.mask.sum().item() / seconds
     run.log(stats, "objective/scores", "objective/kl")
-    warn_about(rollout, policy)
+    warn_about(rollout, policy, args)
     is_first = run.step == 1 and args.num_sample_generations > 0
     if is_first or run.is_one_of(args.num_sample_generations):
         show_samples(run, rollout.select(torch.arange(min(4, args.batch_size), device=args.device)), policy.tokenizer)
@@ -996,7 +999,7 @@ def show_samples(run: "Run", rollout: Rollout, tokenizer: AutoTokenizer) -> None
     run.show(columns, vars(rollout) | rewards)
 
 
-def warn_about(rollout: Rollout, policy: nn.Module) -> None:
+def warn_about(rollout: Rollout, policy: nn.Module, args: Args) -> None:
     """Warns if few responses have a stop token, no response has a reward, or all scores are equal. Each warning appears
     once."""
     if policy.stop_token_ids and rollout.ended.float().mean() < 0.5:
@@ -1004,7 +1007,7 @@ def warn_about(rollout: Rollout, policy: nn.Module) -> None:
             "most responses of the batch have no stop token: raise --response-length, set --missing-eos-penalty or "
             "--stop-token, or check that the policy was trained to end its texts"
         )
-    if unscored(rollout.rewards_by_name).all():
+    if unscored(rollout.rewards_by_name, args.reward_weights).all():
         warnings.warn("no response of the batch has a reward: all functions of --reward-fn returned None or NaN")
     if rollout.scores.std(correction=0) < 1e-6:
         warnings.warn("all scores of the batch are equal, so none of its responses is better: check the reward")
@@ -1197,7 +1200,14 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
             prefill(model.base_model, r.prompts, r.prompt_mask, cache)
         return read_reward(model, ids, mask.long(), cache)
 
-    return lambda rollout: rollout.in_micro_batches(reward, args)
+    def rewards_of_all(rollout: Rollout) -> Tensor:
+        """(B,) rewards. Equal texts get the same reward: in different micro-batches, they are rounded differently."""
+        rewards = rollout.in_micro_batches(reward, args)
+        texts = torch.cat([*rollout.inputs().values()], 1).cpu()
+        text_of = texts.unique(dim=0, return_inverse=True)[1].to(rewards.device)  # (B,) the number of its text
+        return rewards.scatter_reduce(0, text_of, rewards, "amax", include_self=False)[text_of]
+
+    return rewards_of_all
 
 
 def encode_again(r: Rollout, ours: AutoTokenizer, other: AutoTokenizer, args: Args) -> list[list[int]]:
@@ -2061,8 +2071,13 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def autocast(args: Args) -> torch.autocast:
-    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32.
+
+    Within the context, autocast keeps a bfloat16 copy of all trained weights, but not with --gradient-checkpointing,
+    which saves memory.
+    """
+    keeps_copies = not args.gradient_checkpointing
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bf16, keeps_copies)
 
 
 # --- Processes
@@ -2182,7 +2197,9 @@ def shard_layers(model: nn.Module, args: Args) -> None:
 
 @contextmanager
 def gathered(model: nn.Module, args: Args) -> Iterator[None]:
-    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
+    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token.
+    Autocast keeps a bfloat16 copy of them, unless only shards fit."""
+    torch.set_autocast_cache_enabled(args.gather_for_rollout or args.zero_stage < 3)
     parts = [module for module in model.modules() if isinstance(module, FSDPModule) and args.gather_for_rollout]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)

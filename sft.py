@@ -149,10 +149,12 @@ class Args:
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
-    text_column: Name = "text"  # texts to train on
-    prompt_column: Name = "prompt"  # prompts of the completions: texts, or lists of {role, content} messages
-    completion_column: Name = "completion"  # completions: texts, or lists of messages
-    messages_column: Name = "messages"  # conversations: lists of messages, rendered by the tokenizer's chat template
+    # conversations: lists of {role, content} messages, rendered by the tokenizer's chat template. By default, the first
+    # of the columns messages, completion and text that exists is read
+    messages_column: Name | None = None
+    completion_column: Name | None = None  # completions: texts, or lists of messages
+    prompt_column: Name = "prompt"  # prompts of the completions: texts, or lists of messages
+    text_column: Name | None = None  # texts to train on
     seed: Natural = 1  # seed of the order of texts, of dropout, and of random weights
 
     # --- Run ---
@@ -247,8 +249,8 @@ def encode_pair(
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         turns = whole_turns(prompt, completion)
-        num_given = len(turns) - len(as_turns(completion, "assistant"))
-        num_given = num_given or len(as_turns(prompt, "user"))  # the completion repeats the prompt
+        # the completion may repeat the prompt, or have a system message that belongs before it
+        num_given = max(len(turns) - len(as_turns(completion, "assistant")), len(as_turns(prompt, "user")))
         return encode_messages(turns, tokenizer, completion_only, options, num_given)
     require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
     warn_of_plain_texts(tokenizer)
@@ -290,13 +292,16 @@ def encode_messages(
         if not turn.startswith(before) or not text.startswith(turn):
             warnings.warn("the chat template changes turns that other turns follow: changed turns have no labels")
             continue
-        start = os.path.commonprefix([head, turn])  # of any strings, not only of paths
-        first = shared_length(encode(start)["input_ids"], ids)
+        prompt = encode(head)["input_ids"]
+        first = shared_length(prompt, ids)
+        warn_of_joined_tokens(len(prompt) - first)
         last = shared_length(encode(turn)["input_ids"], ids)
         labels[first:last] = ids[first:last]
     if not completion_only:
         labels = ids
-    return (ids, labels) if end else (with_eos(ids, tokenizer), with_eos(labels, tokenizer))
+    if end or turns[-1]["role"] != "assistant":
+        return ids, labels
+    return with_eos(ids, tokenizer), with_eos(labels, tokenizer)
 
 
 def pack(rows: list[Row], length: int) -> list[Row]:
@@ -318,8 +323,8 @@ def random_batch(lengths: list[int], number: int, size: int, seed: int) -> list[
     order.
 
     The last batch of a pass may be smaller. Each batch is sorted by length, so that its micro-batches need little
-    padding. Batches do not group rows of similar length: each step would then have one kind of text, and a policy
-    trained from scratch would learn less.
+    padding. If batches grouped rows of similar length, each step would have one kind of text, and a policy trained from
+    scratch would learn less.
     """
     pass_number, offset = divmod(number, math.ceil(len(lengths) / size))
     order = shuffled(len(lengths), seed, pass_number)
@@ -497,7 +502,9 @@ def load_texts(args: Args, policy: nn.Module) -> tuple[datasets.Dataset, list[Ro
     require(len(rows), f"--dataset {args.dataset}: {reason} (--max-length {limit})")
     if test is None:
         return rows, []
-    return rows, as_rows(read_texts(test, policy.tokenizer, args, limit)[:])
+    eval_rows = as_rows(read_texts(test, policy.tokenizer, args, limit)[:])
+    require(eval_rows, f"--dataset {args.dataset}: no text of the test split has a label (--max-length {limit})")
+    return rows, eval_rows
 
 
 def as_rows(columns: dict[str, list]) -> list[Row]:
@@ -509,24 +516,25 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     """Encodes the texts of a split in any of the three formats, and cuts them to `limit` tokens. Texts without a label
     are dropped, and their number is printed."""
     completion_only = args.completion_only_loss
-    prompt, completion = args.prompt_column, args.completion_column
-    column = text_column(data, args)
-    print_unread(data, *([prompt, completion] if column == completion else [column]))
-    if column == completion:
+    prompt = args.prompt_column
+    kind, column = text_column(data, args)
+    is_pair = kind == "completion"
+    print_unread(data, *([prompt, column] if is_pair else [column]))
+    if is_pair:
         check_columns(data, {"--prompt-column": prompt})
         is_unpaired = str(data.features.get("label")) == "Value('bool')"
         require(
             not is_unpaired, "the column 'label' (TRL's unpaired preferences) marks good completions: keep only those"
         )
-    hold_prompt = column == completion and texts_hold_prompt(data, prompt, completion)
+    hold_prompt = is_pair and texts_hold_prompt(data, prompt, column)
 
     def encode(row: dict) -> dict:
         """Encodes one row."""
         text = read_value(row, column)
         options = template_options(row)
-        if column == completion:
+        if is_pair:
             start = read_value(row, prompt)
-            if hold_prompt:
+            if hold_prompt and start.strip():
                 start = start.rstrip()
                 text = text.lstrip().removeprefix(start.lstrip())
             ids, labels = encode_pair(start, text, tokenizer, completion_only, options)
@@ -556,18 +564,21 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     return rows
 
 
-def text_column(data: datasets.Dataset, args: Args) -> str:
-    """The column of messages, completions or texts: the one that a flag names, or the first that the data has."""
+def text_column(data: datasets.Dataset, args: Args) -> tuple[str, str]:
+    """Returns the format of the rows (messages, completion or text) and its column: the one that a flag names, or the
+    first that the data has."""
     columns = {"messages": args.messages_column, "completion": args.completion_column, "text": args.text_column}
-    named = {f"--{kind}-column": column for kind, column in columns.items() if column != kind}
-    check_columns(data, named)
-    found = [*named.values(), *(column for column in columns.values() if column in data.column_names)]
+    named = {kind: column for kind, column in columns.items() if column}
+    flags = {f"--{kind}-column": column for kind, column in named.items()}
+    require(len(flags) < 2, f"give only one of {', '.join(flags)}")
+    check_columns(data, flags)
+    found = named or {kind: kind for kind in columns if kind in data.column_names}
     names = ", ".join(data.column_names)
     require(found, f"the dataset has the columns {names}: set --messages-column, --completion-column or --text-column")
-    require(len(named) < 2, f"give only one of {', '.join(named)}")
-    is_unused = found[0] != args.completion_column and args.prompt_column != Args.prompt_column
-    require(not is_unused, f"--prompt-column has no effect, since the column {found[0]!r} is read")
-    return found[0]
+    kind, column = next(iter(found.items()))
+    is_unused = kind != "completion" and args.prompt_column != Args.prompt_column
+    require(not is_unused, f"--prompt-column has no effect, since the column {column!r} is read")
+    return kind, column
 
 
 def pack_rows(rows: datasets.Dataset, length: int) -> datasets.Dataset:
@@ -636,8 +647,8 @@ def warn_of_plain_texts(tokenizer: AutoTokenizer) -> None:
 
 
 def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
-    """Whether all texts of these columns begin with their prompt, so that it has to be removed from them. Warns if only
-    some do. For conversations, `whole_turns` checks each row."""
+    """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
+    conversations, `whole_turns` checks each row."""
     if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
         return False
     begins = []
@@ -659,30 +670,31 @@ def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
     turns = as_turns(prompt, "user") if prompt else []
     answer = as_turns(text, "assistant")
     is_system = lambda x: x[:1] and x[0]["role"] == "system"  # noqa: E731
+    system = [x[0] for x in (turns, answer) if is_system(x)]
+    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
     head = turns[1:] if is_system(turns) else turns
     tail = answer[1:] if is_system(answer) else answer
     if not head or not tail or tail[0]["role"] == "assistant":
-        return turns + answer
+        return system[:1] + head + tail
     words = lambda x: [(turn["role"], turn["content"].strip(), turn.get("tool_calls")) for turn in x]  # noqa: E731
     repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
     is_next = repeated > 0 or head[-1]["role"] == "assistant"
     require(is_next, "the text begins with a user's message, but not with that of the prompt")
-    system = [x[0] for x in (turns, answer) if is_system(x)]
-    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
     return system[:1] + head[: len(head) - repeated] + tail
 
 
 def shared_length(*texts: list[int]) -> int:
     """Number of tokens that all texts share at the start."""
-    return len(os.path.commonprefix(texts))  # of any lists, not only of paths
+    return len(os.path.commonprefix(texts))  # works on any lists
 
 
 def warn_of_joined_tokens(n: int) -> None:
     """Warns if the last n tokens of a prompt, encoded alone, are not tokens of the complete text."""
     if n:
         warnings.warn(
-            "some prompts end within a token of the complete text (does the prompt end with a space?): training uses "
-            "that token, but a rollout, which encodes the prompt alone, does not"
+            "some prompts end within a token of the complete text (does the prompt end with a space, or does the chat "
+            "template write something else before an answer?): training uses that token, but a rollout, which encodes "
+            "the prompt alone, does not"
         )
 
 
@@ -1227,8 +1239,13 @@ def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str =
 
 
 def autocast(args: Args) -> torch.autocast:
-    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32."""
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32.
+
+    Within the context, autocast keeps a bfloat16 copy of all trained weights, but not with --gradient-checkpointing,
+    which saves memory.
+    """
+    keeps_copies = not args.gradient_checkpointing
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bf16, keeps_copies)
 
 
 # --- Processes

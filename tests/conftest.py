@@ -19,6 +19,9 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are the same on a machine with a GPU
+for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):  # tables are plain, and as wide as in a file
+    os.environ.pop(name, None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one for each process of pytest -n 2
 if "CACHE_OF_TESTS" not in os.environ:  # nothing is written to the user's; processes that this one starts share it
     os.environ["HF_HOME"] = os.environ["CACHE_OF_TESTS"] = tempfile.mkdtemp(prefix="cache_of_tests_")

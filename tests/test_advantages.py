@@ -86,7 +86,7 @@ def test_rewards_and_gae_against_trl016(case):
 
     rollout = make_rollout(mask, i["logprobs"], kl=kl, ended=ended, scores=scores, kl_coef=a["kl_coef"])
     rollout.rewards_by_name = {"theirs": i["scores"]}
-    stats = ppo.rollout_stats(rollout)
+    stats = ppo.rollout_stats(rollout, ppo.Args())
     theirs = theirs["stats"]
     close(stats["objective/kl"], theirs["objective_kl"])
     close(stats["objective/non_score_reward"], theirs["objective_non_score_reward"])

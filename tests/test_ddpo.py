@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,8 +191,10 @@ def test_weights_of_rewards(rewards):
     part.examples = [row | {"points": i} for i, row in enumerate(part.examples)]
     shown = part.images.mean((1, 2, 3)) + torch.arange(8)
     functions = ddpo.make_reward_fns(args)
-    with pytest.raises(SystemExit, match="no reward at all"):
-        ddpo.score_images(part, {"sometimes": functions["sometimes"]}, args)
+    for several, weights in ((["sometimes"], ()), (["shown", "sometimes"], (0, 1))):  # of weight 0: only logged
+        with pytest.raises(SystemExit, match="no reward"):
+            some = replace(args, reward_weights=weights)
+            ddpo.score_images(part, {name: functions[name] for name in several}, some)
     with pytest.raises(SystemExit, match="infinite reward"):
         ddpo.score_images(part, {"far": lambda x: torch.full((8,), math.inf)}, toy_chain()[1])
     before = torch.get_rng_state()
@@ -221,6 +224,14 @@ def test_equal_rewards(per_prompt, tmp_path, rewards):
     with pytest.warns(UserWarning, match="nothing to learn from"):
         lines = run(ddpo, tmp_path / "run", reward_fn=rewards("equal"), **tracking, **TINY)
     assert all(line["grad_norm"] == 0 for line in lines)
+
+
+def test_a_chain_whose_only_step_is_certain(tmp_path):
+    model = shutil.copytree(ROOT / TOY, tmp_path / "m")
+    config = json.loads((model / "scheduler/scheduler_config.json").read_text())
+    (model / "scheduler/scheduler_config.json").write_text(json.dumps(config | {"set_alpha_to_one": True}))
+    with pytest.raises(SystemExit, match="--sample-num-steps"):
+        run(ddpo, tmp_path / "run", **TINY | dict(model=str(model), sample_num_steps=1))
 
 
 # --- Other models and options -----------------------------------------------------------------------------------------

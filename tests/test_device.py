@@ -82,7 +82,7 @@ def on_the_device(file: Path, scripts: list, short_forms: list = ()) -> subproce
 
 
 def wait_for(process: subprocess.Popen) -> None:
-    said = process.communicate(timeout=600)
+    said = process.communicate(timeout=3600)
     assert process.returncode == 0, "".join(filter(None, said))[-5000:]
 
 

@@ -98,7 +98,7 @@ def test_a_field_of_the_rollout_and_its_metric_live_through_an_evaluation(tiny, 
     surprise = lambda rollout: {"objective/surprise": rollout.surprise[rollout.mask].mean().item()}  # noqa: E731
     monkeypatch.setattr(ppo, "Rollout", Rollout)
     monkeypatch.setattr(ppo, "update", update)
-    monkeypatch.setattr(ppo, "rollout_stats", lambda rollout: stats(rollout) | surprise(rollout))
+    monkeypatch.setattr(ppo, "rollout_stats", lambda rollout, args: stats(rollout, args) | surprise(rollout))
     lines = run(ppo, tmp_path / "run", eval_steps=1, num_eval_prompts=4, **tiny["ppo"])
     assert all(line["objective/surprise"] > 0 and "eval/scores" in line for line in lines)
 

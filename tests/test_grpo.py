@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -178,7 +179,7 @@ def test_what_changes_nothing(loss_type, level):
         assert (cut - plain).norm() > 1e-3 * plain.norm()
     else:
         close(cut, plain)
-        assert stats == pytest.approx(cut_stats)
+        assert stats == pytest.approx(cut_stats, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -207,7 +208,7 @@ def test_equal_scores_need_no_backward_pass(loss_type, heard, monkeypatch):
     monkeypatch.setattr(grpo, "with_gradient_first", lambda *args: [(index, True) for index, _ in micro_batches(*args)])
     plain, stats = an_update(scores, **settings)
     close(quick, plain)
-    assert stats == pytest.approx(quick_stats)
+    assert stats == pytest.approx(quick_stats, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -267,6 +268,15 @@ def test_dynamic_sampling(monkeypatch):
     assert sample_groups(3, ["0001", "0000", "1100", "1111"]) == [3, 8, 9, 12]
     assert sample_groups(1, ["1000", "0010"], first_draw=5) == [20, 26, 21, 22]  # filled up with what differs not
     assert sample_groups(0, ["0010"]) == [0, 1, 2, 3]  # in the order of sampling
+
+
+@pytest.mark.parametrize("masks, useless", [(False, [False, False, True]), (True, [True, False, True])])
+def test_groups_without_a_gradient(masks, useless):
+    """Also those of which no response is in the loss, since all are cut off."""
+    scores = torch.tensor([1.0, 0, 1, 0, 1, 1])
+    ended = torch.tensor([False, False, True, False, True, True])
+    args = grpo.Args(num_generations=2, mask_truncated_completions=masks)
+    assert grpo.useless_groups(SimpleNamespace(scores=scores, ended=ended), args).tolist() == useless
 
 
 # --- evaluate

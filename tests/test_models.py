@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -495,3 +496,22 @@ def test_stop_token_is_the_unknown_token_too():
         assert ppo.find_stop_tokens(ppo.Args(stop_token=(text,)), policy) == [eos]
     policy.tokenizer.unk_token = "."  # another one, which may be named all the same (SmolLM2)
     assert len(ppo.find_stop_tokens(ppo.Args(stop_token=("eos", ".")), policy)) == 2
+
+
+@pytest.mark.parametrize("script", [ppo, rloo, grpo], ids=lambda script: script.__name__)
+def test_copies_of_the_weights_in_bfloat16(script):
+    """They are kept in a rollout, so that weights are not cast for each token, if all weights are there; in an update
+    not with gradient checkpointing, which is for models whose copies would not fit."""
+    plain = script.Args(device="cpu", bf16=True)
+    small = replace(plain, gradient_checkpointing=True)
+    for args, in_update, in_rollout in (
+        (plain, True, True),
+        (small, False, True),
+        (replace(small, zero_stage=3), False, True),
+        (replace(small, zero_stage=3, gather_for_rollout=False), False, False),
+    ):
+        with script.autocast(args):
+            assert torch.is_autocast_cache_enabled() == in_update
+            with script.gathered(torch.nn.Linear(2, 2), args):
+                assert torch.is_autocast_cache_enabled() == in_rollout
+        assert torch.is_autocast_cache_enabled()

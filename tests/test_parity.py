@@ -173,7 +173,7 @@ class Watch:
         monkeypatch.setattr(torch, "rand", lambda *_, **__: self.uniforms.pop(0))
         monkeypatch.setattr(script, "sample", self.begin_as_trl)
         watch(monkeypatch, torch.Tensor, "backward", self.note_loss)
-        watch(monkeypatch, script, "rollout_stats", lambda stats, rollout: setattr(self, "rollout", rollout))
+        watch(monkeypatch, script, "rollout_stats", lambda stats, rollout, _: setattr(self, "rollout", rollout))
         watch(monkeypatch, script, "shape_rewards" if script is ppo else "rloo_advantages", self.note_rewards)
 
     def begin_as_trl(self, policy, *rest, **kwargs):

@@ -218,7 +218,7 @@ def runs(world, request):
     process = torchrun(world, ROOT / "tests/on_many_processes.py", world / "jobs.json")
     for script, words in jobs["one"]:
         main(MODULES[script], *words)
-    (world / "said").write_text(process.communicate(timeout=600)[0])
+    (world / "said").write_text(process.communicate(timeout=3600)[0])
     assert process.returncode == 0, (world / "said").read_text()[-5000:]
     return world
 
@@ -230,8 +230,6 @@ def close_to(x, name, script):
     edge = 0
     if name.endswith("/clipfrac_avg"):
         edge = 0.02 if script == "ppo" else 0.07
-    if name == "objective/equal_groups":  # equal responses in other micro-batches get scores that differ by rounding
-        edge = 0.25
     return pytest.approx(x, rel=1e-3, abs=1e-5 + edge)
 
 
@@ -324,14 +322,13 @@ def test_one_process_goes_on_as_two(runs):
 def test_a_signal_to_torchrun(world):
     """It is passed on to all processes, some of them twice; what torchrun makes of the end is not ours."""
     out = world / "signalled"
-    process = torchrun(world, "rloo.py", *words_for("rloo", world, out, total_episodes=400))
-    deadline = time.monotonic() + 120
+    process = torchrun(world, "rloo.py", *words_for("rloo", world, out, total_episodes=40_000))
     while not (out / "metrics.jsonl").exists() or (out / "metrics.jsonl").read_text().count("\n") < 2:
-        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=120)[0]
-    assert 2 <= len(lines_of(out)) < 50, said[-3000:]
+    said = process.communicate(timeout=600)[0]
+    assert 2 <= len(lines_of(out)) < 5000, said[-3000:]
     assert said.count(f"--resume {out}\n") == 1
     assert said.count("saved in ") == 1
 

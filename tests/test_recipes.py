@@ -518,9 +518,12 @@ def test_every_task_is_judged_and_no_judge_runs_an_answer(tmp_path):
 def test_mathematical_answers():
     """Equal, however they are written; none without a right answer; and quickly, whatever a policy writes."""
     pytest.importorskip("math_verify")
-    score = load("rewards/maths.py").score
+    maths = load("rewards/maths.py")
+    score = maths.score
+    seconds, maths.SECONDS = maths.SECONDS, 60  # of the clock, on any machine
     right = {"\\boxed{\\frac{1}{2}}": "It is $\\boxed{0.5}$.", "Answer: 34": 34, "\\boxed{x^2+2x+1}": "(x+1)^2"}
     assert score(completions=list(right), answer=list(right.values())) == [1.0] * len(right)
+    maths.SECONDS = seconds
     wrong = ["\\boxed{\\frac{1}{3}}", "", "\\boxed{", "I do not know.", "\\boxed{9^{9^{9}}}"]
     assert score(completions=wrong, answer=["0.5"] * len(wrong)) == [0.0] * len(wrong)
     assert score(completions=[[{"role": "assistant", "content": "5"}], "5"], answer=["5", None]) == [1.0, None]

@@ -344,6 +344,86 @@ def test_messages_that_repeat_the_prompt_may_have_other_keys():
     assert [turn["content"] for turn in turns] == ["The film?", "Good."]
 
 
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.mark.parametrize("system", [[], SYSTEM], ids=["without", "with a system message"])
+@pytest.mark.parametrize("repeated", [0, 1, 3])
+def test_answers_of_the_prompt_have_no_loss(system, repeated):
+    """However many turns of the prompt the completion repeats."""
+    prompt = [*SYSTEM, *told("A film?", "It is good.", "A song?")]
+    tokenizer = make_tokenizer()
+    completion = [*prompt[1:][3 - repeated :], *told("", "It sings.")[1:]]
+    if repeated == 3:
+        completion = system + completion
+    ids, labels = sft.encode_pair(prompt, completion, tokenizer, True)
+    assert tokenizer.decode(ids).count("brief") == 1
+    assert tokenizer.decode([x for x in labels if x != sft.IGNORE]).strip() == "It sings.<|end|>"
+
+
+def test_a_prompt_that_is_a_system_message():
+    talk = [*SYSTEM, *told("A film?", "Good.")]
+    assert sft.whole_turns(SYSTEM, talk) == sft.whole_turns(SYSTEM, talk[1:]) == talk
+    with pytest.raises(SystemExit, match="different system messages"):
+        sft.whole_turns(SYSTEM, [{"role": "system", "content": "Be rude."}, *talk[1:]])
+
+
+@pytest.mark.parametrize("module", [dpo, reward_model], ids=lambda module: module.__name__)
+def test_both_texts_of_a_pair_answer_one_conversation(module, folder):
+    rows = rows_for_all(told("The film?"))
+    talks = [[{"role": "system", "content": text}, *told("The film?", "Good.")] for text in ("Be brief.", "Be kind.")]
+    rows[1] = rows[1] | dict(prompt=[], chosen=talks[0], rejected=talks[1])
+    with pytest.raises(SystemExit, match="row 1"):
+        start_run(module, folder, rows)
+
+
+def test_an_answer_that_begins_otherwise_than_a_rollout():
+    """Templates that open a thought for the policy do not write it into the conversation."""
+    tokenizer = make_tokenizer(TEMPLATE.replace("{% if thinking %} thinks{% endif %}", " thinks"))
+    with pytest.warns(UserWarning, match="chat template"):
+        sft.encode_messages(told("The film?", "It is good."), tokenizer, True)
+
+
+def test_eos_ends_only_answers():
+    """Where the chat template has no token that does."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    _, labels = sft.encode_messages(told("A film?", "It is good.", "A song?"), tokenizer, True)
+    assert tokenizer.eos_token_id not in labels
+    _, labels = sft.encode_messages(told("A film?", "It is good."), tokenizer, True)
+    assert labels[-1] == tokenizer.eos_token_id
+
+
+def test_an_answer_that_continues_the_other_one():
+    """Both completions have at least one token."""
+    short, long = told("A film?", "Good.")[1:], told("A film?", "Good.", "A song?", "It sings.")[1:]
+    pair = dpo.encode_preference(told("A film?"), short, long, make_tokenizer())
+    assert pair.chosen and pair.chosen == pair.rejected[:1] and len(pair.rejected) > 1
+
+
+def test_the_column_that_is_named_is_read(tmp_path):
+    """Also if it is the last of those that are looked for."""
+    rows = [dict(text="The film is good.", **row) for row in rows_for_all(told("A song?"), completion="Good.")]
+    data = sft.load_split(write_rows(tmp_path / "d.jsonl", rows), None, "train")
+    for column, words in (("text", "The film is good."), ("completion", "Good."), ("messages", "A song?")):
+        row = sft.read_texts(data, make_tokenizer(), sft.Args(**{f"{column}_column": column}), 99)[0]
+        assert words in make_tokenizer().decode(row["ids"])
+
+
+def test_white_space_of_texts_without_a_prompt(tmp_path):
+    """It stays, though the other texts repeat their prompts."""
+    rows = [dict(prompt="The film", completion="The film is good."), dict(prompt="", completion="\n\n is good.")]
+    data = sft.load_split(write_rows(tmp_path / "d.jsonl", rows), None, "train")
+    texts = sft.read_texts(data, make_tokenizer(None), sft.Args(), 99)["ids"]
+    assert [make_tokenizer().decode(ids) for ids in texts] == ["The film is good.<|end|>", "\n\n is good.<|end|>"]
+
+
+def test_a_test_split_without_labels(tmp_path):
+    for split, prompt in (("train", "The film"), ("validation", "The film is " * 20)):
+        write_rows(tmp_path / f"{split}.jsonl", [dict(prompt=prompt, completion=" good.")] * 4)
+    with pytest.raises(SystemExit, match="test split"):
+        run(sft, tmp_path / "run", dataset=str(tmp_path), max_length=16, batch_size=4)
+
+
 @pytest.mark.parametrize("module", [dpo, sft], ids=lambda module: module.__name__)
 def test_micro_batches_fit_the_longest_row_of_the_test_split(module, folder, tmp_path, monkeypatch):
     for split, text in (("train", "It is good."), ("validation", "It is good. " * 9)):

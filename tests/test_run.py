@@ -318,6 +318,11 @@ def test_a_resumed_run_can_fix_the_weight_of_the_kl(whole, tmp_path):
     resume("ppo", copy, "--no-adaptive-kl", "--kl-coef", "0.2")
     *_, adapted, last = lines_of(copy)
     assert adapted["objective/kl_coef"] != 0.2 and last["objective/kl_coef"] == 0.2
+    copy = kill(whole("ppo"), tmp_path / "again", 2)
+    resume("ppo", copy, "--kl-coef", "0.2")
+    last, adapted = (lines_of(folder)[-1]["objective/kl_coef"] for folder in (copy, whole("ppo")))
+    assert adapted != ppo.Args().kl_coef
+    assert last == pytest.approx(0.2 * adapted / ppo.Args().kl_coef)
 
 
 # --- Signals

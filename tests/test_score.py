@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numbers_of_others import FLOAT32, Table, close, golden, make_rollout, token_entropy
-from runs import run
+from runs import run, watch
 from sources import ROOT
 from tiny import STOP, tiny_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -184,6 +184,8 @@ def test_a_response_of_which_no_function_says_anything(policy, write):
     rewards, scores = ask(policy, spec)
     assert rewards["even"].isnan().tolist() == [False, True, False, True]
     assert scores.tolist() == [2, 2, 2, 2]
+    _, scores = ask(policy, spec, spec.replace("even", "three"), reward_weights=(1.0, 0.0))  # which is only logged
+    assert scores.tolist() == [2, 2, 2, 2]
 
 
 SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}
@@ -202,12 +204,41 @@ def test_responses_without_a_reward_are_counted(name, tmp_path, write, tiny):
     """
     file = write(code, "")
     settings = tiny[name] | dict(model="toy/sft", missing_eos_penalty=0.0) | GROUPS[name]
-    lines = run(SCRIPTS[name], tmp_path / "out", **settings, reward_fn=(file + "some",))
+    some = dict(reward_fn=(file + "some", "toy/gold_score.py:gold_score"), reward_weights=(1.0, 0.0))
+    lines = run(SCRIPTS[name], tmp_path / "out", **settings, **some)
     assert [line["rewards/unscored"] for line in lines] == [2, 2, 2]
     assert all(line["objective/scores"] > 0 for line in lines)
     with pytest.warns(UserWarning, match="None"):
         lines = run(SCRIPTS[name], tmp_path / "none", **settings, reward_fn=(file + "none",))
     assert [(line["rewards/unscored"], line["objective/scores"]) for line in lines] == [(8, 0)] * 3
+
+
+def test_without_a_baseline_a_response_without_a_reward_pushes_nothing(tmp_path, write, tiny, monkeypatch):
+    file = write(
+        SEVERAL.replace("int(x) % 2 else 2.0 for x in answer", "i % 4 == 1 else 2.0 for i, _ in enumerate(answer)"), ""
+    )
+    rollouts = []
+    watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, rollout, args: rollouts.append(rollout))
+    run(grpo, tmp_path / "out", **tiny["grpo"] | GROUPS["grpo"], baseline="none", reward_fn=(file + "even",))
+    for rollout in rollouts:
+        assert ((rollout.advantages.squeeze(1) != 0) == (torch.arange(8) % 4 != 1)).all()
+
+
+@pytest.mark.parametrize("script", [rloo, grpo], ids=lambda script: script.__name__)
+def test_equal_texts_have_equal_rewards(script):
+    """Though a reward model reads them in micro-batches of other lengths, where it rounds differently."""
+    models = dict(model="toy/sft", reward_model="toy/reward_model", reward_fn=("reward_model",))
+    args = script.Args(**models, device="cpu", micro_batch_size=3)
+    policy = script.load_policy(args)
+    model = script.load_reward_model(args, policy)
+    texts = [" It is good.", " It is bad and dull, and it is very long."]
+    rows = [policy.tokenizer(texts[i % 2])["input_ids"] for i in range(16)]
+    responses, mask = script.pad(rows, policy.tokenizer, args)
+    prompts, prompt_mask = script.pad([[5, 6, 7]] * 16, policy.tokenizer, args)
+    examples = [{"prompt": "The film"}] * 16
+    rollout = script.Rollout(prompts, prompt_mask, responses, mask, mask[:, 0], torch.zeros(mask.shape), examples)
+    rewards = script.model_reward(model, policy, args)(rollout)
+    assert len(rewards[::2].unique()) == len(rewards[1::2].unique()) == 1 and len(rewards.unique()) == 2
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -161,6 +161,7 @@ WRONG = [
     (rloo, dict(pretrain_data="talk.jsonl", ptx_coef=1.0), "must hold texts"),
     *[(module, dict(aux_loss_coef=0.1), "mixture of experts") for module in (ppo, rloo, grpo)],
     (ppo, dict(vf_coef=0, critic_warmup_updates=1), "--vf-coef 0"),
+    (ppo, dict(critic_warmup_updates=32), "--critic-warmup-updates 32"),
     (rloo, dict(kl_coef=0, adaptive_kl=True), "--kl-coef 0"),
     (ppo, dict(stop_token=("none",), missing_eos_penalty=2), "--stop-token none"),
     (rloo, dict(reward_fn=(GOLD,), reward_model="toy/reward_model/"), "--reward-fn"),

@@ -78,7 +78,7 @@ def loss_starts_at_log_2(run):
 def last_token_is_read(run):
     """A text with another last token gets the same reward: the reward is not read at the last token."""
     names = run()
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=names["device"])
     first, second = names["read_reward"](names["model"], ids, torch.ones_like(ids)).tolist()
     return abs(first - second) > 1e-4  # equal rows may differ by rounding
 
