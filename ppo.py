@@ -288,7 +288,8 @@ def train(args: Args) -> None:
     optimizer = make_optimizer(args, policy, critic)
     policy_group, _ = optimizer.param_groups
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    # saved in checkpoints: the scores' count, mean and sum of squared deviations; step 7 adds kl_factor
+    # saved in checkpoints: the scores' count, mean and sum of squared deviations. Step 7 adds kl_factor, the change of
+    # kl_coef so far
     memory = {"scores": [0, 0.0, 0.0]}
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, critic=critic, ema=ema)
     for step in run.steps():

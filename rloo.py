@@ -273,7 +273,7 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    memory = {}  # saved in checkpoints, besides the weights; step 7 adds kl_factor
+    memory = {}  # saved in checkpoints, besides the weights. Step 7 adds kl_factor, the change of kl_coef so far
     run = Run(args, num_updates, optimizer, schedule, memory, asked, model=policy, ema=ema)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))

@@ -472,7 +472,7 @@ def test_every_number_by_hand(name, world, tmp_path, monkeypatch):
             assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert len(noted.lines) == 3 and not noted.rollouts and not noted.orders and not noted.drawn
         assert 0.1 < line["val/eos_share"] < 0.9 and abs(line["objective/kl"]) > 0.1
-        assert noted.memory.get("kl_coef", noted.args.kl_coef) == pytest.approx(plain.kl_coef)
+        assert noted.args.kl_coef * noted.memory.get("kl_factor", 1.0) == pytest.approx(plain.kl_coef)
         averages = [("ema", plain.ema)] if noted.args.ema_decay else []
         for folder, by_hand in [(".", plain.policy), *averages]:
             saved = load_file(tmp_path / "run" / folder / "model.safetensors")

@@ -127,6 +127,13 @@ def test_dpo_gradients_against_trl07(variant):
         close((chosen_rewards - rejected_rewards).mean(), theirs["margin"])
 
 
+def test_kto_takes_no_kl_below_0():
+    """TRL 0.7.11's numbers have only mean rewards of rejected texts below 0; the KL of both sides is clamped."""
+    args = SimpleNamespace(loss_type="kto_pair")
+    chosen, rejected = torch.tensor([[-1.0, -3.0], [-2.0, -4.0]])
+    close(dpo.other_loss(chosen, rejected, args), 1 - (chosen.sigmoid() + (-rejected).sigmoid()) / 2)
+
+
 # --- preference_loss
 
 

@@ -290,6 +290,14 @@ def test_a_prompt_that_fills_most_of_the_context(saved, train, script, tmp_path)
     assert train(script, model=saved("gpt2", **sizes), response_length=8, **settings)
 
 
+@pytest.mark.parametrize("script", [sft, dpo], ids=lambda module: module.__name__)
+def test_answers_that_are_shown_end_with_the_context(saved, train, script, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [dict(prompt="the film " * 9, completion="it", chosen="it", rejected="a")] * 4)
+    sizes = dict(max_prompt_length=28) if script is dpo else {}
+    model = saved("gpt2", max_position_embeddings=32)
+    assert train(script, model=model, dataset=str(tmp_path / "rows.jsonl"), num_sample_generations=1, **sizes)
+
+
 # --- Adapters
 
 
