@@ -70,6 +70,14 @@ def test_a_ratio_that_is_off_is_an_error(change):
         ddpo.check_first_ratio(error, 1, args)
     with pytest.warns(UserWarning, match="first_ratio_error"):
         ddpo.check_first_ratio(error, 2, args)
+    ddpo.check_first_ratio(1e-2, 1, replace(args, bf16=True))
+
+
+def test_a_run_whose_first_ratio_is_off_ends(tmp_path, monkeypatch):
+    update = ddpo.update
+    monkeypatch.setattr(ddpo, "update", lambda *given: update(*given) | {"first_ratio_error": 0.1})
+    with pytest.raises(SystemExit, match="ratio"):
+        run(ddpo, tmp_path / "run", **TINY)
 
 
 @pytest.mark.parametrize("lora_r", [0, 2])

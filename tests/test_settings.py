@@ -211,6 +211,7 @@ WRONG = [
     (ddpo, dict(per_prompt_stat_tracking=True, per_prompt_stat_tracking_min_count=20), "min-count"),
     (ddpo, dict(reward_fn=("r.py:one",)), "a list of"),
     (ddpo, dict(exp_name="mine"), "--exp-name"),
+    (ddpo, dict(negative_prompts="a star", sample_guidance_scale=1.0), "--negative-prompts"),
     (ddpo, dict(prompt_column="question"), "--prompt-column"),
     (ddpo, dict(train_batch_size=3), "multiple of"),
     (ddpo, dict(train_gradient_accumulation_steps=5), "multiple of"),
