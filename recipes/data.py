@@ -23,7 +23,7 @@ from pathlib import Path
 import datasets
 
 Messages = list[dict[str, str]]
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")  # ShareGPT's names
 
 
 class Misfit(ValueError):
@@ -139,8 +139,8 @@ def orca(row: dict) -> dict:
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     return {
         "prompt": system + ask(get(row, "question")),
-        "chosen": get(row, "chosen"),
-        "rejected": get(row, "rejected"),
+        "chosen": get(row, "chosen").strip(),
+        "rejected": get(row, "rejected").strip(),  # all begin with a space, and no chosen one does
     }
 
 
@@ -259,8 +259,10 @@ RECIPES = {
 
 def transcript(messages: Messages) -> str:
     """Messages in HH's form; a system message comes first, without a name."""
-    names = {"user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
-    return "".join(names.get(turn["role"], "") + turn["content"] for turn in messages)
+    names = {"system": "", "user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
+    others = {turn["role"] for turn in messages} - set(names)
+    require(not others, f"a text has no name for the roles {others}: use --chat")
+    return "".join(names[turn["role"]] + turn["content"] for turn in messages)
 
 
 def as_texts(row: dict, form: str | None) -> dict:
@@ -270,9 +272,8 @@ def as_texts(row: dict, form: str | None) -> dict:
         return {"text": transcript(row.pop("messages"))} | row
     if isinstance(row["prompt"], list):
         is_question = form is not None and len(row["prompt"]) == 1
-        row["prompt"] = (
-            form.format(row["prompt"][0]["content"]) if is_question else transcript(row["prompt"]) + "\n\nAssistant:"
-        )
+        question = row["prompt"][0]["content"]
+        row["prompt"] = form.format(question) if is_question else transcript(row["prompt"]) + "\n\nAssistant:"
     space = "" if row["prompt"][-1:].isspace() else " "
     return row | {name: space + row[name] for name in ("completion", "chosen", "rejected") if name in row}
 
@@ -354,20 +355,21 @@ def main() -> None:
     if first not in splits:
         sys.exit(f"error: there is no split {recipe.splits[0]!r}, but {', '.join(splits)}")
     train = convert(splits[first], recipe, args)
+    if args.held_out and args.held_out >= len(train):
+        sys.exit(f"error: --held-out {args.held_out} leaves none of {len(train)} rows to train on")
     validation = train[len(train) - args.held_out :]
     if second in splits:
         validation = convert(splits[second], recipe, args)
     else:
         train = train[: len(train) - args.held_out]
+    if not train:
+        sys.exit("error: no rows are left")
     write(args.folder / "train.jsonl", train)
+    (args.folder / "validation.jsonl").unlink(missing_ok=True)  # of an earlier call
     if validation:
         write(args.folder / "validation.jsonl", validation)
     instruct = "" if args.chat is None else "-Instruct"
-    print(
-        f"{train[0][:500]}\n\npython {recipe.next.format(data=args.folder, instruct=instruct)}"
-        if train
-        else "no rows are left"
-    )
+    print(f"{train[0][:500]}\n\npython {recipe.next.format(data=args.folder, instruct=instruct)}")
 
 
 if __name__ == "__main__":

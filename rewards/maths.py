@@ -9,6 +9,8 @@ chance, and without the right form. For numbers, verifiers.py:right_number is st
 run as Python. An answer that takes longer than SECONDS (9^9^9, or two large formulas) counts as wrong.
 """
 
+import re
+
 from math_verify import parse, verify
 
 SECONDS = 2
@@ -16,8 +18,10 @@ LONGEST = 4000  # characters that are read, from the end of a completion
 
 
 def read(text: str) -> list:
-    """The answer in a text, which may be a formula without dollar signs."""
-    return parse(text, parsing_timeout=SECONDS) or parse(f"${text}$", parsing_timeout=SECONDS)
+    """The answer in a text. A text without words and dollar signs is read as one formula: 2\\sqrt{3} is not 2."""
+    has_words = re.search(r"\\boxed|\$|(?<![\\A-Za-z{])[A-Za-z]{2,}\s", text)
+    formula = [] if has_words else parse(f"${text}$", parsing_timeout=SECONDS)
+    return formula or parse(text, parsing_timeout=SECONDS)
 
 
 def score(completions: list, answer: list, **_) -> list[float | None]:

@@ -65,7 +65,8 @@ NUMBER = re.compile(
 
 def in_plain_signs(text: str) -> str:
     """The text with plain minus signs, and a/b for LaTeX's fractions."""
-    return re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2", text.replace("−", "-"))  # 1\frac{1}{2} is not 11/2
+    text = re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", text.replace("−", "-"))  # 1\frac{1}{2} is not 11/2
+    return re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -92,7 +93,9 @@ def right_number(completions: list, answer: list, **_) -> list[float | None]:
     return rewards
 
 
-LAST = re.compile(r"(?<!\d)[+-]?(?:\d(?:\{,\}|[\d,])*)?\.?\d+(?:[eE][+-]?\d+)?(?: ?/ ?\d+)?", re.ASCII)
+LAST = re.compile(
+    r"(?<!\d)[+-]?(?:\\?\$)?(?:\d(?:\{,\}|\\[,!;]|[\d,])*)?\.?\d+(?:[eE][+-]?\d+)?(?: ?/ ?\d+)?", re.ASCII
+)
 
 
 def last_number(completions: list, answer: list, **_) -> list[float | None]:

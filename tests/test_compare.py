@@ -116,7 +116,7 @@ SAID = {
         "A is dull. B is better than A. | My first choice: A. But on reflection, answer: B | "
         "Which is better, A or B? Answer: B |  | C | Neither. | Neither A nor B | A or B | Answer: A or B | "
         "Answer: A/B | A and B are equally good | Bananas | A better text would be shorter. | A is not better. | "
-        "A: good\nB: bad | <think>Answer: A, since | I cannot judge. | a response that is good | Answer A is good. | "
+        "A: 7/10, B: 9/10 | A: short. B: complete. The better one is B. | A: good\nB: bad | <think>Answer: A, since | I cannot judge. | a response that is good | Answer A is good. | "
         "A film is better than no film | The better of A and B? Hard to say"
     ),
 }
@@ -161,7 +161,7 @@ def test_a_reward_that_says_nothing_leaves_its_pair_open(tmp_path, says):
     )
     says(["none", "nan", "high", "low", "low"], ["low", "low", "low", "high", "low"])
     summary, pairs = run(tmp_path / "out", other="b", reward_fn=f"{tmp_path}/r.py:f", num_prompts=5, batch_size=2)
-    assert [p["winner"] for p in pairs] == [None, None, "a", "b", "tie"] and "nan" in pairs[1]["error"]
+    assert [p["winner"] for p in pairs] == [None, None, "a", "b", "tie"] and "None" in pairs[1]["error"]
     assert summary["win_rate"] == 0.5 and summary["score_difference"] == 0
 
 

@@ -120,6 +120,7 @@ def test_answers_end_where_they_did_in_training(tmp_path):
     """At any of the tokens that a run has left in the generation config."""
     comma, eos = AutoTokenizer.from_pretrained("toy/sft").convert_tokens_to_ids([",", "<|end|>"])
     model = copy_of("sft", tmp_path / "sft", "generation_config.json", eos_token_id=[comma, eos])
+    Path(model, "args.json").touch()
     _, answers = run(model, num_prompts=40, response_length=30, temperature=1.0)
     whole = answers["response"][answers["eos_share"] == 1]
     assert 0 < whole.str.count(",").mean() < 1 and (whole.str.count(",") == whole.str.endswith(",")).all()
@@ -137,9 +138,25 @@ def test_answers_of_an_adapter_end_where_they_did_in_training(tmp_path):
     settings = dict(num_prompts=40, response_length=30, temperature=1.0)
     assert run(str(tmp_path), **settings)[1]["response"].str.contains(", ").any()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(",")}))
+    (tmp_path / "args.json").touch()
     answers = run(str(tmp_path), **settings)[1]
     whole = answers["response"][answers["eos_share"] == 1]
     assert len(whole) and whole.str.endswith(",").all() and (answers["response"].str.count(",") <= 1).all()
+
+
+def test_answers_of_another_model_end_with_the_turn(tmp_path):
+    """Though its generation config has only EOS."""
+    tokenizer = AutoTokenizer.from_pretrained("toy/sft")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|turn|>\n{% endfor %}"
+    policy = AutoModelForCausalLM.from_pretrained("toy/sft")
+    policy.tokenizer = tokenizer
+    policy.generation_config.eos_token_id = 5
+    ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|turn|>"])
+    assert set(evaluate.stop_tokens(policy)) == {5, *ends}
+    policy.name_or_path = str(tmp_path / "ema")
+    (tmp_path / "args.json").touch()  # of a run that stopped at nothing else
+    assert evaluate.stop_tokens(policy) == [5]
 
 
 def test_a_reward_may_spoil_its_rows(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import shlex
 import sys
 from pathlib import Path
@@ -120,7 +121,7 @@ ROWS = {
         {"prompt": POST, "completion": "A cat sat."},
     ),
     "orca": (
-        {"system": "", "question": "Hi?", "chosen": "Good", "rejected": "Bad"},
+        {"system": "", "question": "Hi?", "chosen": "Good", "rejected": " Bad"},
         {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": " Good", "rejected": " Bad"},
         {"prompt": "Hi?", "chosen": "Good", "rejected": "Bad"},
     ),
@@ -260,7 +261,10 @@ def test_rows_held_back_and_rows_that_come_twice(tmp_path):
     pairs = [ROWS["orca"][0] | {"question": f"Is it {i}?"} for i in range(5)]
     train, validation = make("orca", tmp_path / "none", "--held-out", "2", rows=pairs)
     assert (len(train), len(validation)) == (3, 2)
-    assert not make("orca", tmp_path / "all", rows=pairs)[1]
+    shutil.rmtree(tmp_path / "none/source")
+    assert not make("orca", tmp_path / "none", rows=pairs)[1]  # those of the earlier call are gone
+    with pytest.raises(SystemExit, match="--held-out 5"):
+        make("orca", tmp_path / "empty", "--held-out", "5", rows=pairs)
     assert len(make("orca", tmp_path / "few", "--rows", "2", rows=pairs)[0]) == 2
 
 
@@ -522,8 +526,10 @@ def test_mathematical_answers():
     score = maths.score
     seconds, maths.SECONDS = maths.SECONDS, 60  # of the clock, on any machine
     right = {"\\boxed{\\frac{1}{2}}": "It is $\\boxed{0.5}$.", "Answer: 34": 34, "\\boxed{x^2+2x+1}": "(x+1)^2"}
+    right |= {"\\boxed{6 - 5i}": "6 - 5i", "\\boxed{2\\sqrt{3}}": "2\\sqrt{3}", "\\boxed{3, 5}": "3, 5"}
     assert score(completions=list(right), answer=list(right.values())) == [1.0] * len(right)
     maths.SECONDS = seconds
     wrong = ["\\boxed{\\frac{1}{3}}", "", "\\boxed{", "I do not know.", "\\boxed{9^{9^{9}}}"]
     assert score(completions=wrong, answer=["0.5"] * len(wrong)) == [0.0] * len(wrong)
+    assert score(completions=["\\boxed{5}", "\\boxed{2}"], answer=["6 - 5i", "2\\sqrt{3}"]) == [0.0, 0.0]
     assert score(completions=[[{"role": "assistant", "content": "5"}], "5"], answer=["5", None]) == [1.0, None]

@@ -20,6 +20,17 @@ for step in range(9):
 """
 
 
+STOPPED = """
+import os
+import signal
+def stop(*_):
+    "As the scripts do."
+if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, stop)
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
 def test_what_three_pairs_say():
     """By hand: d = 1, 2, 3 deviates by 1; Student's t of two degrees is 4.303; 7.849 (1 / 2)^2 = 1.96 seeds."""
     root = 3**-0.5
@@ -50,6 +61,33 @@ def test_a_changed_reward_is_run_again(tmp_path, sign):
         [run] = seeds.plan(f"{program} --reward-fn{sign}{reward}:score", 1, tmp_path)
         names.add(run.file.name)
     assert len(names) == 2
+
+
+def test_a_run_that_is_stopped_is_not_kept(tmp_path):
+    """A script that ends by itself after Ctrl-C would leave a run that looks complete."""
+    program = tmp_path / "program.py"
+    program.write_text(STOPPED)
+    [run] = seeds.plan(str(program), 1, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        seeds.train(run)
+    assert not run.file.exists()
+
+
+def test_sides_have_modules_of_their_own(tmp_path, monkeypatch):
+    """Each script imports the module beside it, though both have one name."""
+    for side in (1, 2):
+        (tmp_path / f"{side}").mkdir()
+        (tmp_path / f"{side}/value.py").write_text(f"VALUE = {side}")
+        (tmp_path / f"{side}/program.py").write_text(
+            "import wandb\nfrom value import VALUE\nwandb.log({'x': VALUE}, step=1)"
+        )
+    sides = [f"{tmp_path}/{side}/program.py" for side in (1, 2)]
+    monkeypatch.setattr(sys, "argv", ["seeds.py", *sides, "--seeds", "2", "--output-dir", f"{tmp_path}/out"])
+    monkeypatch.setattr(seeds, "draw", lambda *_: None)
+    ends = []
+    monkeypatch.setattr(seeds, "show", ends.append)
+    seeds.main()
+    assert ends[0]["x"] == ([1, 1], [2, 2])
 
 
 def test_runs_are_made_once_until_their_program_changes(tmp_path, monkeypatch, capsys, pictures):

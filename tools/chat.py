@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, logging
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+from evaluate import stop_tokens
 from grpo import blank_before_answer, encode_prompt, template_options, decode_after
 
 with suppress(ImportError):
@@ -48,8 +49,9 @@ def main() -> None:
     stored = policy.generation_config
     with suppress(OSError):  # with an adapter, use its own file and not that of its base model
         stored = GenerationConfig.from_pretrained(args.model)
+    policy.name_or_path, policy.tokenizer, policy.generation_config = args.model, tokenizer, stored
+    stops = stop_tokens(policy)
     policy.generation_config = GenerationConfig()  # otherwise stored options would be added to these
-    stops = tokenizer.eos_token_id if stored.eos_token_id is None else stored.eos_token_id
     options = {"do_sample": args.temperature > 0, "temperature": args.temperature or 1.0, "top_k": 0, "top_p": 1.0}
     options |= {"eos_token_id": stops, "pad_token_id": tokenizer.eos_token_id}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -76,6 +78,7 @@ def main() -> None:
             if tokenizer.unk_token_id not in (None, tokenizer.eos_token_id) and tokenizer.unk_token_id in prompt:
                 print(f"some words are not in the tokenizer: the policy reads {tokenizer.unk_token} instead")
             inputs = torch.tensor([prompt], device=policy.device)
+            options["attention_mask"] = torch.ones_like(inputs)
             ids = policy.generate(inputs, max_new_tokens=length, streamer=streamer, **options)[0, len(prompt) :]
             answer = decode_after(prompt, ids.tolist(), tokenizer)
             if tokenizer.chat_template:

@@ -24,6 +24,7 @@ Results: evaluation.json (numbers and settings) and answers.jsonl (row, text and
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -166,7 +167,8 @@ def load_model(auto_class: type, name: str, args: Args) -> nn.Module:
     require(not wrong, f"{name!r} is not a {type(model).__name__}: missing or unexpected weights: {wrong[:3]}")
     model.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # masks mark padding
-    with suppress(OSError):  # with an adapter, use its own file and not that of its base model
+    model.name_or_path = name  # with an adapter, the library has that of the base model here and in the next line
+    with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(name)
     return model.to(args.device).eval()
 
@@ -228,12 +230,15 @@ def play(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
 
 
 def stop_tokens(policy: nn.Module) -> list[int]:
-    """Ids of the tokens that end an answer: those of the generation config, where the scripts save them, otherwise
-    EOS."""
+    """Ids of the tokens that end an answer: those of the generation config, where the scripts save them. For a model
+    that is not from a run of the scripts, also EOS and the chat template's end of a turn."""
     stored = policy.generation_config.eos_token_id  # an int, a list, or None
-    if stored is None:
-        stored = policy.tokenizer.eos_token_id
-    return stored if isinstance(stored, list) else [stored]
+    ids = stored if isinstance(stored, list) else [stored]
+    folder = Path(policy.name_or_path)
+    is_run = any((place / "args.json").exists() for place in (folder, folder.parent))  # ema/ and merged/ are in a run
+    if not is_run or stored is None:
+        ids = {*ids, *grpo.eos_tokens(policy), policy.tokenizer.eos_token_id} - {None}
+    return sorted(ids)
 
 
 def encode_prompts(policy: nn.Module, rows: list[dict], args: Args) -> list[list[int]]:
@@ -262,10 +267,11 @@ def make_reward(spec: str, args: Args) -> Reward:
         given["prompts_text"] = [x.tokenizer.decode(x.prompt_ids) if x.tokenizer else x.prompt for x in answers]
         given["completions"] = [answer.text for answer in answers]
         given["completion_ids"] = [list(answer.ids) for answer in answers]
+        given["input_ids"] = [list(answer.prompt_ids) for answer in answers]
         if isinstance(given["prompts"][0], list):
             given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        values = list(function(**given))
-        return [None if x is None else number for x, number in zip(values, check_rewards(values, len(rows), spec))]
+        values = check_rewards(function(**given), len(rows), spec)
+        return [None if math.isnan(x) else x for x in values]
 
     return reward
 

@@ -26,6 +26,7 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -66,6 +67,9 @@ def train(run: Run) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run")
         argv = [script, *flags, "--seed", str(run.seed), "--output-dir", str(folder)]
         stack.enter_context(mock.patch("sys.argv", argv))
+        stack.enter_context(mock.patch("sys.path", [str(Path(script).resolve().parent), *sys.path]))
+        # So that Ctrl-C ends the run with an error: a script that handles it ends as if the run were complete
+        stack.enter_context(mock.patch("signal.getsignal", return_value=signal.SIG_IGN))
         stack.enter_context(
             mock.patch.multiple("wandb", init=mock.DEFAULT, log=lambda stats, **_: lines.append(dict(stats)))
         )
@@ -181,7 +185,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // args.jobs)))  # before torch is imported
     os.environ["TQDM_DISABLE"] = "1"  # for the runs
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, context) as pool:
+    # a process for each run, since sides may have different modules of the same name
+    with ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         for done in tqdm(as_completed([pool.submit(train, run) for run in missing]), total=len(missing), disable=False):
             done.result()
     runs = tuple([read(run.file) for run in side] for side in sides)
