@@ -200,8 +200,11 @@ def train(args: Args) -> None:
 
     optimizer = make_optimizer(args, chain.policy)
     schedule = get_scheduler("constant", optimizer)
-    memory = {"scores": {}}  # state besides the weights: the recent scores of each prompt
+    # state besides the weights: the recent scores of each prompt; and the size of an epoch, which has to stay
+    memory = {"scores": {}, "num_images": batch_size}
     run = Run(args, args.num_epochs, optimizer, schedule, memory, asked, model=chain.policy)
+    is_same_size = memory["num_images"] == batch_size
+    require(is_same_size, f"a resumed run keeps its {memory['num_images']} images per epoch: set --sample-batch-size")
     for epoch in run.steps():
         set_seed(make_seed(args.seed, epoch))
         examples = batch(prompts, epoch - 1, batch_size, args.seed)
@@ -826,6 +829,8 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
     text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
+    for module in (datasets.features.features, datasets.packaged_modules.json, datasets.utils.json):
+        module.ujson_dumps, module.ujson_loads = json.dumps, json.loads  # the library's own keep ten decimals
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
     options = {"path": str(path), "name": config, "split": split}
@@ -858,8 +863,8 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     is_exact = lambda kind: not re.search("time|date|float", str(kind))  # noqa: E731
     if data.info.builder_name != "json" or all(map(is_exact, data.features.values())):
         return data
-    kinds = {column: kind if is_exact(kind) else datasets.Json() for column, kind in data.features.items()}
-    return datasets.load_dataset(**options, features=datasets.Features(kinds))
+    features = {column: kind if is_exact(kind) else datasets.Json() for column, kind in data.features.items()}
+    return datasets.load_dataset(**options, features=datasets.Features(features))
 
 
 def csv_options(columns: Sequence[str]) -> dict:
@@ -1329,9 +1334,8 @@ def read_command_line() -> Args:
     settings = json.loads(Path(args.resume, "args.json").read_text())
     script = settings.get("script", Path(__file__).name)
     require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
-    for name in ["script", "version", "revision", *settings.pop("chosen_here", [])]:
-        settings.pop(name, None)
-    args = read(default=Args(**settings))
+    dropped = ["script", "version", "revision", "chosen_here", *settings.get("chosen_here", [])]
+    args = read(default=Args(**{name: x for name, x in settings.items() if name not in dropped}))
     require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: remove --output-dir")
     is_same_size = getattr(args, "batch_size", None) == settings.get("batch_size")
     require(is_same_size, "a resumed run keeps its --batch-size; to save memory, set --micro-batch-size")

@@ -90,8 +90,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from transformers import get_scheduler, set_seed
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import PreTrainedModel, get_scheduler, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -789,7 +789,9 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     if RANK and args.zero_stage:  # only process 0 reads the weights; `place` sends them to the others
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, **options)
-            model = auto_class.from_config(config, dtype=torch.float32)
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
+        with suppress(OSError):  # a model may have no such file
+            model.generation_config = GenerationConfig.from_pretrained(path)
     else:
         options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         model, info = auto_class.from_pretrained(path, **options)
@@ -803,7 +805,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     require(words, f"{name} has no tokenizer: save its base model's tokenizer beside the weights")
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
-        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since masks mark padding
+        first = model.tokenizer.convert_ids_to_tokens(0)
+        model.tokenizer.pad_token = model.tokenizer.eos_token or first  # any token will do, since masks mark padding
     return model.eval()
 
 
@@ -859,6 +862,9 @@ def add_adapter(model: nn.Module, args: Args, **options) -> None:
 
     config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options)
     model.add_adapter(config)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    is_shared = model.all_tied_weights_keys and any(hasattr(module, "base_layer") for module in ends)
+    require(not is_shared, "--lora-target-modules: embeddings and head share their weight, so neither can be adapted")
 
 
 def context_length(model: nn.Module) -> int:
@@ -892,6 +898,8 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
     text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
+    for module in (datasets.features.features, datasets.packaged_modules.json, datasets.utils.json):
+        module.ujson_dumps, module.ujson_loads = json.dumps, json.loads  # the library's own keep ten decimals
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
     options = {"path": str(path), "name": config, "split": split}
@@ -924,8 +932,8 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     is_exact = lambda kind: not re.search("time|date|float", str(kind))  # noqa: E731
     if data.info.builder_name != "json" or all(map(is_exact, data.features.values())):
         return data
-    kinds = {column: kind if is_exact(kind) else datasets.Json() for column, kind in data.features.items()}
-    return datasets.load_dataset(**options, features=datasets.Features(kinds))
+    features = {column: kind if is_exact(kind) else datasets.Json() for column, kind in data.features.items()}
+    return datasets.load_dataset(**options, features=datasets.Features(features))
 
 
 def csv_options(columns: Sequence[str]) -> dict:
@@ -1715,9 +1723,8 @@ def read_command_line() -> Args:
     settings = json.loads(Path(args.resume, "args.json").read_text())
     script = settings.get("script", Path(__file__).name)
     require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
-    for name in ["script", "version", "revision", *settings.pop("chosen_here", [])]:
-        settings.pop(name, None)
-    args = read(default=Args(**settings))
+    dropped = ["script", "version", "revision", "chosen_here", *settings.get("chosen_here", [])]
+    args = read(default=Args(**{name: x for name, x in settings.items() if name not in dropped}))
     require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: remove --output-dir")
     is_same_size = getattr(args, "batch_size", None) == settings.get("batch_size")
     require(is_same_size, "a resumed run keeps its --batch-size; to save memory, set --micro-batch-size")

@@ -290,7 +290,7 @@ def value_loss(
         near = old value + clip(value - old value, -cliprange_value, +cliprange_value)
         loss = 1/2 max((value - return)^2, (near - return)^2)
 
-    As for the policy, a value that is already outside of the clip range gets no gradient for moving further. And the
+    As for the policy, a value beyond the clip range has no gradient that would move it further towards its return. The
     results on padding do not matter, but must not make the gradient NaN.
 
     Example, with cliprange_value .2, old values 1 and returns 2:

@@ -7,7 +7,7 @@ makes the tokens of good answers a little more likely. An update, on a batch of 
   2. score      ref_logprobs of the reference, a frozen copy of the first pi; values V_old,t of the
                 critic, which predicts the rewards still to come; one score for each response,
                 reduced if it never stops
-  3. reward     r_t = -kl_coef * KL_t, plus the score at the end; KL_t = log pi(y_t) / pi_ref(y_t)
+  3. reward     r_t = -kl_coef * KL_t, plus the score at the end; KL_t = log(pi(y_t) / pi_ref(y_t))
   4. advantage  delta_t = r_t + gamma V_old,t+1 - V_old,t,  A_t = delta_t + gamma lam A_t+1;
                 return R_t = A_t + V_old,t;  then whiten A
   5. loss       ratio_t = pi(y_t) / pi_old(y_t), with pi_old and V_old from steps 1 and 2
@@ -216,8 +216,8 @@ reference = deepcopy(policy)
 reward_model = AutoModelForSequenceClassification.from_pretrained(
     args.reward_model, dtype=torch.float32
 ).to(device)
-# The head of a classifier has no bias. It gets one here: the shift by which ../reward_model.py
-# centres its rewards, or 0. The critic, a copy, learns the mean return with it
+# The head of a classifier has no bias. It gets one here: the shift that a reward model stores to
+# centre its rewards, or 0. The critic, a copy, learns the mean return with it
 bias = getattr(reward_model.config, "reward_bias", 0.0)
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
 critic = deepcopy(reward_model)  # a start that knows the rewards; rloo.py has no critic

@@ -180,7 +180,7 @@ reference = deepcopy(policy)
 reward_model = AutoModelForSequenceClassification.from_pretrained(
     args.reward_model, dtype=torch.float32
 ).to(device)
-bias = getattr(reward_model.config, "reward_bias", 0.0)  # the shift of ../reward_model.py, or 0
+bias = getattr(reward_model.config, "reward_bias", 0.0)  # the shift that it stores, or 0
 reward_model.score.bias = torch.nn.Parameter(torch.tensor([bias], device=device))
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")  # responses begin at P
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
-from runs import run, untimed, watch
+from runs import main, run, untimed, watch
 from safetensors.torch import load_file
 from shapes import PROMPTS, TOY, UNET, close, flat, random, rows, step, toy_chain, toy_rollout, trained
 from sources import ROOT
@@ -232,6 +232,13 @@ def test_equal_rewards(per_prompt, tmp_path, rewards):
     with pytest.warns(UserWarning, match="nothing to learn from"):
         lines = run(ddpo, tmp_path / "run", reward_fn=rewards("equal"), **tracking, **TINY)
     assert all(line["grad_norm"] == 0 for line in lines)
+
+
+def test_a_resumed_run_keeps_the_size_of_its_epochs(tmp_path):
+    """The order of prompts is counted in images, also if there are fewer processes."""
+    run(ddpo, tmp_path / "run", **TINY | dict(save_steps=1))
+    with pytest.raises(SystemExit, match="images per epoch"):
+        main(ddpo, "--resume", tmp_path / "run", "--num-epochs", 9, "--sample-num-batches-per-epoch", 1)
 
 
 def test_a_chain_whose_only_step_is_certain(tmp_path):

@@ -474,6 +474,38 @@ def test_all_that_ends_a_turn_stops_a_response(train, tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "run1").eos_token_id == sorted({end, turn, call})
 
 
+@pytest.mark.parametrize("script", [ppo, rloo, grpo, sft, dpo], ids=lambda module: module.__name__)
+def test_all_processes_have_the_same_stop_tokens(script, tmp_path, monkeypatch):
+    """Process 0 alone reads the weights of a sharded model; the generation config is read by all."""
+    policy = AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft")
+    policy.generation_config.eos_token_id = [0, 1]
+    policy.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path)
+    args = script.Args(model=str(tmp_path), device="cpu", zero_stage=2)
+    stops = []
+    for rank in (0, 1):
+        monkeypatch.setattr(script, "RANK", rank)
+        stops.append(set(script.load_policy(args).generation_config.eos_token_id))
+    assert stops == [{0, 1}, {0, 1}]
+
+
+@pytest.mark.parametrize("layers", [".*(c_attn|lm_head)", ".*wte"])
+def test_an_adapter_of_a_weight_that_is_shared(layers, train):
+    """Embeddings and head of the toy policy: merged, the adapter of one would change the other."""
+    pytest.importorskip("peft")
+    with pytest.raises(SystemExit, match="--lora-target-modules"):
+        train(sft, model="toy/sft", lora_r=2, lora_target_modules=layers)
+
+
+def test_a_tokenizer_with_neither_padding_nor_eos(tmp_path):
+    shutil.copytree(ROOT / "toy/sft", tmp_path / "m")
+    config = json.loads((tmp_path / "m/tokenizer_config.json").read_text())
+    (tmp_path / "m/tokenizer_config.json").write_text(json.dumps(config | {"pad_token": None, "eos_token": None}))
+    args = ppo.Args(model=str(tmp_path / "m"), device="cpu", stop_token=("none",))
+    policy = ppo.load_policy(args)
+    assert ppo.pad([[5], [6, 7]], policy.tokenizer, args)[1].tolist() == [[True, False], [True, True]]
+
+
 def test_a_policy_with_more_embeddings_than_its_reward_model():
     """It can sample ids without a text, as Qwen's sizes are rounded up: the reward model reads them, too."""
     policy = ppo.load_policy(ppo.Args())

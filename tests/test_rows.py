@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 import torch
-from runs import run, watch, write_rows
+from runs import GOLD, run, watch, write_rows
 from sources import ROOT
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -478,6 +478,8 @@ def test_numbers_stay_what_they_are(tmp_path):
     rows = [dict(answer=72, id=12345678901234567890, more={"a": 1}), dict(answer=3.5, id=1, more={"b": None})]
     data = ppo.load_split(write_rows(tmp_path / "d.jsonl", rows), None, "train")
     assert data.to_list() == rows and [type(x) for x in data["answer"]] == [int, float]
+    rows = [dict(answer=x) for x in (6.674e-11, 3.141592653589793, 10**22 + 1, -0.0)]
+    assert ppo.load_split(write_rows(tmp_path / "exact.jsonl", rows), None, "train").to_list() == rows
     (tmp_path / "d.csv").write_text("prompt,n,x,some\nA film,1,0.5,7\nThe film,20,3.0,\n")
     data = ppo.load_split(str(tmp_path / "d.csv"), None, "train")
     assert ppo.with_numbers(data, "prompt").to_list() == [
@@ -492,6 +494,15 @@ def test_texts_that_are_numbers(module, folder, tmp_path):
     (tmp_path / "d.csv").write_text("prompt,completion,chosen,rejected\n" + "12,4,4,5\n20,5,5,4\n" * 2)
     model = "toy/reward_model" if module is reward_model else "toy/sft"
     start_run(module, folder, [], model=model, dataset=str(tmp_path / "d.csv"))
+
+
+@pytest.mark.parametrize("module", ON_ROLLOUTS, ids=lambda m: m.__name__)
+def test_types_that_differ_between_splits(module, tmp_path):
+    """In csv files, whose columns are numbers only if all cells are."""
+    (tmp_path / "train.csv").write_text("prompt,answer\n" + "A film,2\nThe film,4\n" * 2)
+    (tmp_path / "validation.csv").write_text("prompt,answer\nA film,2\nThe film,0.50\n")
+    with pytest.raises(SystemExit, match="'answer'"):
+        run(module, tmp_path / "out", model="toy/sft", dataset=str(tmp_path), reward_fn=(GOLD,))
 
 
 def test_types_that_differ_within_a_column(tmp_path):
