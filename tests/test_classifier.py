@@ -7,6 +7,7 @@ from sources import load, text_of
 from transformers import AutoModelForSequenceClassification, BertTokenizer, DistilBertConfig
 
 import ppo
+import reward_model
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "is", "good", "bad", "."]
 LABELS = ["NEGATIVE", "NEUTRAL", "POSITIVE"]
@@ -65,3 +66,10 @@ def test_a_label_that_is_not_there_is_named_beside_those_that_are(classifier):
 def test_ppo_points_to_it_for_a_model_with_several_labels(model, tmp_path, tiny):
     with pytest.raises(SystemExit, match="rewards/classifier.py"):
         run(ppo, tmp_path / "run", reward_model=str(model), **tiny["ppo"])
+
+
+def test_what_is_trained_is_a_causal_model(model, tmp_path):
+    config = DistilBertConfig.from_pretrained(model, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(model)
+    with pytest.raises(SystemExit, match="causal"):
+        run(reward_model, tmp_path / "run", model=str(model))
