@@ -274,7 +274,7 @@ for update in (bar := trange(1, num_updates + 1)):
     num_tokens = written.sum() / args.num_mini_batches  # in a mini-batch, on average
     logs = []  # one per optimiser step: means over tokens
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).tensor_split(args.num_mini_batches):  # (b,)
             logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
             logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
             losses, ratio, clipped = policy_loss(

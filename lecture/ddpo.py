@@ -96,7 +96,7 @@ def ddim_step(scheduler, prediction, t, x, eta):
         image = prediction
     else:  # v_prediction, a mixture of both (Salimans & Ho 2022)
         image = a.sqrt() * x - (1 - a).sqrt() * prediction
-    noise = (x - a.sqrt() * image) / (1 - a).sqrt()
+    noise = (x - a.sqrt() * image) / (1 - a).sqrt()  # before the image is clamped, as in diffusers
     if config.clip_sample:
         image = image.clamp(-config.clip_sample_range, config.clip_sample_range)
     std = eta * ((1 - a_prev) / (1 - a) * (1 - a / a_prev)).sqrt()

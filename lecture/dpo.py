@@ -103,7 +103,7 @@ def completion_logps(model, pairs):
     ids, attention_mask, mask = collate(texts)  # (2B, S) each
     logits = model(input_ids=ids, attention_mask=attention_mask).logits  # (2B, S, V)
     logprobs = token_logprobs(logits[:, :-1], ids[:, 1:])  # (2B, S-1): each predicts the next token
-    return (logprobs * mask[:, 1:]).sum(1).split(len(pairs))
+    return (logprobs * mask[:, 1:]).sum(1).split(len(pairs))  # sums: log pi of all tokens together
 
 
 # %% 3. Loss

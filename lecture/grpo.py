@@ -158,7 +158,7 @@ def group_advantages(scores, G, scale):
     groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
-        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
         advantages = advantages / (scores.std() + 1e-4)
     if scale == "mean":
@@ -278,7 +278,7 @@ for update in (bar := trange(1, num_updates + 1)):
     num_tokens = mask.sum() / args.num_mini_batches  # in a mini-batch, on average
     logs = []  # means over tokens, for each optimiser step
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).tensor_split(args.num_mini_batches):  # (b,)
             logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
             logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
             losses, ratio, clipped = policy_loss(

@@ -281,12 +281,12 @@ for update in (bar := trange(1, num_updates + 1)):
 
     # 4. Advantage
     advantages, returns = gae(rewards, old_values, mask, args.gamma, args.lam)  # (B, T) each
-    advantages = masked_whiten(advantages, mask)
+    advantages = masked_whiten(advantages, mask)  # so that the scale of the rewards does not matter
 
     # 5. Loss, and 6. update
     logs = []  # of all tokens, for each optimiser step
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).tensor_split(args.num_mini_batches):  # (b,)
             logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
             logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
             pg_loss, ratio, pg_clipped = policy_loss(

@@ -247,7 +247,7 @@ for update in (bar := trange(1, num_updates + 1)):
     # 5. Loss, and 6. update
     logs = []  # of all responses, for each optimiser step
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(B).to(device).split(B // args.num_mini_batches):  # (b,) numbers
+        for rows in torch.randperm(B).to(device).tensor_split(args.num_mini_batches):  # (b,)
             logits = forward(policy, ids[rows], attention_mask[rows]).logits  # (b, P+T, V)
             logprobs = response_logprobs(logits, ids[rows], P, args.temperature)  # (b, T)
             new = (logprobs * mask[rows]).sum(1, keepdim=True)  # (b, 1)
