@@ -60,10 +60,37 @@ def loss_that_writes(logprobs, *args):
     return ppo.policy_loss(logprobs.sub_(0.1), *args)
 
 
+def mask_of_one_stop_token(tokens, stop_token_ids):
+    return ppo.response_mask(tokens, stop_token_ids[:1])
+
+
+def mask_that_asks_its_length(tokens, stop_token_ids):
+    mask, _ = ppo.response_mask(tokens, stop_token_ids)
+    return mask, mask.sum(1) < tokens.shape[1]
+
+
+def logprobs_of_rounded_probabilities(logits, tokens):
+    return (logits.softmax(-1) + 1e-10).log().gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def dpo_loss_in_two_steps(chosen, rejected, ref_chosen, ref_rejected, beta):
+    a, b = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    return -(a - b).sigmoid().log(), a.detach(), b.detach()
+
+
+def weights_of_these_rows(mask, num_rows, *args):
+    return grpo.token_weights(mask, len(mask), *args)
+
+
 WRONG = [  # exercise, what a student writes instead, what the grader says
     ("masked_mean", lambda x, mask: x[mask].sum() / mask.numel(), "Padding is counted"),
     ("response_mask", mask_without_the_stop_token, "The stop token is not in the mask"),
+    ("response_mask", mask_of_one_stop_token, "two stop tokens"),
+    ("response_mask", mask_that_asks_its_length, "two stop tokens"),
     ("token_logprobs", lambda *args: None, "Is the `return` missing?"),
+    ("token_logprobs", logprobs_of_rounded_probabilities, "should be -1000"),
+    ("dpo_loss", dpo_loss_in_two_steps, "should be 1000"),
+    ("token_weights", weights_of_these_rows, "of 3 rows"),
     ("preference_loss", lambda a, b, *rest: reward_model.preference_loss(b, a, *rest), "exchanged"),
     ("dpo_loss", lambda a, b, c, d, beta: solution("dpo_loss")(b, a, d, c, beta), "exchanged"),
     ("kl_estimate", lambda p, q, kind: ppo.kl_estimate(q, p, kind), "k1 has the wrong sign"),
