@@ -720,7 +720,7 @@ def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
         is_one_kind = isinstance(start, list) or type(texts[0]) is type(texts[1])
         require(is_one_kind, "one of the chosen and the rejected text is a list of messages, the other is not")
         turns = [whole_turns(start, text) for text in texts]
-        given = [[x["content"] for x in talk if x["role"] in ("system", "user")] for talk in turns]
+        given = [[x["content"].strip() for x in talk if x["role"] in ("system", "user")] for talk in turns]
         require(given[0] == given[1], "the system's or the user's messages differ between chosen and rejected")
         return start, *texts
 
@@ -893,7 +893,9 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
         first = model.tokenizer.convert_ids_to_tokens(0)
-        model.tokenizer.pad_token = model.tokenizer.eos_token or first  # any token will do, since masks mark padding
+        model.tokenizer.pad_token = (
+            model.tokenizer.eos_token or model.tokenizer.unk_token or first
+        )  # any token will do, since masks mark padding
     return model.eval()
 
 
@@ -998,8 +1000,9 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
     text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
+    read_json = partial(json.loads, parse_constant=lambda _: None)  # NaN is None
     for module in (datasets.features.features, datasets.packaged_modules.json, datasets.utils.json):
-        module.ujson_dumps, module.ujson_loads = json.dumps, json.loads  # the library's own keep ten decimals
+        module.ujson_dumps, module.ujson_loads = json.dumps, read_json  # the library's own keep ten decimals
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
     options = {"path": str(path), "name": config, "split": split}

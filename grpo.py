@@ -557,7 +557,7 @@ def equal_groups(scores: Tensor, k: int) -> Tensor:
 
 
 def useless_groups(rollout: Rollout, args: Args) -> Tensor:
-    """Returns (B/G,), true for groups without a gradient: all scores are equal, or no response is in the loss."""
+    """Returns (B/G,), true for groups whose scores give no gradient: all are equal, or no response is in the loss."""
     is_useless = equal_groups(rollout.scores, args.num_generations)
     if args.mask_truncated_completions:
         is_useless |= ~rollout.ended.view(-1, args.num_generations).any(1)
@@ -569,8 +569,8 @@ def sample_groups(
 ) -> tuple[Rollout, int]:
     """Steps 1 and 2: samples G responses to each prompt and scores them. Also returns the number of batches drawn.
 
-    With --dynamic-sampling, groups without a gradient are replaced by groups from further batches (DAPO, sec. 3.2). If
-    there are still too few, they fill the batch.
+    With --dynamic-sampling, groups whose scores give no gradient are replaced by groups from further batches (DAPO, sec.
+    3.2). If there are still too few, they fill the batch.
     """
     G = args.num_generations
     num_groups = args.batch_size // G
@@ -1499,10 +1499,10 @@ def load_prompts(args: Args, policy: nn.Module, reward_model: nn.Module | None) 
     train, test = load_data(args)
     prompts = encode_prompts(train, policy.tokenizer, args)
     test_prompts = encode_prompts(test, policy.tokenizer, args) if test else prompts.select([])
-    if test:  # a csv file may have numbers in one split, and in the other the same numbers as texts
-        a, b = prompts[0], test_prompts[0]
-        differ = [name for name in set(a) & set(b) if {str, int} <= {type(a[name]), type(b[name])}]
-        require(not differ, f"--dataset {args.dataset}: {differ} are texts in one split, and numbers in the other")
+    for name in set(prompts.features) & set(test_prompts.features):
+        kinds = {getattr(data.features[name], "dtype", "") for data in (prompts, test_prompts)}
+        if "string" in kinds and kinds & {"int64", "float64"}:  # of csv files, whose types are guessed for each split
+            warnings.warn(f"the column {name!r} has texts in one split, and numbers in the other")
     longest = max(longest_prompt(prompts), longest_prompt(test_prompts))
     limit = context_length(policy)
     if same_tokens(policy, reward_model):
@@ -1763,7 +1763,9 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
         first = model.tokenizer.convert_ids_to_tokens(0)
-        model.tokenizer.pad_token = model.tokenizer.eos_token or first  # any token will do, since masks mark padding
+        model.tokenizer.pad_token = (
+            model.tokenizer.eos_token or model.tokenizer.unk_token or first
+        )  # any token will do, since masks mark padding
     return model.eval()
 
 
@@ -1888,8 +1890,9 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
     text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
+    read_json = partial(json.loads, parse_constant=lambda _: None)  # NaN is None
     for module in (datasets.features.features, datasets.packaged_modules.json, datasets.utils.json):
-        module.ujson_dumps, module.ujson_loads = json.dumps, json.loads  # the library's own keep ten decimals
+        module.ujson_dumps, module.ujson_loads = json.dumps, read_json  # the library's own keep ten decimals
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
     options = {"path": str(path), "name": config, "split": split}

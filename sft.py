@@ -249,8 +249,8 @@ def encode_pair(
     """
     if isinstance(prompt, list) or isinstance(completion, list):
         turns = whole_turns(prompt, completion)
-        # the completion may repeat the prompt, or have a system message that belongs before it
-        num_given = max(len(turns) - len(as_turns(completion, "assistant")), len(as_turns(prompt, "user")))
+        given = as_turns(prompt, "user") if prompt else []
+        num_given = len(given) + (turns[:1] != given[:1])  # the completion may add a system message before the prompt
         return encode_messages(turns, tokenizer, completion_only, options, num_given)
     require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
     warn_of_plain_texts(tokenizer)
@@ -840,7 +840,9 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
         first = model.tokenizer.convert_ids_to_tokens(0)
-        model.tokenizer.pad_token = model.tokenizer.eos_token or first  # any token will do, since masks mark padding
+        model.tokenizer.pad_token = (
+            model.tokenizer.eos_token or model.tokenizer.unk_token or first
+        )  # any token will do, since masks mark padding
     return model.eval()
 
 
@@ -945,8 +947,9 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
     text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
+    read_json = partial(json.loads, parse_constant=lambda _: None)  # NaN is None
     for module in (datasets.features.features, datasets.packaged_modules.json, datasets.utils.json):
-        module.ujson_dumps, module.ujson_loads = json.dumps, json.loads  # the library's own keep ten decimals
+        module.ujson_dumps, module.ujson_loads = json.dumps, read_json  # the library's own keep ten decimals
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
     options = {"path": str(path), "name": config, "split": split}

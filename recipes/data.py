@@ -272,7 +272,7 @@ def as_texts(row: dict, form: str | None) -> dict:
         return {"text": transcript(row.pop("messages"))} | row
     if isinstance(row["prompt"], list):
         is_question = form is not None and len(row["prompt"]) == 1
-        question = row["prompt"][0]["content"]
+        question = row["prompt"][0]["content"] if is_question else ""
         row["prompt"] = form.format(question) if is_question else transcript(row["prompt"]) + "\n\nAssistant:"
     space = "" if row["prompt"][-1:].isspace() else " "
     return row | {name: space + row[name] for name in ("completion", "chosen", "rejected") if name in row}
@@ -355,12 +355,12 @@ def main() -> None:
     if first not in splits:
         sys.exit(f"error: there is no split {recipe.splits[0]!r}, but {', '.join(splits)}")
     train = convert(splits[first], recipe, args)
-    if args.held_out and args.held_out >= len(train):
-        sys.exit(f"error: --held-out {args.held_out} leaves none of {len(train)} rows to train on")
     validation = train[len(train) - args.held_out :]
     if second in splits:
         validation = convert(splits[second], recipe, args)
     else:
+        if args.held_out and args.held_out >= len(train):
+            sys.exit(f"error: --held-out {args.held_out} leaves none of {len(train)} rows to train on")
         train = train[: len(train) - args.held_out]
     if not train:
         sys.exit("error: no rows are left")

@@ -19,7 +19,7 @@ LONGEST = 4000  # characters that are read, from the end of a completion
 
 def read(text: str) -> list:
     """The answer in a text. A text without words and dollar signs is read as one formula: 2\\sqrt{3} is not 2."""
-    has_words = re.search(r"\\boxed|\$|(?<![\\A-Za-z{])[A-Za-z]{2,}\s", text)
+    has_words = re.search(r"\\boxed|\$|(?<![\\A-Za-z{])[A-Za-z]{2,}\s|\d [\dA-Za-z]{2}", text)
     formula = [] if has_words else parse(f"${text}$", parsing_timeout=SECONDS)
     return formula or parse(text, parsing_timeout=SECONDS)
 

@@ -65,7 +65,7 @@ NUMBER = re.compile(
 
 def in_plain_signs(text: str) -> str:
     """The text with plain minus signs, and a/b for LaTeX's fractions."""
-    text = re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", text.replace("−", "-"))  # 1\frac{1}{2} is not 11/2
+    text = re.sub(r"(?<![+-])(?=\\[dt]?frac)", " ", text.replace("−", "-"))  # 1\frac{1}{2} is not 11/2
     return re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text)
 
 
@@ -94,7 +94,8 @@ def right_number(completions: list, answer: list, **_) -> list[float | None]:
 
 
 LAST = re.compile(
-    r"(?<!\d)[+-]?(?:\\?\$)?(?:\d(?:\{,\}|\\[,!;]|[\d,])*)?\.?\d+(?:[eE][+-]?\d+)?(?: ?/ ?\d+)?", re.ASCII
+    r"(?<!\d)(?<!\d\$)[+-]?(?:\\?\$)?(?:\d(?:\{,\}|\\[,!;](?=\d{3})|[\d,])*)?\.?\d+(?:[eE][+-]?\d+)?(?: ?/ ?\d+)?",
+    re.ASCII,
 )
 
 

@@ -110,7 +110,7 @@ SAID = {
         'B |  b.\n | **B** | Answer: B. | ```json\n{"answer": "B", "why": "shorter"}\n``` | answer: b | '
         "**Answer:** B | I prefer response B because it ends. | Text B is the better one | "
         "B. It is more to the point. | B - shorter | Response B | <think>Answer: A? No.</think>B | "
-        "long thoughts, answer: A</think>\n\nB | (B) because it ends | My answer would be 'B'. | B because it ends"
+        "B. It covers plan A: the film | **B**. In contrast to A: it ends. | long thoughts, answer: A</think>\n\nB | (B) because it ends | My answer would be 'B'. | B because it ends"
     ),
     None: (
         "A is dull. B is better than A. | My first choice: A. But on reflection, answer: B | "

@@ -527,6 +527,7 @@ def test_mathematical_answers():
     seconds, maths.SECONDS = maths.SECONDS, 60  # of the clock, on any machine
     right = {"\\boxed{\\frac{1}{2}}": "It is $\\boxed{0.5}$.", "Answer: 34": 34, "\\boxed{x^2+2x+1}": "(x+1)^2"}
     right |= {"\\boxed{6 - 5i}": "6 - 5i", "\\boxed{2\\sqrt{3}}": "2\\sqrt{3}", "\\boxed{3, 5}": "3, 5"}
+    right |= {"\\boxed{10000}": "10 000", "\\boxed{5}": "5 km/h", "\\boxed{100}": "100 USD"}
     assert score(completions=list(right), answer=list(right.values())) == [1.0] * len(right)
     maths.SECONDS = seconds
     wrong = ["\\boxed{\\frac{1}{3}}", "", "\\boxed{", "I do not know.", "\\boxed{9^{9^{9}}}"]

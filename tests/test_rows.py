@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 import torch
-from runs import GOLD, run, watch, write_rows
+from runs import run, watch, write_rows
 from sources import ROOT
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -359,6 +359,10 @@ def test_answers_of_the_prompt_have_no_loss(system, repeated):
     ids, labels = sft.encode_pair(prompt, completion, tokenizer, True)
     assert tokenizer.decode(ids).count("brief") == 1
     assert tokenizer.decode([x for x in labels if x != sft.IGNORE]).strip() == "It sings.<|end|>"
+    if not repeated:
+        answered = [*prompt[1:3]], [*SYSTEM, prompt[3], completion[-1]]
+        ids, labels = sft.encode_pair(*answered, tokenizer, True)
+        assert tokenizer.decode([x for x in labels if x != sft.IGNORE]).strip() == "It sings.<|end|>"
 
 
 def test_a_prompt_that_is_a_system_message():
@@ -480,6 +484,8 @@ def test_numbers_stay_what_they_are(tmp_path):
     assert data.to_list() == rows and [type(x) for x in data["answer"]] == [int, float]
     rows = [dict(answer=x) for x in (6.674e-11, 3.141592653589793, 10**22 + 1, -0.0)]
     assert ppo.load_split(write_rows(tmp_path / "exact.jsonl", rows), None, "train").to_list() == rows
+    file = write_rows(tmp_path / "nan.jsonl", [dict(answer=x) for x in (0.5, float("nan"))])
+    assert list(ppo.load_split(file, None, "train")["answer"]) == [0.5, None]
     (tmp_path / "d.csv").write_text("prompt,n,x,some\nA film,1,0.5,7\nThe film,20,3.0,\n")
     data = ppo.load_split(str(tmp_path / "d.csv"), None, "train")
     assert ppo.with_numbers(data, "prompt").to_list() == [
@@ -497,12 +503,12 @@ def test_texts_that_are_numbers(module, folder, tmp_path):
 
 
 @pytest.mark.parametrize("module", ON_ROLLOUTS, ids=lambda m: m.__name__)
-def test_types_that_differ_between_splits(module, tmp_path):
+def test_types_that_differ_between_splits(module, folder, tmp_path):
     """In csv files, whose columns are numbers only if all cells are."""
     (tmp_path / "train.csv").write_text("prompt,answer\n" + "A film,2\nThe film,4\n" * 2)
     (tmp_path / "validation.csv").write_text("prompt,answer\nA film,2\nThe film,0.50\n")
-    with pytest.raises(SystemExit, match="'answer'"):
-        run(module, tmp_path / "out", model="toy/sft", dataset=str(tmp_path), reward_fn=(GOLD,))
+    with pytest.warns(UserWarning, match="'answer'"):
+        start_run(module, folder, [], model="toy/sft", dataset=str(tmp_path))
 
 
 def test_types_that_differ_within_a_column(tmp_path):

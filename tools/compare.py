@@ -316,9 +316,7 @@ FILLERS = (
 )
 OPENING = rf"(?i:[\W_]|\b(?:{FILLERS.replace(' ', '|')})(?=[\W_]))*"
 # This may follow it: "B", "A. It is shorter", "A because it ends", "A is clearly better". But not "A or B", "A film".
-ENDING = (
-    r"(?=[\W_]*$|[\W_]*[.,:;–—-](?!.*\b[AB]\b\W*:)|\W+(?:because|since|wins|is (?:\w+ly )?(?:the )?(?:better|best))\b)"
-)
+ENDING = r"(?=[\W_]*$|[\W_]*(?:[.,;–—-]|:(?!.*\b[AB]\b\W*:))|\W+(?:because|since|wins|is (?:\w+ly )?(?:the )?(?:better|best))\b)"
 VERDICT = rf"{OPENING}(?<![^\W_])([AB]|[ab](?=[\W_]*$)){ENDING}"
 
 
