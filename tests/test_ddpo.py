@@ -234,6 +234,11 @@ def test_equal_rewards(per_prompt, tmp_path, rewards):
     assert all(line["grad_norm"] == 0 for line in lines)
 
 
+def test_a_folder_that_exists_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="exists"):
+        ddpo.start(ddpo.Args(output_dir=str(tmp_path), device="cpu"))
+
+
 def test_a_resumed_run_keeps_the_size_of_its_epochs(tmp_path):
     """The order of prompts is counted in images, also if there are fewer processes."""
     run(ddpo, tmp_path / "run", **TINY | dict(save_steps=1))
