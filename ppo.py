@@ -282,8 +282,6 @@ def train(args: Args) -> None:
     try_reward_fns(reward_fns, prompts, policy, args)
     show_first_row({"prompt": as_read(prompts[0]["input_ids"], policy.tokenizer).append("⟨answer⟩", "green")})
     num_updates = args.total_episodes // args.batch_size
-    trains_policy = args.critic_warmup_updates < num_updates
-    require(trains_policy, f"--critic-warmup-updates {args.critic_warmup_updates}: the run has {num_updates} updates")
 
     optimizer = make_optimizer(args, policy, critic)
     policy_group, _ = optimizer.param_groups
@@ -1255,8 +1253,9 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
     def rewards_of_all(rollout: Rollout) -> Tensor:
         """(B,) rewards. Equal texts get the same reward: in different micro-batches, they are rounded differently."""
         rewards = rollout.in_micro_batches(reward, args)
-        texts = torch.cat([*rollout.inputs().values()], 1).cpu()
-        text_of = texts.unique(dim=0, return_inverse=True)[1].to(rewards.device)  # (B,) the number of its text
+        texts = torch.cat(list(rollout.inputs().values()), 1).cpu()
+        _, text_of = texts.unique(dim=0, return_inverse=True)  # (B,) the number of each row's text
+        text_of = text_of.to(rewards.device)
         return rewards.scatter_reduce(0, text_of, rewards, "amax", include_self=False)[text_of]
 
     return rewards_of_all
@@ -1511,6 +1510,8 @@ def choose_sizes(args: Args, policy: nn.Module, prompts: datasets.Dataset) -> Ar
         episodes = max(batch_size, round(len(prompts) * args.num_train_epochs))
     num_updates = episodes // batch_size
     require(num_updates, f"--total-episodes {episodes} is less than one batch of {batch_size} responses")
+    trains_policy = args.critic_warmup_updates < num_updates
+    require(trains_policy, f"--critic-warmup-updates {args.critic_warmup_updates}: the run has {num_updates} updates")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
     print(
         f"batch: {batch_size} responses per update, {args.num_ppo_epochs} epochs x {args.num_mini_batches} "

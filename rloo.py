@@ -1203,8 +1203,9 @@ def model_reward(model: nn.Module, policy: nn.Module, args: Args) -> Callable[[R
     def rewards_of_all(rollout: Rollout) -> Tensor:
         """(B,) rewards. Equal texts get the same reward: in different micro-batches, they are rounded differently."""
         rewards = rollout.in_micro_batches(reward, args)
-        texts = torch.cat([*rollout.inputs().values()], 1).cpu()
-        text_of = texts.unique(dim=0, return_inverse=True)[1].to(rewards.device)  # (B,) the number of its text
+        texts = torch.cat(list(rollout.inputs().values()), 1).cpu()
+        _, text_of = texts.unique(dim=0, return_inverse=True)  # (B,) the number of each row's text
+        text_of = text_of.to(rewards.device)
         return rewards.scatter_reduce(0, text_of, rewards, "amax", include_self=False)[text_of]
 
     return rewards_of_all

@@ -519,13 +519,6 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
     prompt = args.prompt_column
     kind, column = text_column(data, args)
     is_pair = kind == "completion"
-    print_unread(data, *([prompt, column] if is_pair else [column]))
-    if is_pair:
-        check_columns(data, {"--prompt-column": prompt})
-        is_unpaired = str(data.features.get("label")) == "Value('bool')"
-        require(
-            not is_unpaired, "the column 'label' (TRL's unpaired preferences) marks good completions: keep only those"
-        )
     hold_prompt = is_pair and texts_hold_prompt(data, prompt, column)
 
     def encode(row: dict) -> dict:
@@ -566,7 +559,7 @@ def read_texts(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, lim
 
 def text_column(data: datasets.Dataset, args: Args) -> tuple[str, str]:
     """Returns the format of the rows (messages, completion or text) and its column: the one that a flag names, or the
-    first that the data has."""
+    first that the data has. Checks the columns, and prints those that are not read."""
     columns = {"messages": args.messages_column, "completion": args.completion_column, "text": args.text_column}
     named = {kind: column for kind, column in columns.items() if column}
     flags = {f"--{kind}-column": column for kind, column in named.items()}
@@ -578,6 +571,13 @@ def text_column(data: datasets.Dataset, args: Args) -> tuple[str, str]:
     kind, column = next(iter(found.items()))
     is_unused = kind != "completion" and args.prompt_column != Args.prompt_column
     require(not is_unused, f"--prompt-column has no effect, since the column {column!r} is read")
+    if kind != "completion":
+        print_unread(data, column)
+        return kind, column
+    check_columns(data, {"--prompt-column": args.prompt_column})
+    print_unread(data, args.prompt_column, column)
+    is_paired = str(data.features.get("label")) != "Value('bool')"
+    require(is_paired, "the column 'label' (TRL's unpaired preferences) marks good completions: keep only those")
     return kind, column
 
 
