@@ -1643,9 +1643,8 @@ def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, 
     padding = model.tokenizer.pad_token_id
     if padding is None or padding >= model.get_input_embeddings().num_embeddings:
         first = model.tokenizer.convert_ids_to_tokens(0)
-        model.tokenizer.pad_token = (
-            model.tokenizer.eos_token or model.tokenizer.unk_token or first
-        )  # any token will do, since masks mark padding
+        tokens = [model.tokenizer.eos_token, model.tokenizer.unk_token, first]
+        model.tokenizer.pad_token = next(filter(None, tokens))  # any token will do, since masks mark padding
     return model.eval()
 
 
@@ -1770,9 +1769,9 @@ def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
     Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
     text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
     """
-    read_json = partial(json.loads, parse_constant=lambda _: None)  # NaN is None
     for module in (datasets.features.features, datasets.packaged_modules.json, datasets.utils.json):
-        module.ujson_dumps, module.ujson_loads = json.dumps, read_json  # the library's own keep ten decimals
+        module.ujson_dumps = json.dumps  # the library's own keeps ten decimals
+        module.ujson_loads = partial(json.loads, parse_constant=lambda _: None)  # NaN is None
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     path = Path(locate(name))
     options = {"path": str(path), "name": config, "split": split}
