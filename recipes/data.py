@@ -1,11 +1,13 @@
-"""Converts well-known data sets to rows that the scripts read; recipes/README.md has the training commands.
+"""Converts data sets, or your own file, to rows that the scripts read; recipes/README.md has the training commands.
 
     python recipes/data.py gsm8k data/gsm8k --chat "Think step by step. End with #### and the number."
     python recipes/data.py hh data/hh --source /datasets/hh-rlhf      # rows on disk: a folder, or a file
+    python recipes/data.py file my.csv data/mine --held-out 200       # your own file: csv, tsv, jsonl, json, parquet
 
 Without --chat rows are plain texts, for base models. With --chat they are messages, for the chat template of a chat
-model; the text after --chat becomes the system message, unless the row has its own. The folder gets train.jsonl, and
-validation.jsonl if there are rows to evaluate on. Duplicate rows are written once.
+model; the text after --chat becomes the system message, unless the row has its own. (Conversations in your own file
+are always messages.) The folder gets train.jsonl, and validation.jsonl if there are rows to evaluate on. Duplicate rows
+are written once.
 
 To add a data set, write a function from its row to one of ours, and a line in RECIPES. A row of ours has `prompt`
 (messages) and `completion`, or `chosen` and `rejected` (texts), or the columns of a reward function. Or it has
@@ -13,17 +15,23 @@ To add a data set, write a function from its row to one of ours, and a line in R
 """
 
 import argparse
+import csv
+import io
 import json
+import random
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import datasets
 
 Messages = list[dict[str, str]]
 ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")  # ShareGPT's names
+ROLES["developer"] = "system"  # OpenAI's name
+ANSWERS = ("completion", "chosen", "rejected")
 
 
 class Misfit(ValueError):
@@ -39,18 +47,19 @@ def require(condition: object, message: str) -> None:
 def get(row: dict, column: str, kind: type = str, place: str = ""):
     """A value of a row, or of a dict in the column `place`. It must have this type."""
     found = f"is {row[column]!r:.60}" if column in row else f"is not among {', '.join(row)}"
-    require(
-        isinstance(row.get(column), kind), f"the column {place + column!r} should be a {kind.__name__}, but {found}"
-    )
+    name = "text" if kind is str else kind.__name__
+    require(isinstance(row.get(column), kind), f"the column {place + column!r} should be a {name}, but {found}")
     return row[column]
 
 
 def turns(row: dict, column: str, role: str = "role", content: str = "content") -> Messages:
-    """A conversation as messages; `role` and `content` are the data set's names of these keys."""
+    """A conversation as messages, without an empty system message; `role` and `content` are the data set's keys."""
     found = []
     for turn in get(row, column, list):
         who = get(turn, role, str, f"{column}.")
-        found.append({"role": ROLES.get(who, who), "content": get(turn, content, str, f"{column}.")})
+        text = get(turn, content, str, f"{column}.").strip()  # many chat templates strip it, too
+        found.append({"role": ROLES.get(who, who), "content": text})
+    found = [turn for turn in found if turn["content"] or turn["role"] != "system"]
     require(found, f"the column {column!r} is empty")
     return found
 
@@ -95,12 +104,12 @@ def countdown(row: dict) -> dict:
 
 def ultrafeedback(row: dict) -> dict:
     """chosen and rejected, conversations that begin with the prompt; HuggingFaceH4's also has a column prompt."""
-    return split_pair(turns(row, "chosen"), turns(row, "rejected"))
+    return split(chosen=turns(row, "chosen"), rejected=turns(row, "rejected"))
 
 
 def hh(row: dict) -> dict:
     """chosen and rejected, transcripts with the prompt."""
-    return split_pair(read_transcript(row, "chosen"), read_transcript(row, "rejected"))
+    return split(chosen=read_transcript(row, "chosen"), rejected=read_transcript(row, "rejected"))
 
 
 def read_transcript(row: dict, column: str) -> Messages:
@@ -113,25 +122,26 @@ def read_transcript(row: dict, column: str) -> Messages:
     return [{"role": roles[who], "content": text.strip()} for who, text in zip(parts[::2], parts[1::2])]
 
 
-def split_pair(chosen: Messages, rejected: Messages) -> dict:
-    """A row from two conversations that differ in the last answer."""
-    *prompt, good = chosen
-    *other, bad = rejected
-    require(prompt == other and prompt, "the columns 'chosen' and 'rejected' should begin with the same prompt")
-    is_answer = good["role"] == bad["role"] == "assistant"
-    require(is_answer, "the columns 'chosen' and 'rejected' should end with a message of the assistant")
-    return {"prompt": prompt, "chosen": good["content"], "rejected": bad["content"]}
+def split(**talks: Messages) -> dict:
+    """A row from conversations that differ only in the last answer."""
+    prompt, *others = [talk[:-1] for talk in talks.values()]
+    names = " and ".join(map(repr, talks))
+    is_same = prompt and all(other == prompt for other in others)
+    require(is_same, f"{names} should begin with the same prompt")
+    lasts = {name: talk[-1] for name, talk in talks.items()}
+    is_answer = all(last["role"] == "assistant" for last in lasts.values())
+    require(is_answer, f"{names} should end with a message of the assistant")
+    return {"prompt": prompt} | {name: last["content"] for name, last in lasts.items()}
 
 
 def tldr(row: dict) -> dict:
     """prompt, a text; chosen and rejected, conversations of the prompt and a summary. Also for descriptiveness."""
-    return split_pair(turns(row, "chosen"), turns(row, "rejected"))
+    return split(chosen=turns(row, "chosen"), rejected=turns(row, "rejected"))
 
 
 def tldr_sft(row: dict) -> dict:
     """prompt, as above; messages, of the prompt and a summary; id, subreddit, title, post, summary."""
-    *prompt, answer = turns(row, "messages")
-    return {"prompt": prompt, "completion": answer["content"]}
+    return split(completion=turns(row, "messages"))
 
 
 def orca(row: dict) -> dict:
@@ -257,37 +267,364 @@ RECIPES = {
 # --- Texts or messages ------------------------------------------------------------------------------------------------
 
 
+def check(row: dict) -> None:
+    """Raises a Misfit if a row of ours is not as the scripts need it."""
+    for name in ("prompt", *ANSWERS, "text", "messages"):
+        value = row.get(name, [])
+        talk = ask(value) if isinstance(value, str) else value
+        for turn in talk:
+            role = turn["role"]
+            require(role in ("system", "user", "assistant"), f"the column {name!r} has a message of the role {role!r}")
+            require(turn["content"].strip(), f"the column {name!r} has an empty text")
+    if isinstance(row.get("prompt"), list):
+        require(row["prompt"] and row["prompt"][-1]["role"] == "user", "'prompt' should end with the user's message")
+    if "messages" in row:
+        roles = [turn["role"] for turn in row["messages"]]
+        require("assistant" in roles, "the column 'messages' has no answer of the assistant")
+        for role, earlier in zip(roles, ["", *roles]):
+            is_asked = role != "assistant" or earlier == "user"
+            require(is_asked, "the column 'messages' has an answer that does not follow a message of the user")
+    if "chosen" in row:
+        is_pair = row["chosen"].strip() != row["rejected"].strip()
+        require(is_pair, "the columns 'chosen' and 'rejected' have the same answer")
+
+
 def transcript(messages: Messages) -> str:
     """Messages in HH's form; a system message comes first, without a name."""
     names = {"system": "", "user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
-    others = {turn["role"] for turn in messages} - set(names)
-    require(not others, f"a text has no name for the roles {others}: use --chat")
     return "".join(names[turn["role"]] + turn["content"] for turn in messages)
 
 
-def as_texts(row: dict, form: str | None) -> dict:
-    """A row for a base model."""
+def as_texts(row: dict, form: str | None = None) -> dict:
+    """A row for a base model. A space between prompt and answer belongs to the answer: most tokenizers join it with the
+    next word, and the tokens of the prompt should begin those of both."""
     row = dict(row)
     if "messages" in row:
         return {"text": transcript(row.pop("messages"))} | row
+    if "prompt" not in row:
+        return row
+    answers = {name: row[name] for name in ANSWERS if name in row}
     if isinstance(row["prompt"], list):
         is_question = form is not None and len(row["prompt"]) == 1
         question = row["prompt"][0]["content"] if is_question else ""
         row["prompt"] = form.format(question) if is_question else transcript(row["prompt"]) + "\n\nAssistant:"
-    space = "" if row["prompt"][-1:].isspace() else " "
-    return row | {name: space + row[name] for name in ("completion", "chosen", "rejected") if name in row}
+        answers = {name: answer.strip() for name, answer in answers.items()}
+    row["prompt"] = row["prompt"].rstrip(" \t")
+    for name, answer in answers.items():
+        is_apart = row["prompt"][-1].isspace() or answer[0].isspace()
+        row[name] = answer if is_apart else " " + answer
+    return row
 
 
 def as_messages(row: dict, system: str) -> dict:
     """A row for a chat model."""
     row = dict(row)
     name = "messages" if "messages" in row else "prompt"
-    require(isinstance(row[name], list), "these rows are texts without questions: remove --chat")
+    require(isinstance(row.get(name), list), "these rows are texts without questions: remove --chat")
     if system and row[name][0]["role"] != "system":
         row[name] = [{"role": "system", "content": system}, *row[name]]
-    for name in {"completion", "chosen", "rejected"} & set(row):
-        row[name] = [{"role": "assistant", "content": row[name]}]
+    for name in ANSWERS:
+        if name in row:
+            row[name] = [{"role": "assistant", "content": row[name].strip()}]
     return row
+
+
+# --- Your own file: its rows ------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path) -> list[dict]:
+    """The rows of a file. A value that a row lacks is None."""
+    readers = {".csv": read_csv, ".tsv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
+    require(path.is_file(), f"there is no file {path}")
+    require(path.suffix in readers, f"the name of a file should end with one of {', '.join(readers)}")
+    rows = readers[path.suffix](path)
+    require(rows, "the file has no rows")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, without the mark that Excel puts before it."""
+    raw = path.read_bytes()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise Misfit(f"line {line} is not in UTF-8: save the file in UTF-8") from error
+
+
+def read_csv(path: Path) -> list[dict]:
+    """The rows of a csv or tsv file. All cells are texts, and an empty cell is None."""
+    csv.field_size_limit(2**31 - 1)  # a cell may be a long text
+    lines = io.StringIO(read_text(path), newline="")
+    reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    rows = []
+    try:
+        names = reader.fieldnames or []
+        require(all(names) and len(set(names)) == len(names), "each column needs a name of its own in line 1")
+        for row in reader:
+            is_whole = None not in row and None not in row.values()  # cells without names, names without cells
+            require(is_whole, f"row {len(rows) + 1} has not as many cells as the names: quote texts that have a comma")
+            rows.append({name: cell or None for name, cell in row.items()})
+    except csv.Error as error:
+        raise Misfit(f"row {len(rows) + 1} cannot be read: {error}") from error
+    return rows
+
+
+def read_json(path: Path) -> list[dict]:
+    """The rows of a file that has a JSON object in each line, or one list of them."""
+    text = read_text(path)
+    if text.lstrip().startswith("["):
+        rows = parse_json(text, "the list")
+    else:
+        lines = [line for line in text.split("\n") if line.strip()]
+        rows = [parse_json(line, f"row {number}") for number, line in enumerate(lines, 1)]
+    for number, row in enumerate(rows, 1):
+        require(isinstance(row, dict), f"row {number} should be an object with the columns' names, but is {row!r:.60}")
+    return rows
+
+
+def parse_json(text: str, what: str):
+    """The value of a JSON text. Python also writes NaN, which becomes None."""
+    try:
+        return json.loads(text, parse_constant=lambda _: None)
+    except ValueError as error:
+        raise Misfit(f"{what} is not JSON: {error}") from error
+
+
+def read_parquet(path: Path) -> list[dict]:
+    """The rows of a parquet file."""
+    try:
+        return datasets.Dataset.from_parquet(str(path)).to_list()
+    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        raise Misfit(f"the file cannot be read: {error.__cause__ or error}") from error
+
+
+# --- Your own file: its values ----------------------------------------------------------------------------------------
+
+
+def read_value(row: dict, column: str, is_chat: bool) -> str | Messages:
+    """A text or a conversation, which may be written as JSON. For a chat model, a transcript is a conversation."""
+    value = row[column]
+    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", value):
+        value = parse_json(value, f"the conversation in the column {column!r}")
+    if isinstance(value, list):
+        return read_messages(value, column)
+    text = get(row, column)
+    if not is_chat or not text.startswith("\n\nHuman:"):
+        return text
+    messages = read_transcript(row, column)
+    is_prompt = messages[-1] == {"role": "assistant", "content": ""}
+    return messages[:-1] if is_prompt else messages
+
+
+def read_messages(value: list, column: str) -> Messages:
+    """A conversation. An empty system message is left out."""
+    messages = [read_message(message, column) for message in value]
+    messages = [turn for turn in messages if turn["content"] or turn["role"] != "system"]
+    require(messages, f"the column {column!r} has no messages")
+    return messages
+
+
+def read_message(message: object, column: str) -> dict[str, str]:
+    """A message. ShareGPT's keys are from and value, and OpenAI's content may be a list of parts."""
+    place = f"the column {column!r} has a message"
+    require(isinstance(message, dict), f"the column {column!r} should have messages, but has {message!r:.60}")
+    keys = {"from": "role", "value": "content"}
+    given = {keys.get(key, key): value for key, value in message.items() if value is not None}
+    require("tool_calls" not in given, f"{place} with tool calls, but the scripts train on texts only")
+    others = sorted(given.keys() - {"role", "content"})
+    require(not others, f"{place} with {', '.join(others)}, which the scripts do not read")
+    if isinstance(given.get("content"), list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in given["content"]]
+        require(all(isinstance(text, str) for text in texts), f"{place} with a part that is not a text")
+        given["content"] = "".join(texts)
+    role = get(given, "role", str, f"{column}.")
+    content = get(given, "content", str, f"{column}.")
+    return {"role": ROLES.get(role, role), "content": content.strip()}
+
+
+def read_number(row: dict, column: str) -> object:
+    """The number that a text stands for; other values stay what they are."""
+    value = row[column]
+    if not isinstance(value, str):
+        return value
+    try:
+        number = int(value) if re.fullmatch(r"\s*[+-]?\d+\s*", value) else float(value)
+    except ValueError:
+        number = float("nan")
+    require(abs(number) < float("inf"), f"the column {column!r} should be a number, but is {value!r:.60}")
+    return number
+
+
+def read_option(row: dict, column: str) -> list | dict | None:
+    """A column for the chat template, which may be written as JSON; None if there is nothing in it."""
+    value, kind = row[column] or None, OPTIONS[column]
+    if isinstance(value, str):
+        value = parse_json(value, f"the column {column!r}")
+    is_option = isinstance(value, kind) and all(isinstance(part, dict) for part in value if kind is list)
+    require(is_option or not value, f"the column {column!r} is for the chat template, which cannot read {value!r:.60}")
+    return without_none(value)
+
+
+def without_none(value: object) -> object:
+    """A value without keys that are None. Parquet files add such keys to dicts that lack them."""
+    if isinstance(value, dict):
+        return {key: without_none(x) for key, x in value.items() if x is not None}
+    if isinstance(value, list):
+        return [without_none(x) for x in value]
+    return value
+
+
+# --- Your own file: its form ------------------------------------------------------------------------------------------
+
+
+def read_answers(names: tuple[str, ...], row: dict, is_chat: bool) -> dict:
+    """A prompt with its answers. If one of them is a conversation, all become messages."""
+    is_bad = "completion" in names and str(row.get("label")).lower() == "false"  # TRL's unpaired preferences
+    require(not is_bad, "the column 'label' says that the completion is bad")
+    given = {name: read_value(row, name, is_chat) for name in ("prompt", *names)}
+    if all(isinstance(value, str) for value in given.values()):
+        return given
+    prompt = given.pop("prompt")
+    prompt = ask(prompt.strip()) if isinstance(prompt, str) else prompt
+    return split(**{name: join(prompt, answer, name) for name, answer in given.items()})
+
+
+def join(prompt: Messages, answer: str | Messages, name: str) -> Messages:
+    """The conversation of a prompt and an answer, which may repeat the prompt, perhaps after a system message."""
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    talk = prompt + answer if len(answer) == 1 else answer
+    end = talk[:-1][-len(prompt) :]
+    require(end == prompt, f"the column {name!r} has several messages, but does not begin with those of 'prompt'")
+    return talk
+
+
+def read_pair(row: dict, is_chat: bool) -> dict:
+    """Two conversations, or two transcripts in HH's form, that begin with the prompt."""
+    talks = {name: read_value(row, name, is_chat) for name in PAIR}
+    if all(isinstance(talk, list) for talk in talks.values()):
+        return split(**talks)
+    return read_as("hh", row, is_chat)
+
+
+def read_as(name: str, row: dict, is_chat: bool) -> dict:
+    """A row that has the form of a data set."""
+    recipe = RECIPES[name]
+    ours = recipe.read({"input": ""} | without_none(row))  # Alpaca's input may be missing
+    check(ours)
+    return ours if is_chat else as_texts(ours, recipe.form)
+
+
+def read_only(column: str, row: dict, is_chat: bool) -> dict:
+    """A text or a conversation with nothing beside it."""
+    value = read_value(row, column, is_chat)
+    if column == "prompt":
+        return {"prompt": value}
+    return {"text" if isinstance(value, str) else "messages": value}
+
+
+@dataclass
+class Form:
+    """What the rows of a file are."""
+
+    columns: tuple[str, ...]
+    read: Callable[[dict, bool], dict]
+    next: str  # as in Recipe
+    also: tuple[str, ...] = ()  # columns that a file may lack
+
+
+PAIR = ("chosen", "rejected")
+FORMS = {  # a file has the first form whose columns it has
+    "pairs": Form(("prompt", *PAIR), partial(read_answers, PAIR), PAIRS),
+    "whole-pairs": Form(PAIR, read_pair, PAIRS),
+    "chats": Form(("messages",), partial(read_only, "messages"), SFT),
+    "sharegpt": Form(("conversations",), partial(read_only, "conversations"), SFT),
+    "completions": Form(("prompt", "completion"), partial(read_answers, ("completion",)), SFT),
+    "alpaca": Form(("instruction", "output"), partial(read_as, "alpaca"), SFT, ("input",)),
+    "prompts": Form(("prompt",), partial(read_only, "prompt"), GRPO + "YOUR_FILE.py:FUNCTION"),
+    "texts": Form(("text",), partial(read_only, "text"), SFT),
+}
+OPTIONS = {"tools": list, "chat_template_kwargs": dict}  # what a chat template reads besides messages
+RESERVED = {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}  # arguments of reward functions
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def rename(rows: list[dict], named: dict[str, str]) -> list[dict]:
+    """The rows with our names for the columns that the user names."""
+    for name, column in named.items():
+        require(column in rows[0], f"there is no column {column!r}, but {', '.join(rows[0])}")
+        if name in rows[0] and name != column:
+            print(f"not read: the column {name}, since {column} takes its place")
+    others = [column for column in rows[0] if column not in (*named, *named.values())]
+    ours = named | {column: column for column in others}
+    return [{name: row[column] for name, column in ours.items()} for row in rows]
+
+
+def choose_form(columns: list[str], named: dict[str, str], asked: str | None) -> str:
+    """The form of a file, which the user may name. It reads all columns that the user names."""
+    for name, form in FORMS.items():
+        is_there = set(form.columns) <= set(columns)
+        if is_there and set(named) <= set(form.columns) and asked in (None, name):
+            return name
+    forms = "; ".join(f"{name}: {', '.join(form.columns)}" for name, form in FORMS.items())
+    raise Misfit(f"the columns {', '.join(columns)} have none of the forms ({forms}): name them, as in --text-column")
+
+
+def cut_prompts(rows: list[dict], names: list[str]) -> None:
+    """Cuts the prompts off the answers, if all answers begin with them. White space around a prompt may differ."""
+    texts = [(row, name) for row in rows for name in names if isinstance(row["prompt"], str)]
+    texts = [(row, name) for row, name in texts if isinstance(row[name], str)]
+    num_whole = sum(row[name].strip().startswith(row["prompt"].strip()) for row, name in texts)
+    are_whole = num_whole == len(texts)
+    if num_whole:
+        done = "it is cut off" if are_whole else "it stays, as a part of the answer"
+        print(f"{num_whole} of {len(texts)} answers begin with their prompt: {done}")
+    for row, name in texts if are_whole else []:
+        prompt, answer = row["prompt"].lstrip(), row[name].lstrip()
+        start = prompt if answer.startswith(prompt) else prompt.strip()
+        row[name] = answer.removeprefix(start)
+
+
+def read_own(form: Form, args: argparse.Namespace, row: dict) -> dict:
+    """A row of the user's file as the scripts read it."""
+    for column in MEDIA:
+        require(not row.get(column), f"the column {column!r} is not empty, but the scripts train on texts only")
+    row = row | {column: read_number(row, column) for column in args.numbers}
+    ours = form.read(row, args.chat is not None)
+    check(ours)
+    prompt = ours.get("prompt")
+    if args.chat is not None and isinstance(prompt, str):
+        ours["prompt"] = ask(prompt.strip())
+    is_text = args.chat is None and isinstance(ours.get("prompt", ours.get("text")), str)
+    ours = as_texts(ours) if is_text else as_messages(ours, args.chat or "")
+    options = {column: read_option(row, column) for column in OPTIONS if column in row}
+    require(not is_text or not any(options.values()), f"{' and '.join(options)} are for messages: use --chat")
+    others = row if form is FORMS["prompts"] else {}
+    return ours | {column: value for column, value in others.items() if column not in ours} | options
+
+
+def convert_file(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
+    """The same of the user's own file."""
+    require(args.path.resolve().parent != args.folder.resolve(), "the rows need a folder of their own")
+    flags = {name: getattr(args, f"{name}_column") for name in ("prompt", *ANSWERS, "text", "messages")}
+    named = {name: column for name, column in flags.items() if column}
+    rows = rename(read_file(args.path), named)
+    columns = list(rows[0])
+    name = choose_form(columns, named, args.form)
+    form = FORMS[name]
+    print(f"form: {name}, with the columns {', '.join(form.columns)}")
+    others = [column for column in columns if column not in (*form.columns, *form.also, *OPTIONS)]
+    if name == "prompts":
+        clash = sorted(RESERVED & {*others})
+        require(not clash, f"rename the columns {', '.join(clash)}: reward functions have arguments of these names")
+    print("for reward functions:" if name == "prompts" else "not read:", ", ".join(others) or "none")
+    for column in args.numbers:
+        require(column in others, f"--numbers: there is no other column {column!r}, but {', '.join(others) or 'none'}")
+    if "prompt" in form.columns:
+        cut_prompts(rows, [column for column in form.columns if column in ANSWERS])
+    return convert(rows, partial(read_own, form, args), args), [], form.next
 
 
 # --- Reading and writing ----------------------------------------------------------------------------------------------
@@ -313,21 +650,66 @@ def load(recipe: Recipe, source: str | None) -> dict[str, datasets.Dataset]:
         sys.exit(f"error: cannot load {recipe.hub} from the hub ({error}). Use --source for a copy on disk")
 
 
-def convert(rows: datasets.Dataset, recipe: Recipe, args: argparse.Namespace) -> list[str]:
+def convert_recipe(args: argparse.Namespace) -> tuple[list[str], list[str], str]:
+    """A data set's rows to train and to evaluate on, and the command that reads them."""
+    recipe = RECIPES[args.name]
+
+    def read(row: dict) -> dict:
+        ours = recipe.read(row)
+        check(ours)
+        return as_texts(ours, recipe.form) if args.chat is None else as_messages(ours, args.chat)
+
+    splits = load(recipe, args.source)
+    first, second = recipe.splits
+    first = first if first in splits else "train"
+    require(first in splits, f"there is no split {recipe.splits[0]!r}, but {', '.join(splits)}")
+    train = convert(splits[first], read, args)
+    validation = convert(splits[second], read, args) if second in splits else []
+    return train, validation, recipe.next
+
+
+def convert(rows: datasets.Dataset | list[dict], read: Callable[[dict], dict], args: argparse.Namespace) -> list[str]:
     """The rows of a split as lines of JSON, all of them in memory."""
-    rows = rows.take(min(len(rows), args.rows or len(rows)))
-    lines, num_misfits = {}, 0
-    for number, row in enumerate(rows):
+    num_rows = min(len(rows), args.rows or len(rows))
+    lines, kinds, num_misfits = {}, {}, 0
+    for number, row in zip(range(1, num_rows + 1), rows):
         try:
-            ours = recipe.read(row)
-            ours = as_texts(ours, recipe.form) if args.chat is None else as_messages(ours, args.chat)
-            lines[json.dumps(ours, ensure_ascii=False)] = None
+            ours = read(row)
+            line = as_line(ours)
+            check_kinds(ours, kinds)
+            lines[line] = None
         except Misfit as error:
-            if not args.skip:
-                sys.exit(f"error: row {number}: {error} (--skip leaves such rows out)")
+            require(args.skip, f"row {number}: {error} (--skip leaves such rows out)")
             num_misfits += 1
-    print(f"{len(lines)} of {len(rows)} rows; {num_misfits} did not fit, the others were duplicates")
+    num_duplicates = num_rows - num_misfits - len(lines)
+    print(f"rows: {num_rows} read, {len(lines)} kept, {num_misfits} misfits, {num_duplicates} duplicates")
     return list(lines)
+
+
+def check_kinds(row: dict, kinds: dict[str, str]) -> None:
+    """Raises a Misfit if a column has values of another type than in the rows before, whose types are in `kinds`."""
+    is_alike = not kinds or ("text" in row) == ("text" in kinds)
+    require(is_alike, "some rows are texts, and others are conversations")
+    for column, value in row.items():
+        kind = "number" if type(value) in (int, float) else type(value).__name__
+        known = kind if value is None else kinds.setdefault(column, kind)
+        require(kind == known, f"the column {column!r} has a value of type {kind}, but {known} in earlier rows")
+
+
+def as_line(row: dict) -> str:
+    """A row as a line of JSON. Dates become texts, and NaN becomes None."""
+    plain = parse_json(json.dumps(row, default=str), "the row")
+    line = json.dumps(plain, ensure_ascii=False)
+    require(not re.search(r"[\ud800-\udfff]", line), "a text has half of a character, which UTF-8 cannot write")
+    return line
+
+
+def hold_out(lines: list[str], number: int) -> tuple[list[str], list[str]]:
+    """The lines to train on, and a number of lines to evaluate on. They are drawn at random, since a file may be
+    sorted, and are the same in each call."""
+    require(0 <= number < len(lines), f"--held-out {number} leaves none of {len(lines)} rows to train on")
+    drawn = set(random.Random(0).sample(lines, number))
+    return [line for line in lines if line not in drawn], [line for line in lines if line in drawn]
 
 
 def write(file: Path, lines: list[str]) -> None:
@@ -336,40 +718,51 @@ def write(file: Path, lines: list[str]) -> None:
     file.write_text("".join(line + "\n" for line in lines), "utf-8")
 
 
-def main() -> None:
-    """Reads the command line and converts the data set."""
+def read_command_line() -> argparse.Namespace:
+    """The settings: a data set's, or those of a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=RECIPES, metavar="NAME", help=", ".join(RECIPES))
-    parser.add_argument("folder", type=Path, help="for train.jsonl and validation.jsonl")
-    parser.add_argument("--chat", nargs="?", const="", metavar="SYSTEM", help="messages, with this system message")
-    parser.add_argument("--source", help="the data set's own rows on disk, instead of the hub")
-    parser.add_argument("--held-out", type=int, default=0, help="rows to evaluate on, if the data set has none")
-    parser.add_argument("--rows", type=int, help="maximum number of rows to read from a split")
-    parser.add_argument("--skip", action="store_true", help="skip rows that do not fit")
-    args = parser.parse_args()
+    programs = parser.add_subparsers(dest="name", required=True, metavar="NAME", help=", ".join(["file", *RECIPES]))
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("folder", type=Path, help="for train.jsonl and validation.jsonl")
+    shared.add_argument("--chat", nargs="?", const="", metavar="SYSTEM", help="messages, with this system message")
+    shared.add_argument("--held-out", type=int, default=0, help="rows to evaluate on, if the data set has none")
+    shared.add_argument("--rows", type=int, help="maximum number of rows to read from a split")
+    shared.add_argument("--skip", action="store_true", help="skip rows that do not fit")
+    for name in RECIPES:
+        recipe = programs.add_parser(name, parents=[shared])
+        recipe.add_argument("--source", help="the data set's own rows on disk, instead of the hub")
+    paths = argparse.ArgumentParser(add_help=False)
+    paths.add_argument("path", type=Path, help="csv, tsv, jsonl, json or parquet")
+    file = programs.add_parser("file", parents=[paths, shared])
+    file.add_argument("--form", choices=FORMS, help="what the rows are, if the columns do not say it")
+    file.add_argument("--prompt-column", help="name of the column in the file; so are the next five")
+    file.add_argument("--completion-column")
+    file.add_argument("--chosen-column")
+    file.add_argument("--rejected-column")
+    file.add_argument("--text-column")
+    file.add_argument("--messages-column")
+    file.add_argument("--numbers", nargs="+", default=[], metavar="COLUMN", help="columns to read as numbers")
+    return parser.parse_args()
 
-    recipe = RECIPES[args.name]
-    splits = load(recipe, args.source)
-    first, second = recipe.splits
-    first = first if first in splits else "train"
-    if first not in splits:
-        sys.exit(f"error: there is no split {recipe.splits[0]!r}, but {', '.join(splits)}")
-    train = convert(splits[first], recipe, args)
-    validation = train[len(train) - args.held_out :]
-    if second in splits:
-        validation = convert(splits[second], recipe, args)
-    else:
-        if args.held_out and args.held_out >= len(train):
-            sys.exit(f"error: --held-out {args.held_out} leaves none of {len(train)} rows to train on")
-        train = train[: len(train) - args.held_out]
-    if not train:
-        sys.exit("error: no rows are left")
+
+def main() -> None:
+    """Reads the command line, and writes the rows."""
+    args = read_command_line()
+    try:
+        train, validation, command = convert_file(args) if args.name == "file" else convert_recipe(args)
+        require(train, "no rows are left")
+        if not validation:
+            train, validation = hold_out(train, args.held_out)
+    except Misfit as error:
+        sys.exit(f"error: {error}")
     write(args.folder / "train.jsonl", train)
     (args.folder / "validation.jsonl").unlink(missing_ok=True)  # of an earlier call
     if validation:
         write(args.folder / "validation.jsonl", validation)
-    instruct = "" if args.chat is None else "-Instruct"
-    print(f"{train[0][:500]}\n\npython {recipe.next.format(data=args.folder, instruct=instruct)}")
+    row = json.loads(train[0])
+    is_chat = isinstance(row.get("prompt", row.get("messages")), list)
+    instruct = "-Instruct" if is_chat else ""
+    print(f"{train[0][:500]}\n\npython {command.format(data=args.folder, instruct=instruct)}")
 
 
 if __name__ == "__main__":

@@ -241,10 +241,45 @@ def test_what_does_not_fit_within_a_column(name, tmp_path):
     """It ends the program with a sentence that names the column; with --skip it is left out."""
     rows = [ROWS[name][0], WITHIN[name]]
     column = {"dapo": "reward_model", "safe-rlhf": "better_response_id"}.get(name, next(iter(WITHIN[name])))
-    with pytest.raises(SystemExit, match=f"row 1: .*'{column}"):
+    with pytest.raises(SystemExit, match=f"row 2: .*'{column}"):
         make(name, tmp_path / "strict", rows=rows)
     kept, _ = make(name, tmp_path / "skip", "--skip", rows=rows)
     assert len(kept) == 1
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["texts", "chat"])
+@pytest.mark.parametrize("name, columns, match", [
+    ("hh", {"rejected": "\n\nHuman: Hi?\n\nAssistant:"}, "begin"),
+    ("hh", {"chosen": "\n\nHuman: Hi?\n\nAssistant: ", "rejected": "\n\nHuman: Hi?\n\nAssistant: A"}, "empty"),
+    ("stack", {"response_k": "Good"}, "same"),
+    ("alpaca", {"output": " "}, "empty"),
+    ("alpaca", {"instruction": "", "input": ""}, "empty"),
+    ("dapo", {"prompt": said("Hi?", "Yes.")}, "user"),
+    ("no-robots", {"messages": said("Hi?")}, "answer"),
+    ("sharegpt", {"conversations": shared_by("Hi?", "Yes.")[1:]}, "follow"),
+    ("sharegpt", {"conversations": [{"from": "tool", "value": "5"}, *shared_by("Hi?", "Yes.")]}, "tool"),
+    ("tldr-sft", {"messages": said(POST)}, "prompt"),
+    ("tldr-sft", {"messages": said(POST, "A cat", "Why?")}, "assistant"),
+])  # fmt: skip
+def test_rows_that_the_scripts_would_refuse(name, columns, match, chat, tmp_path):
+    rows = [ROWS[name][0], ROWS[name][0] | columns]
+    with pytest.raises(SystemExit, match=f"row 2: .*{match}"):
+        make(name, tmp_path, *chat, rows=rows)
+
+
+def test_one_space_begins_an_answer(tmp_path):
+    """Whatever white space the data set has around it; none behind a prompt that ends a line, or in messages. A system
+    message without a text is none."""
+    for name, column, prompt_end, answer in (("stack", "response_j", ":", " Yes"), ("alpaca", "output", "\n", "Yes")):
+        rows = [ROWS[name][0] | {column: "\n Yes\n"}]
+        [row], _ = make(name, tmp_path / name, rows=rows)
+        written = row.get("chosen", row.get("completion"))
+        assert row["prompt"].endswith(prompt_end) and written == answer
+        [row], _ = make(name, tmp_path / f"{name}-chat", "--chat", rows=rows)
+        assert row.get("chosen", row.get("completion")) == [{"role": "assistant", "content": "Yes"}]
+    messages = [{"role": "system", "content": ""}, *said(" Hi?", "Yes.\n")]
+    [row], _ = make("no-robots", tmp_path / "talk", "--chat", rows=[{"messages": messages}])
+    assert row["messages"] == said("Hi?", "Yes.")
 
 
 def test_a_system_message_of_the_row_stays(tmp_path):

@@ -1,0 +1,295 @@
+"""`recipes/data.py file`: a user's own file becomes rows that the scripts read, or the program says what is wrong."""
+
+import csv
+import json
+import re
+import sys
+from datetime import date
+
+import datasets
+import pytest
+from sources import ROOT, load
+from transformers import AutoTokenizer
+
+data = load("recipes/data.py", "recipes_data")
+
+
+def talk(*texts):
+    """Messages of the user and the assistant, in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def say(text):
+    return talk("", text)[1:]
+
+
+def save(file, rows):
+    """Rows as a file of the kind that its name says; of csv and tsv all values are texts."""
+    if file.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    elif file.suffix in (".csv", ".tsv"):
+        with file.open("w", newline="", encoding="utf-8") as stream:
+            delimiter = "\t" if file.suffix == ".tsv" else ","
+            writer = csv.DictWriter(stream, list(rows[0]), delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = [json.dumps(row) for row in rows]
+        file.write_text("\n".join(lines) if file.suffix == ".jsonl" else f"[{', '.join(lines)}]", "utf-8")
+
+
+def convert(folder, content, *flags, name="d.jsonl"):
+    """Runs the program on rows, or on what a file has; the rows to train on, and those to evaluate on."""
+    file = folder / name
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        save(file, content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["data.py", "file", str(file), str(folder / "out"), *flags])
+        data.main()
+    files = [folder / "out" / f"{split}.jsonl" for split in ("train", "validation")]
+    lines = [file.read_text("utf-8").split("\n")[:-1] if file.exists() else [] for file in files]
+    return [[json.loads(line) for line in part] for part in lines]
+
+
+HH = "\n\nHuman: Hi?\n\nAssistant: Yes.\n\nHuman: So?\n\nAssistant:"
+TRANSCRIPTS = {"chosen": HH + " Good", "rejected": HH + " Bad"}
+OF_HH = {"prompt": talk("Hi?", "Yes.", "So?"), "chosen": say("Good"), "rejected": say("Bad")}
+GOOD, BAD = talk("Hi?", "Good"), talk("Hi?", "Bad")
+CHAT = {"messages": GOOD}
+PAIR = {"prompt": "The film is", "chosen": " good.", "rejected": " bad."}
+TALKS = {"prompt": talk("Hi?"), "chosen": say("Good"), "rejected": say("Bad")}
+SYSTEM = [{"role": "system", "content": "S"}]
+WHOLE = {"chosen": GOOD, "rejected": BAD}
+OF_SYSTEM = {"chosen": SYSTEM + GOOD, "rejected": SYSTEM + BAD}
+FROM = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Good"}]
+SHARED = [{"from": "system", "value": "S"}, *FROM]
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+TEXT, PICTURE = [{"type": "text", "text": "H"}, {"type": "text", "text": "i?\n"}], {"type": "image", "image": "x.png"}
+WITH_NONE = [turn | {"tool_calls": None, "name": None} for turn in GOOD]
+ALPACA = {"instruction": "Name it.", "input": "a cat", "output": "Tom", "text": "Below is ..."}
+RESPONSE = "### Instruction:\nName it.\n\na cat\n\n### Response:\n"
+
+
+def filled(prompt, completion, **others):
+    return {"prompt": prompt, "completion": completion} | others
+
+
+FORMS = {  # a row of the user's, flags, and the row that the scripts read
+    "texts": ({"text": "A film.", "id": 3}, [], {"text": "A film."}),
+    "another column": (filled("1 +", "1", story="A film."), ["--text-column", "story"], {"text": "A film."}),
+    "a transcript": ({"text": HH + " Good"}, ["--chat"], {"messages": OF_HH["prompt"] + say("Good")}),
+    "completions": (filled("1 +", "1", id=3), [], filled("1 +", " 1")),
+    "a space between": (filled("1 + ", "1"), [], filled("1 +", " 1")),
+    "two spaces": (filled("1 + ", " 1"), [], filled("1 +", " 1")),
+    "a line between": (filled("1:\n", "1"), [], filled("1:\n", "1")),
+    "an indent": (filled("f():", "\n  1"), [], filled("f():", "\n  1")),
+    "good completions": (filled("1 +", " 1", label=True), [], filled("1 +", " 1")),
+    "the prompt in it": (filled("A film", "A film A film"), [], filled("A film", " A film")),
+    "a line in it": (filled("Answer:\n", "Answer:\nYes."), [], filled("Answer:\n", "Yes.")),
+    "another name": (filled("old", "1", q="1 +"), ["--prompt-column", "q"], filled("1 +", " 1")),
+    "texts to messages": (filled("Hi? ", " A"), ["--chat", "S"], filled([*SYSTEM, *talk("Hi?")], say("A"))),
+    "a text after messages": (filled(talk("Hi?"), "A"), [], filled(talk("Hi?"), say("A"))),
+    "pairs": (PAIR | {"score": 3}, [], PAIR),
+    "the prompt in a pair": (PAIR | {name: PAIR["prompt"] + PAIR[name] for name in data.PAIR}, [], PAIR),
+    "pairs of messages": (TALKS, [], TALKS),
+    "pairs of conversations": (WHOLE, [], TALKS),
+    "both": (WHOLE | {"prompt": "Hi?"}, [], TALKS),
+    "both, and a system message": (OF_SYSTEM | {"prompt": "Hi?"}, [], TALKS | {"prompt": SYSTEM + talk("Hi?")}),
+    "transcripts": (TRANSCRIPTS, [], {"prompt": HH, "chosen": " Good", "rejected": " Bad"}),
+    "transcripts to messages": (TRANSCRIPTS, ["--chat"], OF_HH),
+    "transcripts and prompt": ({"prompt": HH} | TRANSCRIPTS, ["--chat"], OF_HH),
+    "conversations": (CHAT | {"id": 1}, [], CHAT),
+    "an empty message": ({"messages": [SYSTEM[0] | {"content": ""}, *GOOD]}, [], CHAT),
+    "a developer": ({"messages": [SYSTEM[0] | {"role": "developer"}, *GOOD]}, [], {"messages": SYSTEM + GOOD}),
+    "parts": ({"messages": talk(TEXT, "Good"), "tools": TOOLS}, [], CHAT | {"tools": TOOLS}),
+    "ShareGPT's": ({"conversations": SHARED}, [], {"messages": SYSTEM + GOOD}),
+    "ShareGPT's as JSON": ({"conversations": json.dumps(SHARED)}, [], {"messages": SYSTEM + GOOD}),
+    "in another column": ({"items": FROM}, ["--messages-column", "items"], CHAT),
+    "JSON": ({"messages": json.dumps(GOOD), "tools": json.dumps(TOOLS)}, [], CHAT | {"tools": TOOLS}),
+    "keys that are None": ({"messages": WITH_NONE, "tools": None}, [], CHAT | {"tools": None}),
+    "Alpaca's": (ALPACA, [], filled(RESPONSE, "Tom")),
+    "Alpaca's to messages": (ALPACA | {"input": None}, ["--chat"], filled(talk("Name it."), say("Tom"))),
+    "prompts": ({"prompt": "1 + 1 = ", "x": [2]}, [], {"prompt": "1 + 1 =", "x": [2]}),
+    "prompts to messages": ({"prompt": HH, "tools": TOOLS}, ["--chat"], {"prompt": OF_HH["prompt"], "tools": TOOLS}),
+    "prompts by name": (filled("1 +", "1"), ["--form", "prompts"], filled("1 +", "1")),
+    "numbers": ({"prompt": "x", "n": "007", "y": "0.50"}, ["--numbers", "n", "y"], {"prompt": "x", "n": 7, "y": 0.5}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_becomes(form, tmp_path):
+    row, flags, expected = FORMS[form]
+    assert convert(tmp_path, [row], *flags) == [[expected], []]
+
+
+@pytest.mark.parametrize("form", sorted(set(FORMS) - {"the prompt in it", "prompts by name"}))
+def test_rows_of_ours_stay_what_they_are(form, tmp_path):
+    _, _, expected = FORMS[form]
+    assert convert(tmp_path, [expected]) == [[expected], []]
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_the_tokens_of_a_prompt_begin_those_of_the_whole(space, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    [row], _ = convert(tmp_path, [{"prompt": "The film" + space, "chosen": "is good.", "rejected": "is bad."}])
+    prompt = tokenizer(row["prompt"])["input_ids"]
+    for name in data.PAIR:
+        assert tokenizer(row["prompt"] + row[name])["input_ids"][: len(prompt)] == prompt
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather"}}]}
+REFUSED = {  # a row that fits, one that does not, flags, and what the sentence names
+    "an empty text": ({"text": "A"}, {"text": " "}, [], "'text'"),
+    "None": ({"text": "A"}, {"text": None}, [], "'text'"),
+    "a number": ({"text": "A"}, {"text": 5}, [], "'text'"),
+    "no value": (PAIR, {"prompt": "A", "chosen": " b"}, [], "'rejected'"),
+    "an empty answer": (PAIR, PAIR | {"rejected": ""}, [], "'rejected'"),
+    "equal answers": (PAIR, PAIR | {"rejected": "good. "}, [], "same"),
+    "a question for an answer": (TALKS, TALKS | {"rejected": talk("Bad?")}, [], "assistant"),
+    "another prompt": (filled(talk("Hi?"), GOOD), filled(talk("Ha?"), GOOD), [], "'completion'"),
+    "different prompts": (WHOLE, WHOLE | {"rejected": talk("Ha?", "Bad")}, [], "prompt"),
+    "a bad completion": (filled("A", "b", label=True), filled("A", "b", label=False), [], "'label'"),
+    "an answered prompt": ({"prompt": talk("A?")}, {"prompt": talk("A?", "B")}, [], "'prompt'"),
+    "no question": (CHAT, {"messages": say("B")}, [], "follow"),
+    "no answer": (CHAT, {"messages": talk("A?")}, [], "no answer"),
+    "no messages": (CHAT, {"messages": []}, [], "'messages'"),
+    "tool calls": (CHAT, {"messages": [*talk("A?"), CALL]}, [], "tool calls"),
+    "another key": (CHAT, {"messages": [GOOD[0] | {"name": "Eva"}, GOOD[1]]}, [], "name"),
+    "several forms": ({"prompt": "A"}, {"prompt": talk("A?")}, [], "'prompt'"),
+    "several forms of text": ({"text": "A"}, {"text": GOOD}, [], "conversation"),
+    "several types": ({"prompt": "A", "x": 72}, {"prompt": "A", "x": "72"}, [], "'x'"),
+    "no number": ({"prompt": "A", "x": "1"}, {"prompt": "A", "x": "one"}, ["--numbers", "x"], "'one'"),
+    "infinity": ({"prompt": "A", "x": "1"}, {"prompt": "A", "x": "inf"}, ["--numbers", "x"], "'inf'"),
+    "pictures": ({"prompt": "A", "images": []}, {"prompt": "A", "images": ["x.png"]}, [], "'images'"),
+    "tools of a text": ({"prompt": "A", "tools": None}, {"prompt": "A", "tools": TOOLS}, [], "tools"),
+    "tools that are none": ({"prompt": GOOD[:1], "tools": None}, {"prompt": GOOD[:1], "tools": ["saw"]}, [], "'tools'"),
+    "half a character": ({"text": "A"}, {"text": "\ud83d"}, [], "character"),
+}
+NO_MESSAGES = {
+    "a number": talk(5),
+    "no content": [{"role": "user"}],
+    "no role": [{"content": "Hi?"}],
+    "a dict": talk({"text": "Hi?"}),
+    "a picture": talk([*TEXT, PICTURE]),
+    "bare texts": ["Hi?"],
+    "a list of conversations": [talk("Hi?")],
+    "one message": {"role": "user", "content": "Hi?"},
+    "lists in a dict": {"role": ["user"], "content": ["Hi?"]},
+    "Python": str(talk("Hi?")),
+    "another role": [{"role": "tool", "content": "5"}, *talk("Hi?")],
+}
+REFUSED |= {kind: ({"prompt": talk("A?")}, {"prompt": value}, [], "'prompt") for kind, value in NO_MESSAGES.items()}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_row_that_does_not_fit(kind, tmp_path, capsys):
+    """It ends the program with a sentence that names the row; with --skip it is left out and counted."""
+    *rows, flags, match = REFUSED[kind]
+    with pytest.raises(SystemExit, match=f"^error: row 2: .*{match}"):
+        convert(tmp_path, rows, *flags)
+    assert not (tmp_path / "out").exists()
+    kept, _ = convert(tmp_path, rows, *flags, "--skip")
+    assert len(kept) == 1 and "2 read, 1 kept, 1 misfits" in capsys.readouterr().out
+
+
+FILES = {  # name, content, flags, and a word of the sentence
+    "more cells": ("d.csv", b"prompt,x\nA,1\nIs it, good?,2\n", [], "row 2.*quote"),
+    "fewer cells": ("d.csv", b"prompt,x\nA,1\nB\n", [], "row 2"),
+    "an open quote": ("d.csv", b'prompt\nA\n"B\nC\n', [], "row 2"),
+    "a name twice": ("d.csv", b"prompt,prompt\nA,1\n", [], "name"),
+    "Latin-1": ("d.csv", "prompt\nA\nZürich\n".encode("latin-1"), [], "line 3.*UTF-8"),
+    "UTF-16": ("d.csv", "prompt\nA\n".encode("utf-16"), [], "line 1.*UTF-8"),
+    "UTF-16 in JSON": ("d.jsonl", '{"prompt": "A"}\n'.encode("utf-16"), [], "line 1.*UTF-8"),
+    "a broken line": ("d.jsonl", b'{"prompt": "A"}\n{"prompt": "B\n', [], "row 2.*JSON"),
+    "a line that is a text": ("d.jsonl", b'{"prompt": "A"}\n"B"\n', [], "row 2"),
+    "a broken list": ("d.json", b'[{"prompt": "A"},\n', [], "JSON"),
+    "no parquet": ("d.parquet", b"prompt\nA\n", [], "cannot be read"),
+    "nothing": ("d.jsonl", b"\n", [], "no rows"),
+    "another kind": ("d.xlsx", b"x", [], "xlsx|jsonl"),
+    "unknown columns": ("d.csv", b"question,answer\nA,1\n", [], "question, answer"),
+    "a column that is not there": ("d.csv", b"text\nA\n", ["--prompt-column", "question"], "'question'.*text"),
+    "a number that is not there": ("d.csv", b"prompt\nA\n", ["--numbers", "x"], "'x'"),
+    "a form that it has not": ("d.csv", b"prompt\nA\n", ["--form", "pairs"], "prompt"),
+    "the name of an argument": ("d.csv", b"prompt,completions\nA,1\n", [], "completions"),
+    "texts for a chat model": ("d.csv", b"text\nA\n", ["--chat"], "row 1.*--chat"),
+    "none to train on": ("d.csv", b"text\nA\nB\n", ["--held-out", "2"], "--held-out"),
+    "less than none": ("d.csv", b"text\nA\nB\n", ["--held-out", "-1"], "--held-out"),
+    "none that fits": ("d.jsonl", b'{"text": ""}\n', ["--skip"], "no rows"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_does_not_fit(kind, tmp_path):
+    name, content, flags, match = FILES[kind]
+    with pytest.raises(SystemExit, match=f"^error: .*({match})"):
+        convert(tmp_path, content, *flags, name=name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_file_is_written_over(tmp_path, monkeypatch):
+    """Not even one of another name: validation.jsonl would be removed."""
+    for folder, match in ((tmp_path, "folder"), (tmp_path / "out", "no file")):
+        file = tmp_path / ("train.jsonl" if folder == tmp_path else "nowhere.csv")
+        monkeypatch.setattr(sys, "argv", ["data.py", "file", str(file), str(folder)])
+        with pytest.raises(SystemExit, match=match):
+            data.main()
+
+
+TEXTS = ["2024-01-05", "007", "1.50", "12345678901234567890123", "True", "None", "NA", "1e5"]
+TEXTS += ["a, b", 'a "b"', "a\r\nb", "b" * 200_000]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "json", "parquet"])
+def test_texts_stay_what_they_are(kind, tmp_path):
+    rows = [{"prompt": f"The film {i}", "answer": text} for i, text in enumerate(TEXTS)]
+    assert convert(tmp_path, rows, name=f"d.{kind}") == [rows, []]
+
+
+def test_other_values_of_files(tmp_path):
+    """JSON keeps its types; an empty cell and NaN are None; Excel's mark is none of the first name."""
+    text = '{"prompt": "A", "x": 12345678901234567890, "y": NaN, "z": {"b": null}}\n\n{"prompt": "B\u2028", "x": 0.1}'
+    rows = [{"prompt": "A", "x": 12345678901234567890, "y": None, "z": {"b": None}}]
+    rows.append({"prompt": "B\u2028", "x": 0.1, "y": None, "z": None})
+    assert convert(tmp_path, text.encode())[0] == rows
+    rows = [{"prompt": "A", "x": None}, {"prompt": "B", "x": " "}]
+    assert convert(tmp_path, b"\xef\xbb\xbfprompt,x\nA,\n\nB, \n", name="d.csv")[0] == rows
+    [row], _ = convert(tmp_path, [{"prompt": "A", "day": date(2024, 1, 5), "x": float("nan")}], name="d.parquet")
+    assert row == {"prompt": "A", "day": "2024-01-05", "x": None}
+    options = [TOOLS, [TOOLS[0] | {"strict": True}]]  # parquet gives both the same keys
+    rows = [{"prompt": talk(f"{i}?"), "tools": tools} for i, tools in enumerate(options)]
+    assert convert(tmp_path, rows, name="d.parquet")[0] == rows
+
+
+def test_answers_of_which_some_begin_with_the_prompt(tmp_path, capsys):
+    """As in the correction of sentences: these are answers, which the program says."""
+    rows = [{"prompt": "The film is", "completion": " The film is good."}, {"prompt": "Film", "completion": " A film."}]
+    assert convert(tmp_path, rows) == [rows, []]
+    assert "1 of 2 answers" in capsys.readouterr().out
+
+
+def test_rows_to_evaluate_on(tmp_path):
+    """Drawn from the whole file, the same in each call, and gone in a call without them."""
+    rows = [{"text": f"{i}."} for i in range(40)]
+    train, held_out = convert(tmp_path, rows, "--held-out", "10")
+    assert len(held_out) == 10 and sorted(map(str, train + held_out)) == sorted(map(str, rows))
+    assert held_out not in (rows[:10], rows[-10:])
+    assert convert(tmp_path, rows, "--held-out", "10") == [train, held_out]
+    assert convert(tmp_path, rows) == [rows, []]
+
+
+def test_what_the_program_says(tmp_path, capsys):
+    """The form, columns that are not read, counts, the first row, and a command."""
+    rows = [PAIR | {"id": 1}, PAIR | {"id": 2}, PAIR | {"prompt": "A song is"}, PAIR | {"chosen": None}]
+    convert(tmp_path, rows, "--skip", "--rows", "4")
+    out = capsys.readouterr().out
+    assert "form: pairs" in out and "not read: id" in out
+    assert "4 read, 2 kept, 1 misfits, 1 duplicates" in out
+    assert json.loads(out.splitlines()[-3]) == PAIR
+    assert re.fullmatch(rf"python reward_model\.py .*--dataset {tmp_path}/out .*", out.splitlines()[-1])
+    convert(tmp_path, [TALKS | {"id": 1}], "--prompt-column", "prompt", "--form", "prompts")
+    assert "for reward functions: chosen, rejected, id" in capsys.readouterr().out
+    convert(tmp_path, [{"prompt": "A", "q": "B?"}], "--prompt-column", "q")
+    assert re.search("not read:.* prompt.* q ", capsys.readouterr().out)
+    assert (tmp_path / "out/train.jsonl").read_text() == '{"prompt": "B?"}\n'
