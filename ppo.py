@@ -51,7 +51,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections import Counter
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -61,6 +60,7 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Annotated, Literal
+from warnings import warn
 
 import numpy as np
 import pydantic
@@ -200,17 +200,8 @@ class Args:
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
+    policy, reference, critic, reward_model, ema = load_models(args)
     reward_fns = load_reward_fns(args)
-    policy = load_policy(args)
-    reward_model = load_reward_model(args, policy)
-    critic = make_critic(args, policy, reward_model)
-    ema = deepcopy(policy) if args.ema_decay else None
-    reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)  # with LoRA: while the adapter is off
-    if args.lora_r:
-        add_adapter(policy, args)
-    for model in filter(None, dict.fromkeys([policy, reference, reward_model, critic, ema])):
-        place(model, args)
-
     prompts = load_prompts(args, args.dataset_train_split, policy.tokenizer)
     eval_prompts = load_prompts(args, args.dataset_test_split, policy.tokenizer)[: args.num_eval_prompts]
     texts = load_pretrain_texts(args, policy.tokenizer)
@@ -256,7 +247,7 @@ def train(args):
         with run.clock("update"):
             stats = update(policy, critic, ema, optimizer, rollout, texts, args)
         stats |= rollout_stats(rollout, kl_coef)
-        check_update(stats, step, policy, args)
+        check_update(stats, step, policy)
 
         # 7. Adapt (Ziegler et al. 2019, sec. 2.2)
         if args.kl_target:
@@ -265,7 +256,8 @@ def train(args):
 
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, reward_model, reward_fns, eval_prompts, args)
-        run.log(stats | {"lr": policy_group["lr"], "episode": step * B}, "objective/scores", "objective/kl")
+        stats |= {"lr": policy_group["lr"], "episode": step * B, "eps": B / sum(run.seconds.values())}
+        run.log(stats, "objective/scores", "objective/kl")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
             show_samples(run, rollout, policy.tokenizer)
         schedule.step()
@@ -275,7 +267,8 @@ def train(args):
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 @dataclass
 class Rollout:
-    """A batch of episodes: B prompts, one response to each, and the results of later steps."""
+    """A batch of episodes: B prompts, one response to each. Later steps add scores (B,), ref_logprobs, kl, values,
+    rewards, advantages and returns (B, T), and reward_table: the rewards (B,) of each function, NaN for None."""
 
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
@@ -284,14 +277,6 @@ class Rollout:
     ended: Tensor  # (B,), true if the response has a stop token
     old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
     rows: list[dict]  # the B rows of the dataset
-    reward_table: dict[str, Tensor] | None = None  # (B,) for each reward function, NaN for None
-    scores: Tensor | None = None  # (B,), weighted sum of rewards, minus the penalty
-    ref_logprobs: Tensor | None = None  # (B, T)
-    kl: Tensor | None = None  # (B, T), by the chosen estimator
-    rewards: Tensor | None = None  # (B, T)
-    values: Tensor | None = None  # (B, T)
-    advantages: Tensor | None = None  # (B, T)
-    returns: Tensor | None = None  # (B, T)
 
     def joined(self):
         """Ids and attention mask (B, P+T) of prompts and responses, as a model reads them."""
@@ -306,17 +291,15 @@ class Rollout:
         part.rows = [self.rows[i] for i in index.tolist()]
         for name, x in vars(self).items():
             if isinstance(x, Tensor):
-                x = x[index]
                 columns = slice(-P, None) if name in ("prompts", "prompt_mask") else slice(T)
-                setattr(part, name, x[:, columns] if x.dim() == 2 else x)
+                setattr(part, name, x[index][:, columns] if x.dim() == 2 else x[index])
         return part
 
     def micro_batches(self, index, args):
-        """Splits row numbers into this process's micro-batches, of similar length to save padding. All processes have
-        equally many."""
+        """Splits row numbers into this process's micro-batches, each of similar lengths, to save padding."""
         lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
         index = index[lengths[index].argsort(stable=True)]
-        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))
+        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
         return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
 
     @torch.no_grad()
@@ -437,14 +420,6 @@ def token_logprobs(logits, tokens):
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def token_logprobs_and_entropy(logits, tokens):
-    """Returns token_logprobs, and the entropy (B, T) in nats, which has no gradient."""
-    logprobs = logits.log_softmax(-1)  # once for both
-    with torch.no_grad():
-        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
-    return logprobs.gather(-1, tokens[..., None]).squeeze(-1), entropy
-
-
 def logprobs_under(model, r, args):
     """(b, T) log-probabilities of the response tokens under a model."""
     logits, _ = response_forward(model, r, args)
@@ -452,17 +427,20 @@ def logprobs_under(model, r, args):
 
 
 def read_logprobs(policy, reference, rollout, args):
-    """Adds the reference's log-probabilities and the KL (B, T) to the rollout.
+    """Adds the reference's log-probabilities and the KL (B, T) to the rollout."""
 
-    The sampler reads token by token, which rounds differently. With bf16 or TF32 this matters, so the policy reads the
-    complete responses once more.
-    """
-    if args.bf16 or args.device != "cpu":
+    def exact_kl(r):  # a sum over the vocabulary
+        logprobs = response_forward(policy, r, args)[0].log_softmax(-1)  # (b, T, V)
+        with adapter_off(policy, reference):
+            ref_logits, _ = response_forward(reference, r, args)
+        return (logprobs.exp() * (logprobs - ref_logits.log_softmax(-1))).sum(-1)
+
+    if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
         rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
     with adapter_off(policy, reference):
         rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
     if args.kl_estimator == "full":
-        rollout.kl = rollout.in_micro_batches(lambda r: exact_kl(policy, reference, r, args), args)
+        rollout.kl = rollout.in_micro_batches(exact_kl, args)
     else:
         rollout.kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)
 
@@ -591,13 +569,16 @@ def update(policy, critic, ema, optimizer, rollout, texts, args):
                 r = rollout.select(index)
                 with autocast(args):
                     logits, output = response_forward(policy, r, args, **options)  # (b, T, V)
-                logprobs, entropy = token_logprobs_and_entropy(logits, r.responses)  # (b, T) each
+                log_softmax = logits.log_softmax(-1)  # as in token_logprobs, but once for the entropy, too
+                logprobs = log_softmax.gather(-1, r.responses[..., None]).squeeze(-1)  # (b, T)
+                with torch.no_grad():
+                    entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
                 pg_loss, ratio, pg_clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.mask, args.cliprange)
                 if args.aux_loss_coef:  # a scalar: added to every token, it is weighted by the micro-batch's tokens
                     pg_loss = pg_loss + args.aux_loss_coef * output.aux_loss
                 policy_term = masked_sum(pg_loss, r.mask) / num_tokens
                 states = output.hidden_states[-1] if args.critic == "shared" else None  # (b, P+T, D)
-                del logits, output  # the largest tensors of the update: the graph only needs the log-softmax
+                del logits, output, log_softmax  # the largest tensors of the update: the graph keeps what it needs
                 if args.critic == "separate":
                     policy_term.backward()  # frees the policy's activations before the critic's forward pass
                 with autocast(args):
@@ -627,8 +608,8 @@ def update(policy, critic, ema, optimizer, rollout, texts, args):
             if math.isfinite(policy_norm + critic_norm):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
                 num_skipped -= 1
-                if ema is not None:
-                    move_average(ema, policy, args.ema_decay)
+                for kept, p in zip(ema.parameters() if ema else (), policy.parameters()):
+                    kept.data.lerp_(p.data, 1 - args.ema_decay)  # ema = decay * ema + (1 - decay) * policy
         if is_too_far:
             break
     optimizer.zero_grad()
@@ -687,18 +668,15 @@ def evaluate(policy, reward_model, reward_fns, prompts, args):
     return stats
 
 
-def check_update(stats, step, policy, args):
-    """Ends or warns of a run whose first ratio is not 1, which never stops, or whose scores are all equal."""
-    limit = 0.1 if args.bf16 else 0.006  # before the first step only rounding moves the ratio: bfloat16 has 8 bits
-    if not stats["policy/first_ratio_error"] <= limit:
-        message = "rollout and update use different distributions (policy/first_ratio_error). Usual causes: a model "
-        message += "that ignores position_ids or the attention mask, dropout, weights that are not finite"
-        require(step > 1, message)
-        warnings.warn(message)
+def check_update(stats, step, policy):
+    """Ends a run whose first ratio is not 1 but for rounding; warns of one that never stops, or learns nothing."""
+    is_one = stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
+    message = "rollout and update use different distributions (policy/first_ratio_error): does the model ignore "
+    require(is_one or step > 1, message + "position_ids or the attention mask, or have dropout or infinite weights?")
     if policy.stop_token_ids and stats["val/eos_share"] < 0.5:
-        warnings.warn("most responses have no stop token: see --response-length, --missing-eos-penalty, --stop-token")
+        warn("most responses have no stop token: see --response-length, --missing-eos-penalty, --stop-token")
     if stats["objective/scores_std"] < 1e-6:
-        warnings.warn("all scores of the batch are equal, so no response is better than another: check the reward")
+        warn("all scores of the batch are equal, so no response is better than another: check the reward")
 
 
 def show_samples(run, rollout, tokenizer):
@@ -710,16 +688,7 @@ def show_samples(run, rollout, tokenizer):
     run.show({"prompt": prompts, "response": responses, "score": scores}, vars(r))
 
 
-# --- Additions to PPO: exact KL, score scaling, pretraining texts, a moving average -----------------------------------
-def exact_kl(policy, reference, r, args):
-    """(b, T) exact KL(policy || reference), a sum over the vocabulary."""
-    logits, _ = response_forward(policy, r, args)  # (b, T, V)
-    with adapter_off(policy, reference):
-        ref_logits, _ = response_forward(reference, r, args)
-    logprobs = logits.log_softmax(-1)
-    return (logprobs.exp() * (logprobs - ref_logits.log_softmax(-1))).sum(-1)
-
-
+# --- Additions to PPO: score scaling, pretraining texts ---------------------------------------------------------------
 def scale_scores(scores, sums, args):
     """Scales and clips scores (B,) for the reward (TRL 0.7). `sums` has the number of scores so far, their sum and that
     of their squares; it is updated in place."""
@@ -751,19 +720,13 @@ def pretrain_gradient(policy, texts, args):
     return all_reduce(total).item()
 
 
-@torch.no_grad()
-def move_average(ema, policy, decay):
-    """Updates the moving average in place: ema = decay * ema + (1 - decay) * policy."""
-    for kept, p in zip(ema.parameters(), policy.parameters()):
-        kept.lerp_(p, 1 - decay)
-
-
 # --- Models and data --------------------------------------------------------------------------------------------------
 CURVES = {"score": "scores$|/mean$", "KL, nats": "objective/kl$", "share that end": "eos_share$"}  # panels: metrics
 
 
-def load_policy(args):
-    """Loads the policy and finds its stop tokens. It stays in evaluation mode: dropout would change its distribution."""
+def load_models(args):
+    """Loads policy and reward model, and makes the others of them: the reference (with LoRA the policy, while its
+    adapter is off), critic, moving average. None has dropout: rollout, scoring and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
     policy.stop_token_ids = []
     for text in args.stop_token:
@@ -773,22 +736,22 @@ def load_policy(args):
         policy.stop_token_ids += {"eos": eos_tokens(policy), "none": []}.get(text, ids)
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
-    return policy
-
-
-def make_critic(args, policy, reward_model):
-    """A copy of the reward model if it has the policy's tokens (N+ details), otherwise of the initial policy; with
-    --critic shared, only a head on the policy. In the last two cases, V starts at 0."""
+    reward_model = load_reward_model(args, policy)
     if args.critic == "separate" and reward_model is not None and reward_model.has_same_tokens:
-        return deepcopy(reward_model).requires_grad_(True)
-    head = Head(torch.zeros(1, policy.get_output_embeddings().weight.shape[1]))  # in OPT-350m, half of hidden_size
-    if args.critic == "shared":
-        return head
-    critic = nn.Module()
-    critic.base_model = deepcopy(policy.base_model)
-    critic.base_model.config.use_cache = False
-    critic.score = head
-    return critic
+        critic = deepcopy(reward_model).requires_grad_(True)  # as in the N+ details
+    else:  # V starts at 0. In OPT-350m, states have half of hidden_size
+        critic = Head(torch.zeros(1, policy.get_output_embeddings().weight.shape[1]))
+        if args.critic == "separate":  # a head on a copy of the policy
+            critic = nn.ModuleDict({"base_model": deepcopy(policy.base_model), "score": critic})
+            critic.base_model.config.use_cache = False
+    ema = deepcopy(policy) if args.ema_decay else None
+    reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
+    if args.lora_r:
+        add_adapter(policy, args)
+    models = [policy, reference, critic, reward_model, ema]
+    for model in filter(None, dict.fromkeys(models)):
+        place(model, args)
+    return models
 
 
 def make_optimizer(args, policy, critic):
@@ -827,7 +790,7 @@ def choose_sizes(args, policy, prompts):
     require(is_whole, f"{batch_size} responses are no multiple of {parts} (mini-batches x processes), or too many")
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(
-        f"{num_updates} updates, each of {batch_size} responses in {args.num_mini_batches} mini-batches, {rows} at a time"
+        f"{num_updates} updates of {batch_size} responses, {args.num_mini_batches} mini-batches, {rows} rows at a time"
     )
     sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
     sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
@@ -1242,9 +1205,9 @@ def clip_gradient(parameters, max_norm):
 class Run:
     """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
 
-    A step is one update. To log a number, put it into the stats, under any name. In a checkpoint, each process writes its
-    weights and moments as safetensors; then process 0 adds state.json with `carry`, what one step hands to the next. On a
-    CPU, a resumed run equals an uninterrupted one bit for bit.
+    A step is one update. To log a number, put it into the stats, under any name. In a checkpoint, each process writes
+    its weights and moments as safetensors; then process 0 adds state.json with `carry`, what one step hands to the
+    next. On a CPU, a resumed run equals an uninterrupted one bit for bit.
     """
 
     def __init__(self, args, num_steps, optimizer, schedule, carry, **models):

@@ -4,7 +4,6 @@ import atexit
 import json
 import os
 import random
-import re
 import runpy
 import shutil
 import signal
@@ -42,17 +41,12 @@ settings.load_profile("tests")
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """Each test begins with the same random numbers and settings of torch, whichever ran before it.
-
-    And it ends in the folder, and with the signal handlers, that it began with.
-    """
+    """Each test begins with the same random numbers, settings of torch, and signal handlers, whichever ran before it."""
     import numpy as np
     import torch
 
-    def kept():
-        return os.getcwd(), {number: signal.getsignal(number) for number in signal.valid_signals()}
-
-    before = kept()
+    folder = os.getcwd()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     precision = torch.get_float32_matmul_precision()
     threads = torch.get_num_threads()
     random.seed(0)
@@ -60,39 +54,23 @@ def nothing_is_left():
     torch.manual_seed(0)
     with mock.patch.dict(os.environ):
         yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     torch.set_float32_matmul_precision(precision)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    assert kept() == before
+    assert os.getcwd() == folder
 
 
 @pytest.fixture(scope="session", autouse=True)
-def in_short():
-    """What takes half of a run of three steps: no curves are drawn, and data that were read are not read again."""
-    import datasets
+def drawing():
+    """Curves are not drawn, which takes half of a run of three steps; a test that uses `pictures` draws them."""
     import pandas
     from matplotlib.figure import Figure
 
-    load_dataset = datasets.load_dataset
-    drawing = vars(pandas.DataFrame)["plot"], Figure.subplots, Figure.savefig
-
-    known = {}
-
-    def load(path, name=None, data_files=None, split=None, **options):
-        options |= {"path": path, "name": name, "data_files": data_files, "split": split}
-        place = Path(re.sub(r"\[(.)\]", r"\1", data_files) if data_files else path)
-        if not place.exists():
-            return load_dataset(**options)
-        files = [place] if data_files else sorted(place.rglob("*"))
-        stats = [(str(file), file.stat()) for file in files]
-        stats = [(file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
-        key = repr((stats, sorted(options.items())))
-        if key not in known:
-            known[key] = load_dataset(**options)
-        return known[key]
-
+    drawing = [(Figure, "subplots", Figure.subplots), (Figure, "savefig", Figure.savefig)]
+    drawing.append((pandas.DataFrame, "plot", vars(pandas.DataFrame)["plot"]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets, "load_dataset", load)
         patch.setattr(pandas.DataFrame, "plot", mock.MagicMock())
         patch.setattr(Figure, "subplots", lambda self, rows, columns, **_: [mock.MagicMock()] * columns)
         patch.setattr(Figure, "savefig", lambda self, path, **_: None)
@@ -100,13 +78,9 @@ def in_short():
 
 
 @pytest.fixture
-def pictures(monkeypatch, in_short):
-    import pandas
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(pandas.DataFrame, "plot", in_short[0])
-    monkeypatch.setattr(Figure, "subplots", in_short[1])
-    monkeypatch.setattr(Figure, "savefig", in_short[2])
+def pictures(monkeypatch, drawing):
+    for owner, name, function in drawing:
+        monkeypatch.setattr(owner, name, function)
 
 
 @pytest.fixture(scope="session")
@@ -169,6 +143,7 @@ def tiny(part_of, uneven):
         "ppo": updates | dict(dataset=prompts, num_ppo_epochs=2),
         "rloo": updates | dict(dataset=prompts, num_ppo_epochs=2),
         "grpo": updates | dict(dataset=uneven("prompts", 64), num_generations=4, num_eval_prompts=4),
+        "agent": updates | dict(response_length=24, num_generations=4, num_eval_prompts=4),
         "ddpo": images | dict(num_epochs=2, train_gradient_accumulation_steps=1),
         "sft": dict(dataset=part_of("sft", 32), batch_size=8),
         "reward_model": dict(dataset=pairs, batch_size=8),

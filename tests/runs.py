@@ -6,44 +6,54 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from sources import ROOT, SCRIPTS
+from torch import nn
 
 GOLD = "toy/gold_score.py:gold_score"
+NAMES = [script.removesuffix(".py") for script in SCRIPTS]
+ON_PROMPTS = [name for name in NAMES if name in ("ppo", "rloo", "grpo", "agent")]  # these draw responses to prompts
+ON_TEXTS = [name for name in NAMES if name not in (*ON_PROMPTS, "ddpo")]
+PPO_FIRST = [pytest.param(name, marks=[pytest.mark.slow] if name != "ppo" else []) for name in NAMES]
 
 
-def run(module: ModuleType, output: Path | str, **settings) -> list[dict]:
+def script(name):
+    """The module of a script, imported by the tests that need it."""
+    return importlib.import_module(name)
+
+
+def run(module, output, **settings):
     """Trains in this process; returns the lines of metrics.jsonl. An empty folder makes way for that of the run."""
+    module = script(module) if isinstance(module, str) else module
     with suppress(OSError):
         Path(output).rmdir()
     if hasattr(module.Args, "num_sample_generations"):
         settings = {"num_sample_generations": 0} | settings
-    settings = {"device": "cpu"} | settings
-    module.train(module.Args(output_dir=str(output), **settings))
+    module.train(module.Args(**{"device": "cpu", "output_dir": str(output)} | settings))
     return lines_of(output)
 
 
-def main(module: ModuleType, *words: object) -> None:
+def main(module, *words):
     """Runs a script with these words on its command line, in this process."""
+    module = script(module) if isinstance(module, str) else module
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
-        module.main()
+        module.train(module.read_command_line())
 
 
-def write_rows(file: Path, rows: list[dict]) -> str:
+def write_rows(file, rows):
     """A jsonl file of these rows; its name."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, note: Callable) -> None:
+def watch(monkeypatch, owner, name, note):
     """From here on note(result, *arguments) is told of each call of a function."""
     function = getattr(owner, name)
 
@@ -57,9 +67,29 @@ def watch(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, note: Calla
 
 
 @contextmanager
-def short_form(script: str, **settings) -> Iterator[dict]:
+def tokens_read():
+    """The rows of token ids that models are given within this context, padding included."""
+    rows = []
+
+    def note(module, inputs):
+        if isinstance(module, nn.Embedding):
+            rows.extend(inputs[0].tolist())
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    yield rows
+    hook.remove()
+
+
+def is_in(ids, rows):
+    """Whether one of the rows has these token ids, one after the other."""
+    text = f" {' '.join(map(str, ids))} "
+    return any(text in f" {' '.join(map(str, row))} " for row in rows)
+
+
+@contextmanager
+def short_form(name, **settings):
     """What a file of lecture/ finds when it is run with these settings: its names to begin with; no GPU, no W&B."""
-    file = f"lecture/{script}.py"
+    file = f"lecture/{name}.py"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [file, *words_of(**settings)])
         patch.setattr("torch.cuda.is_available", lambda: False)
@@ -68,7 +98,8 @@ def short_form(script: str, **settings) -> Iterator[dict]:
         yield {"__file__": str(ROOT / file), "__name__": "__main__"}
 
 
-def words_of(**settings) -> list[str]:
+def words_of(**settings):
+    """The command line of some settings."""
     words = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
@@ -81,41 +112,68 @@ def words_of(**settings) -> list[str]:
     return words
 
 
-def in_background(script: str, *words: object) -> BaseProcess:
+def in_background(name, *words):
     """Starts a run in a process of its own, forked from one that has imported all that it needs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name.removesuffix(".py") for name in SCRIPTS])
-    process = context.Process(target=quiet_main, args=(script, *map(str, words)))
+    context.set_forkserver_preload(NAMES)
+    process = context.Process(target=quiet_main, args=(name, *map(str, words)))
     process.start()
     return process
 
 
-def quiet_main(script: str, *words: str) -> None:
+def quiet_main(name, *words):
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    module = importlib.import_module(script)
-    module.draw_curves = lambda *_: None  # as in conftest.py
-    main(module, *words)
+    main(name, *words)
 
 
-def lines_of(output: Path | str) -> list[dict]:
-    text = Path(output, "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+def lines_of(output):
+    return [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
 
 
-def untimed(lines: list[dict]) -> list[dict]:
+def untimed(lines):
     """Metrics without those that depend on the clock."""
     clocks = ("time/", "perf/", "eps")
     return [{name: x for name, x in line.items() if not name.startswith(clocks)} for line in lines]
 
 
-def checkpoints(folder: Path) -> list[int]:
+def weights_of(folder):
+    """All that was saved after training: a model, its moving average or adapter, or the UNet of a pipeline."""
+    files = [*folder.glob("*model.safetensors"), *folder.glob("*/*model.safetensors")]
+    assert files
+    return {f"{file.relative_to(folder)}: {name}": x for file in files for name, x in load_file(file).items()}
+
+
+def assert_same_run(folder, other):
+    """Metrics and weights of two runs are the same, bit for bit."""
+    assert untimed(lines_of(folder)) == untimed(lines_of(other))
+    a, b = weights_of(folder), weights_of(other)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_close_runs(folder, other, rel=1e-3, abs=1e-5, weights=2e-6, edge=0.0):
+    """Metrics and weights of two runs are the same but for rounding. A ratio or value at the edge of its range may be
+    clipped in one run and not in the other; `edge` is the share of such tokens."""
+    pairs = list(zip(untimed(lines_of(folder)), untimed(lines_of(other)), strict=True))
+    for a, b in pairs:
+        assert a.keys() == b.keys()
+        margin = {name: abs + edge * name.endswith("/clipfrac_avg") for name in a}
+        wrong = {name: (x, b[name]) for name, x in a.items() if x != pytest.approx(b[name], rel=rel, abs=margin[name])}
+        assert not wrong
+    a, b = weights_of(folder), weights_of(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=weights, msg=name)
+
+
+def checkpoints(folder):
     """The steps after which there are checkpoints."""
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
 
 
-def cut(folder: Path, copy: Path, step: int) -> Path:
+def cut(folder, copy, step):
     """A copy of a run with no checkpoint after this step."""
     shutil.copytree(folder, copy)
     for later in checkpoints(copy):

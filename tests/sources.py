@@ -2,13 +2,16 @@
 
 import ast
 import importlib.util
+import os
 import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["ppo.py", "rloo.py", "grpo.py", "dpo.py", "sft.py", "reward_model.py", "ddpo.py"]
+ALL = "ppo.py rloo.py grpo.py agent.py dpo.py sft.py reward_model.py ddpo.py"
+SCRIPTS = os.environ.get("SCRIPTS", ALL).split()  # SCRIPTS=ppo.py: what all scripts share is tested with ppo.py alone
+SCRIPTS = [script for script in SCRIPTS if (ROOT / script).exists()]
 
 
 @cache

@@ -1,0 +1,1243 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
+#     "matplotlib==3.11.2", "pydantic==2.14.3", "rich==15.0.0", "tqdm==4.70.1",
+# ]
+# ///
+"""GRPO with an environment (a game, a tool or a user), over several turns: policy + environment -> better policy.
+
+An environment starts from a row of the data. The policy pi, a language model, writes a turn, the environment answers,
+and so on, until the episode is over. For each batch of rows, G episodes from each (`num_generations`):
+  1. play       one stream of tokens per episode: the policy samples y_t ~ pi(. | all tokens before), at the given
+                temperature, up to a stop token; then the environment's answer is appended, and so on
+  2. score      the sum of the rewards of all turns; --dynamic-sampling replaces groups with equal scores
+  3. advantage  A_i = (score_i - mean of its group) / standard deviation of the batch (`scale_rewards`, `credit`)
+  4. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy of step 1;
+                loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t];
+                KL_t = q/p - 1 - log(q/p), q = pi_ref(y_t), p = pi(y_t)
+                the loss is a weighted sum over the tokens that the policy wrote; `loss_type` sets the weights
+  5. update     `num_ppo_epochs` passes over the batch, each with `num_mini_batches` optimiser steps
+
+Shapes: B episodes in a batch (b in a micro-batch), P prompt tokens, T tokens of a stream, V vocabulary. Below, a group
+of two games in which the policy guesses a number, 6. E is EOS, which ends a turn of the policy, not the episode. The
+values at the dots do not matter: they are masked.
+
+  input_ids  1 to 15 : | 8  E lower   4   E  higher  6   E    row 0: prompt (B, P), stream (B, T)
+             1 to 15 : | 4  E higher  6   E    .     .   .    row 1: a group's rows are neighbours
+  mask                 | 1  1   1     1   1    1     1   1    until the episode is over
+                       | 1  1   1     1   1    0     0   0
+  written              | 1  1   0     1   1    0     1   1    the policy's tokens: only these are in the loss
+                       | 1  1   0     1   1    0     0   0
+  turn                 | 0  0   1     1   1    2     2   2    number of turns that are finished
+                       | 0  0   1     1   1    .     .   .
+  rewards              | 0  0   0     0   0    0     0  .75   on the token that ends a turn
+                       | 0  0   0     0  .88   0     0   0
+
+Three mistakes raise no error. With answers in the loss, the policy learns to imitate the environment. Without stop
+tokens in the loss, it does not learn to end its turn. If each turn decodes the stream and encodes it again, the loss may
+see other tokens than those sampled.
+
+Papers: GRPO 2402.03300; RAGEN 2504.20073; Search-R1 2503.09516; Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 2507.18071;
+CISPO 2506.13585 (arXiv). In short: lecture/agent.py, 310 lines.
+
+  python agent.py    # guess a number: offline, two minutes on a CPU, guesses 4.3 -> 3.5
+  python agent.py --env rewards/calculator.py:Calculator --dataset problems.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
+      --num-generations 8 --batch-size 64 --response-length 1024 --max-turns 6
+"""
+
+import ctypes
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Annotated, Literal
+from warnings import warn
+
+import numpy as np
+import pydantic
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import tyro
+from jinja2 import TemplateError
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as recompute_activations
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache, get_scheduler, logging, set_seed
+from transformers.activations import ACT2FN, GELUTanh
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+VERSION = "2026.11"  # as in CITATION.cff
+TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
+
+# Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+# --- Settings. A type limits the values; the comment beside or above a setting is its help text
+
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0, lt=2**32)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+def alias(*flags):
+    """Other names of a flag, as TRL spells them."""
+    return tyro.conf.arg(aliases=flags)
+
+
+@pydantic.dataclasses.dataclass  # checks the values
+class Args:
+    # --- GRPO ---
+    num_generations: Annotated[int, Field(ge=2)] = 32  # G, episodes per row; more: a better baseline
+    credit: Literal["episode", "turn"] = "episode"  # one advantage per episode, or per turn
+    # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL, for scores of 0 or
+    # more); 1 (none, Dr. GRPO)
+    scale_rewards: Literal["group", "batch", "mean", "none"] = "batch"
+    # weights of tokens. dapo, cispo: all equal; grpo: equal sums for all episodes; dr_grpo: a constant
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"
+    # level of the ratio: token, or sequence (GSPO; use it with loss_type grpo)
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
+    # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5. With one step per batch, the ratio is 1
+    epsilon_high: Positive | None = None
+    num_ppo_epochs: Annotated[Count, alias("--num-iterations")] = 1  # passes over each batch. More: further off policy
+    num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
+    beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
+    mask_truncated_completions: bool = False  # exclude episodes that a limit cut off from the loss (DAPO)
+    dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
+    # --- Episodes ---
+    # file.py:name of a class. An object is one episode, made from a row; step(text) -> answer, reward, is_over
+    env: Name = f"{TOY}/guess/make.py:Game"
+    response_length: Annotated[Count, alias("--max-completion-length")] = (
+        24  # maximum tokens of an episode, answers included
+    )
+    max_turns: Count | None = None  # maximum turns of the policy in an episode
+    temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
+    stop_token: tuple[Name, ...] = ("eos",)  # end of a turn: eos (all of the model's), or tokens as texts
+    local_rollout_forward_batch_size: Count | None = None  # episodes played at once; by default 4 x micro_batch_size
+    # --- Optimisation ---
+    learning_rate: Positive | None = None  # by default from the policy's size, and ten times as high with LoRA
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
+    warmup_ratio: Share = 0.0  # share of the run in which the learning rate warms up from 0
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)  # betas of AdamW (OpenRLHF: 0.9 0.95)
+    adam_epsilon: Positive = 1e-8  # epsilon of AdamW (torch and TRL; N+ details: 1e-5)
+    max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
+    # --- Batch sizes ---
+    batch_size: Count = 512  # episodes per update, on all GPUs together
+    # episodes per forward and backward pass; changes only the rounding. By default 2048 tokens on a CPU, 8192 on a GPU
+    micro_batch_size: Count | None = None
+    # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x num_mini_batches x GPUs
+    per_device_train_batch_size: Count | None = None
+    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
+    # --- Models: a folder, or a name on the hub ---
+    model: Annotated[Name, alias("--model-name-or-path")] = f"{TOY}/guess/sft"  # policy to start from
+    lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
+    bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
+    # --- Data. A row has `prompt`, a text or messages that end with the user's; the environment gets all columns ---
+    # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
+    dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/guess/data/prompts"
+    dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
+    dataset_train_split: Name = "train"  # split to train on
+    dataset_test_split: Name | None = "validation"  # split to evaluate on, if there is one
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped; their number is printed (N+ details: 512)
+    # --- Run ---
+    seed: Natural = 1  # seed of episodes, order of rows, mini-batches, and adapters
+    total_episodes: Count = 51_200  # number of episodes to train on
+    output_dir: Name | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
+    resume: Annotated[Name | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
+    device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
+    save_steps: Count = 10  # updates between checkpoints, which hold the full state of the run
+    save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
+    eval_steps: Count = 10  # updates between evaluations; the last update is always followed by one
+    num_eval_prompts: Count = 64  # number of test prompts in an evaluation
+    num_sample_generations: Natural = 10  # number of tables of episodes to print, plus one after update 1 (TRL)
+    track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
+    zero_stage: Literal[0, 2, 3] = 0  # torchrun: 2 shards gradients and optimiser state over GPUs; 3 also the weights
+
+
+# --- The loop, with the steps of the docstring ------------------------------------------------------------------------
+
+
+def train(args):
+    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
+    start(args)
+    policy, reference = load_models(args)
+    prompts = load_prompts(args, args.dataset_train_split, policy.tokenizer)
+    eval_prompts = load_prompts(args, args.dataset_test_split, policy.tokenizer)[: args.num_eval_prompts]
+    args = choose_sizes(args, policy, prompts + eval_prompts)  # from here on, all sizes are set
+    B, G, num_updates = args.batch_size, args.num_generations, args.total_episodes // args.batch_size
+    passes = range(1 + (1 + args.dynamic_sampling) * args.total_episodes // G // len(prompts))
+    order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
+
+    optimizer = make_optimizer(args, policy)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
+    carry = {"num_draws": 0}  # what an update hands to the next; in checkpoints
+    run = Run(args, num_updates, optimizer, schedule, carry, model=policy)
+    for step in run.steps():
+        set_seed(make_seed(args.seed, step))
+
+        # 1. Play, and 2. score
+        with run.clock("rollout"):
+            rollout = play_groups(policy, prompts, order, carry, args)
+        with run.clock("score"):
+            read_logprobs(policy, reference, rollout, args)
+
+        # 3. Advantage
+        rollout.advantages = group_advantages(rollout.scores, G, args.scale_rewards)[:, None]  # (B, 1)
+        if args.credit == "turn":
+            rollout.advantages = turn_advantages(rollout.rewards, rollout.turn, rollout.written, G)  # (B, T)
+
+        # 4. Loss, and 5. update
+        with run.clock("update"):
+            stats = update(policy, optimizer, rollout, args)
+        stats |= rollout_stats(rollout, args)
+        check_update(stats, step)
+
+        if eval_prompts and run.is_due(args.eval_steps):
+            stats |= evaluate(policy, eval_prompts, args)
+        stats |= {"learning_rate": optimizer.param_groups[0]["lr"], "episode": step * B}
+        run.log(stats, "reward", "turns")
+        if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
+            show_samples(run, rollout, policy.tokenizer)
+        schedule.step()
+    run.finish()
+
+
+# --- 1. Play ----------------------------------------------------------------------------------------------------------
+@dataclass
+class Rollout:
+    """A batch of episodes: B prompts, the stream that follows each of them, and the results of later steps."""
+
+    prompts: Tensor  # (B, P), left-padded
+    prompt_mask: Tensor  # (B, P), true on real tokens
+    responses: Tensor  # (B, T), the streams, right-padded
+    mask: Tensor  # (B, T), true until the episode is over
+    ended: Tensor  # (B,), true if the environment ended the episode, after a stop token
+    old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
+    written: Tensor  # (B, T), true on tokens from the policy, not from the environment
+    turn: Tensor  # (B, T), number of turns that the policy has finished
+    rewards: Tensor  # (B, T), the reward of a turn, on its last token
+    rows: list[dict]  # the B rows of the dataset
+    scores: Tensor | None = None  # (B,), sum of the rewards
+    ref_logprobs: Tensor | None = None  # (B, T), with --beta
+    advantages: Tensor | None = None  # (B, 1), the same for all tokens of an episode; with --credit turn, (B, T)
+
+    def joined(self):
+        """Ids and attention mask (B, P+T) of prompts and streams, as a model reads them."""
+        return torch.cat([self.prompts, self.responses], 1), torch.cat([self.prompt_mask, self.mask], 1).long()
+
+    def select(self, index):
+        """Selects episodes by row number, without columns that are padding in all of them. Widths are rounded up to
+        multiples of 8: on some devices each new shape costs time."""
+        P = math.ceil(self.prompt_mask[index].sum(1).max() / 8) * 8
+        T = math.ceil(self.mask[index].sum(1).max() / 8) * 8
+        part = copy(self)
+        part.rows = [self.rows[i] for i in index.tolist()]
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                x = x[index]
+                columns = slice(-P, None) if name in ("prompts", "prompt_mask") else slice(T)
+                setattr(part, name, x[:, columns] if x.dim() == 2 else x)
+        return part
+
+    def micro_batches(self, index, args):
+        """Splits row numbers into this process's micro-batches, of similar length to save padding. All processes have
+        equally many."""
+        lengths = self.prompt_mask.sum(1) + self.mask.sum(1)
+        index = index[lengths[index].argsort(stable=True)]
+        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))
+        return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
+
+    @torch.no_grad()
+    def in_micro_batches(self, function, args):
+        """Applies a function without gradient to micro-batches of b episodes. Joins its results, (b, T) or (b,)."""
+        micro_batches = self.micro_batches(torch.arange(len(self.mask), device=args.device), args)
+        parts = []
+        for index in micro_batches:
+            with autocast(args):
+                x = function(self.select(index))
+            parts.append(F.pad(x, (0, self.mask.shape[1] - x.shape[1])) if x.dim() == 2 else x)
+        share = torch.cat(parts)
+        result = share.new_zeros(len(self.mask), *share.shape[1:])
+        result[torch.cat(micro_batches)] = share
+        return all_reduce(result)  # a sum: each process has zeros in the rows of the others
+
+
+def forward(model, input_ids, attention_mask, **options):
+    """Output for texts (B, S), or for their newest tokens. Positions count real tokens alone."""
+    options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    return model(input_ids=input_ids, attention_mask=attention_mask, **options)
+
+
+def sample_categorical(logits, uniforms):
+    """One token per row of logits (B, V), and its log-probability, from uniform numbers (B,).
+
+    The token is the first whose cumulative probability exceeds the number: with probabilities .2 .5 .3, the number .6
+    gives the second. The caller draws the numbers, so a response does not depend on the other rows or the batch size.
+    """
+    logprobs = logits.log_softmax(1)
+    cdf = logprobs.exp().cumsum(1)
+    threshold = uniforms[:, None] * cdf[:, -1:]  # (B, 1), scaled because the sum of the probabilities is not exactly 1
+    tokens = torch.searchsorted(cdf, threshold, right=True).clamp(max=logits.shape[1] - 1)  # (B, 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+@torch.no_grad()
+def play(policy, rows, prompts, prompt_mask, uniforms, args):
+    """Streams (B, T) after prompts (B, P), one per row of the dataset, from uniforms (B, T).
+
+    Also returns mask, ended, logprobs, written, turn and rewards, (B, T) but for ended (B,). In each step, the next
+    token of a row comes from the environment's answer, if some of it is left, and else from the policy. Tokens after
+    the end of an episode do not count. Sampled tokens are never encoded again: only the answer is encoded. A turn that
+    the end of the stream cuts off goes to the environment as it is, and the episode keeps its rewards.
+    """
+    B, T = uniforms.shape
+    games = [policy.environment(deepcopy(row)) for row in rows]
+    answers = [[] for _ in games]  # tokens of each row's answer that are still to be added
+    starts = [0] * B  # where the current turn of each row begins
+    over, ended = torch.zeros(2, B, dtype=torch.bool)  # on the CPU, like the environments, which need each token
+    finished = torch.zeros(B, dtype=torch.long)  # number of turns that the policy has finished
+    stream, turn = torch.zeros(2, B, T, dtype=torch.long)
+    mask, written = torch.zeros(2, B, T, dtype=torch.bool)
+    logprobs, rewards = torch.zeros(2, B, T)
+    stops = stream.new_tensor(policy.stop_token_ids)
+    cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)
+    tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
+    attention_mask = prompt_mask.long()  # (B, P), one column more after each pass
+    for t in range(T):
+        output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = output.logits[:, -1].float() / args.temperature  # (B, V)
+        drawn, logprobs[:, t] = sample_categorical(logits, uniforms[:, t])
+        mask[:, t] = ~over
+        written[:, t] = ~over & torch.tensor([not answer for answer in answers])
+        turn[:, t] = finished
+        pairs = zip(answers, drawn.tolist())
+        stream[:, t] = torch.tensor([answer.pop(0) if answer else token for answer, token in pairs])
+        tokens = stream[:, [t]].to(prompts.device)  # (B, 1)
+
+        turn_ends = written[:, t] & (torch.isin(stream[:, t], stops) | (t == T - 1))  # (B,)
+        finished += turn_ends
+        for i in turn_ends.nonzero().flatten().tolist():
+            text = policy.tokenizer.decode(stream[i, starts[i] : t + 1], skip_special_tokens=True)
+            answer, reward, is_over = games[i].step(text)
+            rewards[i, t] = reward or 0.0  # None counts as 0
+            ended[i] = is_over and stream[i, t] in stops
+            over[i] = is_over or finished[i] == args.max_turns
+            if not over[i]:
+                answers[i] = encode_answer(answer, games[i], rows[i], policy)
+            starts[i] = t + 1 + len(answers[i])
+        if over.all():
+            break
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+    stream = stream.masked_fill(~mask, policy.tokenizer.pad_token_id)
+    episodes = stream, mask, ended, logprobs.masked_fill(~written, 0.0), written, turn, rewards
+    return [x.to(prompts.device) for x in episodes]
+
+
+def encode_answer(answer, game, row, policy):
+    """Token ids of an environment's answer. In a conversation, with the chat template's text around it; its role is the
+    environment's `role`, by default "user".
+
+    To find this text, the template renders the conversation with and without the answer. A placeholder stands for the
+    policy's turn; it has a thought, since a template that deletes earlier thoughts would change what the policy read.
+    """
+    tokenizer = policy.tokenizer
+    if isinstance(row["prompt"], list):
+        turns = [*row["prompt"], {"role": "assistant", "content": "<think>\nSo?\n</think>\n\nSo."}]
+        before = render_answer(turns, row, tokenizer)  # up to and including the token that ends the turn
+        turns.append({"role": getattr(game, "role", "user"), "content": answer})
+        text = render(turns, row, tokenizer, add_generation_prompt=True)
+        is_stop = tokenizer.encode(before, add_special_tokens=False)[-1] in policy.stop_token_ids
+        is_fit = is_stop and text.startswith(before) and answer.strip() in text.removeprefix(before)
+        require(is_fit, "--env: the chat template changes earlier turns, has another stop token, or drops an answer")
+        answer = text.removeprefix(before)
+    return tokenizer.encode(answer, add_special_tokens=False)
+
+
+def play_batch(policy, rows, args):
+    """Plays an episode from each row, and adds up its rewards."""
+    prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
+    uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
+    share = torch.arange(len(rows))[RANK::WORLD_SIZE]
+    parts = []
+    with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # environments may draw numbers
+        for index in share.split(args.local_rollout_forward_batch_size):
+            some = [rows[i] for i in index]
+            parts.append(play(policy, some, prompts[index], prompt_mask[index], uniforms[index], args))
+    episodes = [all_gather(torch.cat(x)) for x in zip(*parts)]
+    rollout = Rollout(prompts, prompt_mask, *episodes, rows)
+    rollout.scores = rollout.rewards.sum(1)
+    require(rollout.scores.isfinite().all(), "--env: a reward is not a finite number")
+    return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
+
+
+def equal_groups(scores, G):
+    """(B/G,) true where all G scores of a group are equal: it has no gradient, but that of a KL."""
+    groups = scores.view(-1, G)
+    return (groups == groups[:, :1]).all(1)
+
+
+def play_groups(policy, prompts, order, carry, args):
+    """Steps 1 and 2: plays G episodes from each row of a batch.
+
+    With --dynamic-sampling, groups with equal scores are replaced by groups from further batches (DAPO, sec. 3.2). If
+    there are still too few, they fill the batch.
+    """
+    G, num_groups = args.num_generations, args.batch_size // args.num_generations
+    parts = []
+    num_useful = 0
+    for _ in range(1 + args.dynamic_sampling):
+        first = carry["num_draws"] * num_groups
+        rows = [prompts[i] for i in order[first : first + num_groups] for _ in range(G)]
+        carry["num_draws"] += 1
+        parts.append(play_batch(policy, rows, args))
+        num_useful += (~equal_groups(parts[-1].scores, G)).sum().item()
+        if num_useful >= num_groups:
+            break
+    rollout = join(parts)
+    is_useless = equal_groups(rollout.scores, G).repeat_interleave(G)  # (rows,)
+    if len(parts) > 1:
+        rollout = rollout.select(is_useless.long().argsort(stable=True)[: args.batch_size])
+    return rollout
+
+
+def join(parts):
+    """Joins rollouts into one, padded to the greatest width."""
+    joined = copy(parts[0])
+    joined.rows = [row for part in parts for row in part.rows]
+    for name, x in vars(parts[0]).items():
+        if isinstance(x, Tensor):
+            rows = [row for part in parts for row in getattr(part, name)]
+            side = "left" if name in ("prompts", "prompt_mask") else "right"
+            setattr(
+                joined,
+                name,
+                nn.utils.rnn.pad_sequence(rows, True, padding_side=side) if x.dim() == 2 else torch.stack(rows),
+            )
+    return joined
+
+
+# --- Log-probabilities ------------------------------------------------------------------------------------------------
+def response_forward(model, r, args, **options):
+    """Returns the logits / temperature (b, T, V) of the response tokens, in float32, and the model's output.
+
+    Position P-1+t of the input predicts response token t, both counted from 0.
+    """
+    P, T = r.prompts.shape[1], r.responses.shape[1]
+    positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
+    output = forward(model, *r.joined(), use_cache=False, logits_to_keep=positions, **options)
+    return output.logits.float().div_(args.temperature), output  # in place, since the logits are the largest tensor
+
+
+def token_logprobs(logits, tokens):
+    """(B, T) log-probability of each token under logits (B, T, V)."""
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def logprobs_under(model, r, args):
+    """(b, T) log-probabilities of the response tokens under a model."""
+    logits, _ = response_forward(model, r, args)
+    return token_logprobs(logits, r.responses)
+
+
+def read_logprobs(policy, reference, rollout, args):
+    """Adds the reference's log-probabilities (B, T) to the rollout, with --beta.
+
+    The sampler reads token by token, which rounds differently. With bf16 or TF32 this matters, so the policy reads the
+    complete streams once more.
+    """
+    if args.bf16 or args.device != "cpu":
+        rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
+    if args.beta:
+        with adapter_off(policy, reference):
+            rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
+
+
+# --- 3. Advantage -----------------------------------------------------------------------------------------------------
+def group_advantages(scores, G, scale):
+    """(B,) each score minus the group's mean, divided by a deviation or by that mean.
+
+    With G = 4 and scale none: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. Divided by the group's deviation, .5: [1.5, -.5,
+    -.5, -.5]. Rare successes and rare failures get a higher weight. Divided by the group's mean, .25: [3, -1, -1, -1].
+    Only rare successes get a higher weight, as in the gradient of log P(right answer).
+    """
+    groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
+    groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale == "group":
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
+    if scale == "batch":
+        advantages = advantages / (scores.std() + 1e-4)
+    if scale == "mean":
+        advantages = advantages / (scores.view(-1, G).mean(1, keepdim=True) + 1e-4)
+    return advantages.flatten()
+
+
+def turn_advantages(rewards, turn, written, G):
+    """(B, T) reward from each turn on, minus the mean of the group, divided by the scores' std.
+
+    A turn is not credited with the rewards before it, and is compared only with the episodes of its group that reach
+    this turn.
+    """
+    K = turn.max().item() + 1
+    by_turn = rewards.new_zeros(len(turn), K).scatter_add(1, turn, rewards)  # (B, K)
+    from_turn_on = by_turn.flip(1).cumsum(1).flip(1)  # (B, K)
+    lengths = rewards.new_zeros(len(turn), K).scatter_add(1, turn, written.to(rewards))  # (B, K)
+    groups = from_turn_on.masked_fill(lengths == 0, torch.nan).view(-1, G, K)
+    advantages = (groups - groups.nanmean(1, keepdim=True)).view(-1, K).nan_to_num()
+    return advantages.gather(1, turn) / (rewards.sum(1).std() + 1e-4)
+
+
+# --- 4. Loss ----------------------------------------------------------------------------------------------------------
+def masked_sum(x, mask):
+    """Sums over real tokens. Values on padding are ignored, even NaN."""
+    return x.masked_fill(~mask, 0.0).sum()
+
+
+def policy_loss(logprobs, old_logprobs, advantages, mask, args):
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
+
+    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
+    the other direction, the loss is not clipped, and its gradient moves the ratio back. CISPO keeps the gradient of
+    every token: an ordinary policy gradient, weighted by the clipped ratio (MiniMax-M1, eq. 4; no lower bound, as in
+    TRL). With GSPO, the ratio of all tokens is their geometric mean (eq. 7).
+    """
+    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    if args.importance_sampling_level == "sequence":
+        lengths = mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = (log_ratio.sum(1, keepdim=True) / lengths).expand_as(log_ratio)
+    ratio = log_ratio.exp()
+    if args.loss_type == "cispo":
+        bound = args.epsilon_high or 5.0
+        return -ratio.clamp(max=bound).detach() * advantages * logprobs, ratio, ratio > bound
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon))
+    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+
+
+def token_weights(mask, num_rows, num_tokens, args):
+    """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
+
+    grpo: all episodes have the same weight, so a token of a long one has a lower one. In the others, all tokens have the
+    same weight: a constant (dr_grpo), or 1 / tokens of an average mini-batch (dapo, cispo).
+    """
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
+    if args.loss_type == "grpo":
+        return mask / (num_rows * lengths)
+    if args.loss_type == "dr_grpo":
+        return mask / (num_rows * args.response_length)
+    return mask / num_tokens
+
+
+# --- 5. Update --------------------------------------------------------------------------------------------------------
+def update(policy, optimizer, rollout, args):
+    """Steps 4 and 5: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch.
+
+    The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches and among
+    processes: clip_gradient averages over processes, so the weights use the numbers of rows and tokens per process.
+    """
+    loss_mask = rollout.written
+    if args.mask_truncated_completions:
+        loss_mask = loss_mask & rollout.ended[:, None]
+    rollout.loss_mask = loss_mask
+    num_parts = args.num_mini_batches * WORLD_SIZE
+    num_rows = args.batch_size / num_parts
+    num_tokens = loss_mask.sum().clamp(min=1) / num_parts  # on average
+    logs = []  # means over the tokens of each mini-batch
+    num_skipped = args.num_ppo_epochs * args.num_mini_batches
+    for _ in range(args.num_ppo_epochs):
+        for rows in torch.randperm(args.batch_size).to(args.device).split(args.batch_size // args.num_mini_batches):
+            optimizer.zero_grad()
+            sums = Counter()
+            for index in rollout.micro_batches(rows, args):
+                r = rollout.select(index)
+                mask = r.loss_mask
+                with autocast(args):
+                    logits, _ = response_forward(policy, r, args)  # (b, T, V)
+                log_softmax = logits.log_softmax(-1)  # as in token_logprobs, but once for the entropy, too
+                logprobs = log_softmax.gather(-1, r.responses[..., None]).squeeze(-1)  # (b, T)
+                with torch.no_grad():
+                    entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
+                del logits, log_softmax  # the largest tensors of the update: the graph keeps what it needs
+                losses, ratio, clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, mask, args)  # (b, T) each
+                kl = torch.zeros_like(losses)
+                if args.beta:  # k3 times the ratio, so that its gradient is that of the KL
+                    log_ratio = (logprobs - r.ref_logprobs).masked_fill(~mask, 0.0)
+                    kl = (torch.expm1(-log_ratio) + log_ratio) * ratio
+                losses = losses + args.beta * kl
+                loss = masked_sum(losses * token_weights(mask, num_rows, num_tokens, args), mask)
+                loss.backward()
+                seen = {"kl": kl, "entropy": entropy, "val/ratio": ratio, "clip_ratio/region_mean": clipped}
+                seen |= {"clip_ratio/low_mean": clipped & (r.advantages < 0)}
+                seen |= {"clip_ratio/high_mean": clipped & (r.advantages > 0)}
+                seen |= {
+                    "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
+                    "tokens": torch.ones_like(ratio),
+                }
+                seen |= {"policy/first_ratio_error": (ratio - 1).abs()}
+                sums.update({name: masked_sum(x.detach(), mask) for name, x in seen.items()})  # a Counter adds
+                sums["loss"] += loss.detach() / WORLD_SIZE
+            sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
+            log = {name: x / max(1, sums["tokens"]) for name, x in sums.items()} | {"loss": sums["loss"]}
+            log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+            logs.append(log)
+            if math.isfinite(log["grad_norm"]):  # otherwise the step would turn the weights into NaN
+                optimizer.step()
+                num_skipped -= 1
+    optimizer.zero_grad()
+    stats = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}  # means over the steps
+    stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
+    return stats | {"val/skipped_steps": num_skipped}
+
+
+# === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
+def rollout_stats(rollout, args):
+    """The metrics of a batch before the update, under TRL's names."""
+    scores = rollout.scores
+    lengths = rollout.written.sum(1).float()
+    stats = {
+        "reward": scores.mean(),
+        "reward_std": scores.std(),
+        "objective/scores": scores.mean(),
+        "frac_reward_zero_std": equal_groups(scores, args.num_generations).float().mean(),
+        "turns": ((rollout.turn * rollout.written).amax(1) + 1).float().mean(),
+        "ended": rollout.ended.float().mean(),
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": 1 - rollout.ended.float().mean(),
+    }
+    if args.beta:
+        k1 = rollout.old_logprobs - rollout.ref_logprobs
+        stats["objective/kl"] = masked_sum(k1, rollout.written) / len(k1)
+    return {name: x.item() for name, x in stats.items()}
+
+
+def evaluate(policy, prompts, args):
+    """Plays likely episodes from the test rows, sampled at temperature .01 as for TRL's tables."""
+    rows = (prompts * WORLD_SIZE)[: len(prompts) + -len(prompts) % WORLD_SIZE]  # equally many for each process
+    rollout = play_batch(policy, rows, replace(args, temperature=0.01))
+    rollout = rollout.select(torch.arange(len(prompts), device=args.device))
+    stats = rollout_stats(rollout, replace(args, num_generations=1, beta=0.0))
+    return {f"eval/{name}": stats[name] for name in ("objective/scores", "turns", "ended", "completions/mean_length")}
+
+
+def check_update(stats, step):
+    """Ends a run whose first ratio is not 1 but for rounding; warns of one that never ends, or learns nothing."""
+    is_one = stats["policy/first_ratio_error"] < 0.1  # bfloat16 has 8 bits
+    message = "rollout and update use different distributions (policy/first_ratio_error): does the model ignore "
+    require(is_one or step > 1, message + "position_ids or the attention mask, or have dropout or infinite weights?")
+    if stats["ended"] < 0.5:
+        warn("a limit cuts most episodes off: see --response-length, --max-turns, --stop-token")
+    if stats["reward_std"] < 1e-6:
+        warn("all scores of the batch are equal, so no episode is better than another: check the reward")
+
+
+def show_samples(run, rollout, tokenizer):
+    """Prints four episodes as a table, and saves their tensors for tools/xray.py."""
+    r = rollout.select(torch.arange(min(4, len(rollout.mask)), device=rollout.mask.device))
+    prompts = [tokenizer.decode(ids[real]) for ids, real in zip(r.prompts, r.prompt_mask)]
+    episodes = [transcript(*row, tokenizer) for row in zip(r.responses, r.mask, r.written)]
+    scores = [f"{score:.2f}" for score in r.scores.tolist()]
+    run.show({"prompt": prompts, "episode": episodes, "score": scores}, vars(r))
+
+
+def transcript(ids, mask, written, tokenizer):
+    """Decodes a stream. Answers of the environment are in «guillemets»."""
+    is_own, sizes = written[mask].unique_consecutive(return_counts=True)
+    texts = tokenizer.batch_decode(ids[mask].split(sizes.tolist()))
+    return "".join(text if own else f" «{text.strip()}» " for text, own in zip(texts, is_own))
+
+
+# --- Models and data --------------------------------------------------------------------------------------------------
+CURVES = {"score": "reward$|eval/.*scores$", "turns": "turns$", "KL, nats": "objective/kl$"}  # panels: metrics
+
+
+def load_models(args):
+    """Loads the policy, its stop tokens and its environment. Makes the reference (with LoRA the policy itself, while
+    its adapter is off). Neither has dropout: rollout, scoring and loss use one distribution."""
+    policy = load_model(AutoModelForCausalLM, args.model)
+    policy.stop_token_ids = []
+    for text in args.stop_token:
+        ids = policy.tokenizer.encode(text, add_special_tokens=False)
+        is_token = text == "eos" or (len(ids) == 1 and policy.tokenizer.decode(ids) == text)
+        require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
+        policy.stop_token_ids += eos_tokens(policy) if text == "eos" else ids
+    policy.generation_config.eos_token_id = policy.stop_token_ids  # for programs that sample from it later
+    policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
+    file, _, name = args.env.rpartition(":")
+    require(file, f"--env {args.env}: should be file.py:name")
+    policy.environment = load_function(file, name)
+    reference = None
+    if args.beta:
+        reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
+    if args.lora_r:
+        add_adapter(policy, args)
+    for model in filter(None, dict.fromkeys([policy, reference])):
+        place(model, args)
+    return policy, reference
+
+
+def make_optimizer(args, policy):
+    """AdamW for the policy's trainable weights."""
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
+    return torch.optim.AdamW(
+        parameters, lr=args.learning_rate, fused=True, **options
+    )  # fused: ten times as fast on a CPU
+
+
+def choose_sizes(args, policy, prompts):
+    """Returns the settings with learning rate and batch sizes filled in, and prints them."""
+    require(prompts, f"--dataset {args.dataset} has no prompts to train on")
+    longest = max(len(row["input_ids"]) for row in prompts) + args.response_length
+    limit = getattr(policy.config.get_text_config(), "max_position_embeddings", longest)
+    require(longest <= limit, f"a prompt and --response-length have {longest} tokens, but {args.model} reads {limit}")
+    size = policy.num_parameters()
+    # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
+    rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
+    rate = args.learning_rate or float(f"{rate:.2g}")
+    parts = args.num_mini_batches * WORLD_SIZE
+    per_device = args.per_device_train_batch_size
+    batch_size = per_device * args.gradient_accumulation_steps * parts if per_device else args.batch_size
+    rows = args.micro_batch_size or per_device or max(1, (2048 if args.device == "cpu" else 8192) // longest)
+    num_updates = args.total_episodes // batch_size
+    is_whole = batch_size % parts == 0 and batch_size % args.num_generations == 0 and num_updates > 0
+    message = (
+        f"{batch_size} episodes are no multiple of {parts} (mini-batches x processes) and of {args.num_generations} "
+    )
+    require(is_whole, message + "(a group), or too many")
+    print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
+    print(
+        f"{num_updates} updates, each of {batch_size} episodes in {args.num_mini_batches} mini-batches, {rows} at a time"
+    )
+    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
+    sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
+    return replace(args, per_device_train_batch_size=None, **sizes)
+
+
+# === From here on, a function has the same text in all scripts that have it ==========================================
+# --- Rewards ----------------------------------------------------------------------------------------------------------
+def load_function(file, name):
+    """Imports a function of a Python file."""
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours
+    return getattr(SourceFileLoader(path.stem, str(path)).load_module(), name)
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+def load_prompts(args, split, tokenizer):
+    """The rows of a split, each with the ids of its prompt as `input_ids`. Prompts that are too long are dropped."""
+
+    def text_of(row):
+        """The prompt as the policy reads it. Messages are rendered up to where the assistant's answer begins."""
+        reserved = row.keys() & {"input_ids", "prompts", "prompts_text", "completions", "completion_ids"}
+        check(not reserved, f"rename the column {reserved}: reward functions have arguments of that name")
+        if isinstance(row.get("prompt"), list):
+            check_messages(row["prompt"], last="user")
+            return render(row["prompt"], row, tokenizer, add_generation_prompt=True)
+        check(isinstance(row.get("prompt"), str) and row["prompt"], "'prompt' is neither a text nor messages, or empty")
+        return row["prompt"]
+
+    rows = read_rows(args.dataset, args.dataset_config, split)
+    texts = parse(rows, text_of, f"{args.dataset}, {split}")
+    for row, ids in zip(rows, encode(texts, tokenizer, is_chat=holds_messages(rows, "prompt"))):
+        row["input_ids"] = ids
+    prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
+    if prompts:
+        print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
+        print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
+    return prompts
+
+
+def require(condition, message):
+    """Exits with the message unless the condition holds. It is for errors that no library reports clearly."""
+    if not condition:
+        sys.exit(f"error: {message}")
+
+
+def check(condition, message):
+    """Raises a ValueError with the message unless the condition holds. It is for a row: `parse` adds its number."""
+    if not condition:
+        raise ValueError(message)
+
+
+def parse(rows, function, where):
+    """Applies a function to each row. An error ends the run and names the row."""
+    parsed = []
+    for number, row in enumerate(rows, 1):
+        try:
+            parsed.append(function(row))
+        except (ValueError, TypeError, TemplateError) as error:
+            sys.exit(f"error: row {number} of {where}: {error} (recipes/data.py converts other forms)")
+    return parsed
+
+
+def read_rows(name, config, split):
+    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
+    hub. Values stay as they are in the file. Without such a split, an empty list."""
+    import datasets
+
+    path = Path(name)
+    files = [path] if path.is_file() and split == "train" else []
+    files += [file for file in (path / f"{split}.jsonl", path / f"{split}.parquet") if file.exists()]
+    if files:
+        print(f"{split}: reads {files[0]}")
+    if files and files[0].suffix == ".jsonl":
+        return parse(open(files[0], "rb"), json.loads, files[0])
+    if files:
+        return datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
+    is_on_hub = not path.exists() and split in datasets.get_dataset_split_names(name, config)
+    return datasets.load_dataset(name, config, split=split).to_list() if is_on_hub else []
+
+
+def holds_messages(rows, column):
+    """Whether a column holds messages, in all rows, or texts, in all rows."""
+    types = {type(row[column]) for row in rows}
+    require(len(types) < 2, f"the column {column!r} holds texts in some rows and messages in others")
+    return list in types
+
+
+def check_messages(messages, last):
+    """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
+    for message in messages:
+        is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
+        check(is_message, f"a message has a role and a content, but this is {message!r:.60}")
+        check(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
+        is_text = isinstance(message["content"], str) and message["content"].strip()
+        check(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
+    check(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+
+
+def render(messages, row, tokenizer, **options):
+    """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
+    Refuses a row of which the template leaves something out."""
+    check(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
+    options |= row.get("chat_template_kwargs") or {}
+    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
+    for message in messages:
+        check(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
+    return text
+
+
+def render_answer(messages, row, tokenizer):
+    """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
+    head, content, tail = render(messages, row, tokenizer).rpartition(messages[-1]["content"].strip())
+    ends = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token) in tail]
+    end = min(ends, key=tail.find, default=tokenizer.eos_token)
+    return head + content + tail.partition(end)[0] + end
+
+
+def encode(texts, tokenizer, is_chat=False):
+    """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
+    rows = []
+    for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
+        batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
+        rows += [np.array(ids, np.int32) for ids in batch]
+    adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
+    return [ids[:-1] for ids in rows] if adds_eos else rows
+
+
+def pad(rows, tokenizer, args, side="right"):
+    """Pads rows of token ids to one tensor (B, S); returns it, and its mask (B, S), true on real tokens."""
+    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
+    return padded["input_ids"].long(), padded["attention_mask"].bool()
+
+
+def shuffled(n, seed, number):
+    """The numbers below n, in an order that depends on the seed and the number of the pass."""
+    generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
+    return torch.randperm(n, generator=generator).tolist()
+
+
+def make_seed(*numbers):
+    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+# --- Models -----------------------------------------------------------------------------------------------------------
+def load_model(auto_class, name, new_weights=()):
+    """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
+    missing, which the library would draw at random; those of a new head may be."""
+    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, info = auto_class.from_pretrained(name, **options)
+    wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
+    require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
+    model.auto_class = auto_class
+    model.tokenizer = AutoTokenizer.from_pretrained(name)
+    if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
+        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
+    return model.eval()
+
+
+def eos_tokens(model):
+    """Ids of the tokens that end a text: EOS, those of the generation config, and the chat template's end of a turn.
+    Only added tokens count, since a config's default can be any token."""
+    tokenizer = model.tokenizer
+    stored = model.generation_config.eos_token_id  # an int, a list, or None
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        ids.add(tokenizer.encode(render_answer(turns, {}, tokenizer), add_special_tokens=False)[-1])
+    return sorted(ids & tokenizer.added_tokens_decoder.keys())
+
+
+def add_adapter(model, args):
+    """Freezes the model and adds trainable LoRA adapters to all its linear layers (Hu et al. 2021)."""
+    from peft import LoraConfig
+
+    set_seed(args.seed)  # all processes draw the same adapters
+    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear"))
+
+
+@contextmanager
+def adapter_off(policy, reference):
+    """With LoRA, the policy is the reference while its adapter is off, within this context."""
+    if reference is policy:
+        reshard(policy)  # switching sets requires_grad, which has to happen on shards, not on gathered weights
+        policy.disable_adapters()
+    yield
+    if reference is policy:
+        reshard(policy)
+        policy.enable_adapters()
+
+
+class OneTypeCache(StaticCache):
+    """A key-value cache of fixed size and one dtype: under autocast, rotary keys are float32 and values bfloat16."""
+
+    def update(self, keys, values, *others, **options):
+        return super().update(keys.to(values.dtype), values, *others, **options)
+
+
+def autocast(args):
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32. It
+    keeps a bfloat16 copy of the weights until the context ends, but not with --gradient-checkpointing."""
+    device_type = torch.device(args.device).type
+    return torch.autocast(device_type, torch.bfloat16, args.bf16, cache_enabled=not args.gradient_checkpointing)
+
+
+# --- Processes
+def start(args):
+    """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
+    ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
+    logging.set_verbosity_error()  # transformers would report each new head
+    logging.disable_progress_bar()
+    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if args.device != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
+    elif sys.platform == "linux" and WORLD_SIZE == 1 and hasattr(ctypes.CDLL(None), "mallopt"):
+        # glibc keeps freed memory: with a large vocabulary, asking the system again takes up to half of the time
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
+
+
+def all_reduce(x):
+    """Sums x over all processes, in place."""
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def all_gather(x):
+    """All rows (B, ...), from those of each process, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE, ...)."""
+    shares = [x.clone() for _ in range(WORLD_SIZE)]
+    if WORLD_SIZE > 1:
+        dist.all_gather(shares, x.contiguous())
+    return torch.stack(shares, 1).flatten(0, 1)
+
+
+def place(model, args):
+    """Moves a model to the device. With --zero-stage, torch's FSDP2 shards it, layer by layer, and averages its
+    gradients over processes. Stage 2 shards only models in training."""
+    is_trained = any(p.requires_grad for p in model.parameters())
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        if args.gradient_checkpointing and is_trained:
+            recompute_activations(layer)
+        for module in layer.modules():
+            if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
+                module.bfloat16()  # once: autocast would cast a frozen weight at each use
+    if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        for module in layers + roots:
+            fully_shard(module, reshard_after_forward=args.zero_stage == 3)
+    model.to(args.device)
+
+
+def reshard(model):
+    """Frees the weights that a pass through a sharded model has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def gathered(model, args):
+    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    yield
+    for part in parts:
+        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
+        part.reshard()
+
+
+def clip_gradient(parameters, max_norm):
+    """Clips the gradient to max_norm, and returns its norm before. FSDP2 has averaged the gradients of sharded models
+    over the processes; those of other models are averaged here."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= WORLD_SIZE
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# --- The run
+class Run:
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
+
+    A step is one update. To log a number, put it into the stats, under any name. In a checkpoint, each process writes
+    its weights and moments as safetensors; then process 0 adds state.json with `carry`, what one step hands to the
+    next. On a CPU, a resumed run equals an uninterrupted one bit for bit.
+    """
+
+    def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
+        self.args = args
+        self.num_steps = num_steps
+        self.optimizer = optimizer
+        self.carry = carry
+        self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
+        self.step = 0
+        self.seconds = {}  # of each phase of this step
+        self.stop_requested = False
+        self.saved_at = time.time()
+        script = Path(__file__).stem
+        folder = [args.resume or args.output_dir or f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
+        if WORLD_SIZE > 1:
+            dist.broadcast_object_list(folder)  # clocks may differ
+        self.output = Path(folder[0])
+        if args.resume:
+            self.restore()
+        for _ in range(self.step):
+            schedule.step()
+        self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
+        self.wandb = None
+        if RANK:
+            return
+        self.output.mkdir(parents=True, exist_ok=bool(args.resume))
+        settings = {"code": code_version()} | asdict(args)
+        (self.output / "args.json").write_text(json.dumps(settings, indent=2))
+        self.file = open(self.output / "metrics.jsonl", "a")
+        if args.track:
+            import wandb
+
+            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": settings}
+            self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
+
+    def steps(self):
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and a closed terminal end
+        the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell script."""
+        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        while self.step < self.num_steps and not self.stop_requested:
+            self.step += 1
+            yield self.step
+            is_late = time.time() - self.saved_at > 600
+            stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
+            self.stop_requested = stops > 0  # in any process
+            if stops or lates or self.step % self.args.save_steps == 0:
+                self.save()
+
+    @contextmanager
+    def clock(self, phase):
+        """Times one phase of the step."""
+        start = time.perf_counter()
+        yield
+        if self.args.device != "cpu":
+            torch.accelerator.synchronize()
+        self.seconds[phase] = time.perf_counter() - start
+
+    def log(self, stats, *shown):
+        """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
+        stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
+        self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
+        self.bar.update()
+        if not RANK:
+            line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
+            print(json.dumps(line), file=self.file, flush=True)
+        if self.wandb:
+            self.wandb.log(stats, step=self.step)
+
+    def is_due(self, every):
+        """Whether this step is a multiple of `every`, or the last one."""
+        return self.step % max(1, every) == 0 or self.step == self.num_steps
+
+    def show(self, columns, tensors):
+        """Prints texts as a table, and saves the tensors that belong to them in samples/, for tools/xray.py."""
+        if RANK:
+            return
+        table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
+        for row in zip(*columns.values()):
+            table.add_row(*map(Text, row))  # a Text shows markup as it is
+        with self.bar.external_write_mode():
+            Console().print(table)
+        tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
+        (self.output / "samples").mkdir(exist_ok=True)
+        save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
+
+    def tensors(self):
+        """All trained weights and the optimiser's moments by name; if sharded, this process's shards."""
+        reshard(self.models)
+        options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+        state = state_dict.get_optimizer_state_dict(self.models, self.optimizer, options=options)
+        moments = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+        return moments | {name: p for name, p in self.models.named_parameters() if p.requires_grad}
+
+    def save(self):
+        """Writes a checkpoint, under another name until it is complete, and removes old ones."""
+        unfinished = self.output / "checkpoints/unfinished"
+        if not RANK:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
+        self.saved_at = time.time()
+        if not RANK:
+            (unfinished / "state.json").write_text(json.dumps({"step": self.step, "carry": self.carry}))
+            unfinished.rename(self.output / f"checkpoints/step-{self.step:08d}")
+            for old in sorted(self.output.glob("checkpoints/step-*"))[: -(self.args.save_total_limit or 1)]:
+                shutil.rmtree(old)
+
+    def restore(self):
+        """Continues from the newest checkpoint, or starts from scratch if there is none."""
+        found = sorted(self.output.glob("checkpoints/step-*"))
+        is_over = (self.output / "README.md").exists() and not found
+        require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
+        for folder in found[-1:]:
+            print(f"reading {folder} (if it is damaged, remove it)")
+            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folder))
+            state = json.loads((folder / "state.json").read_text())
+            self.step = state["step"]
+            self.carry.update(state["carry"])
+        if not RANK:
+            lines = (self.output / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
+
+    def finish(self):
+        """Saves the model, its moving average in ema/, the model card and the curves."""
+        self.bar.close()
+        save_model(self.models["model"], self.output, self.args)
+        if "ema" in self.models:
+            save_model(self.models["ema"], self.output / "ema", self.args)
+        if RANK:
+            return
+        describe(self.output, self.args)
+        print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
+        if self.step < self.num_steps:
+            print(f"to continue from step {self.step}: --resume {self.output}")
+        elif not self.args.save_total_limit:
+            shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
+
+
+def code_version():
+    """The name of this script, its version, and the git revision of its folder, if it has one."""
+    command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
+    git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
+    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+
+
+def save_model(model, folder, args):
+    """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
+    weights = state_dict.get_model_state_dict(
+        model, options=state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if RANK:
+        return
+    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    model.save_pretrained(folder, state_dict=weights)
+    model.tokenizer.save_pretrained(folder)
+    if args.lora_r:
+        from peft import PeftModel
+
+        base = load_model(model.auto_class, args.model, new_weights=("score.weight", "lm_head.weight"))
+        PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
+        model.tokenizer.save_pretrained(folder / "merged")
+
+
+def describe(folder, args):
+    """Writes curves.png, with a panel for each of CURVES, and README.md, the model card."""
+    import pandas
+    from matplotlib.figure import Figure
+
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
+    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
+    for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
+        shown = lines.filter(regex=pattern)
+        shown.plot(ax=axis, style=["o" if name.startswith("eval") else "-" for name in shown], title=title)
+    figure.savefig(folder / "curves.png", dpi=120)
+    defaults = asdict(Args())
+    changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
+    metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
+    card = (
+        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
+    )
+    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    (folder / "README.md").write_text(card)
+
+
+def read_command_line():
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line."""
+    read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
+    args = read()
+    if args.resume:
+        settings = json.loads(Path(args.resume, "args.json").read_text())
+        script = settings.pop("code")["script"]
+        require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
+        args = read(default=Args(**settings))
+    return args
+
+
+if __name__ == "__main__":
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # only process 0 prints
+    train(read_command_line())
+    if dist.is_initialized():
+        dist.destroy_process_group()
