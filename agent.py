@@ -35,11 +35,11 @@ values at the dots do not matter: they are masked.
                        | 0  0   0     0  .88   0     0   0
 
 Three mistakes raise no error. With answers in the loss, the policy learns to imitate the environment. Without stop
-tokens in the loss, it does not learn to end its turn. If each turn decodes the stream and encodes it again, the loss may
-see other tokens than those sampled.
+tokens in the loss, it does not learn to end its turn. If each turn decodes the stream and encodes it again, the loss
+may see other tokens than those sampled.
 
-Papers: GRPO 2402.03300; RAGEN 2504.20073; Search-R1 2503.09516; Dr. GRPO 2503.20783; DAPO 2503.14476; GSPO 2507.18071;
-CISPO 2506.13585 (arXiv). In short: lecture/agent.py, 310 lines.
+Papers (arXiv): GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; losses: DAPO 2503.14476, Dr. GRPO
+2503.20783, MaxRL 2602.02710. In short: lecture/agent.py, 310 lines.
 
   python agent.py    # guess a number: offline, two minutes on a CPU, guesses 4.3 -> 3.5
   python agent.py --env rewards/calculator.py:Calculator --dataset problems.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
@@ -120,18 +120,15 @@ class Args:
     # divides advantages by: the standard deviation of the group or batch; the group's mean (MaxRL, for scores of 0 or
     # more); 1 (none, Dr. GRPO)
     scale_rewards: Literal["group", "batch", "mean", "none"] = "batch"
-    # weights of tokens. dapo, cispo: all equal; grpo: equal sums for all episodes; dr_grpo: a constant
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"
-    # level of the ratio: token, or sequence (GSPO; use it with loss_type grpo)
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high (GSPO: 3e-4)
-    # by default epsilon (DAPO: 0.28, GSPO: 4e-4); cispo: upper bound, default 5. With one step per batch, the ratio is 1
-    epsilon_high: Positive | None = None
+    # weights of tokens. dapo: all equal; grpo: equal sums for all episodes; dr_grpo: a constant
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    epsilon: Positive = 0.2  # the ratio is clipped to 1 - epsilon ... 1 + epsilon_high
+    epsilon_high: Positive | None = None  # by default epsilon (DAPO: 0.28). With one step per batch, the ratio is 1
     num_ppo_epochs: Annotated[Count, alias("--num-iterations")] = 1  # passes over each batch. More: further off policy
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     mask_truncated_completions: bool = False  # exclude episodes that a limit cut off from the loss (DAPO)
-    dynamic_sampling: Natural = 0  # maximum number of extra batches, to replace groups with equal scores (DAPO)
+    dynamic_sampling: Natural = 0  # maximum extra batches in an update, to replace groups with equal scores (DAPO)
     # --- Episodes ---
     # file.py:name of a class. An object is one episode, made from a row; step(text) -> answer, reward, is_over
     env: Name = f"{TOY}/guess/make.py:Game"
@@ -140,7 +137,6 @@ class Args:
     )
     max_turns: Count | None = None  # maximum turns of the policy in an episode
     temperature: Positive = 1.0  # divides the logits in rollout, reference and loss (TRL). Lower: less exploration
-    stop_token: tuple[Name, ...] = ("eos",)  # end of a turn: eos (all of the model's), or tokens as texts
     local_rollout_forward_batch_size: Count | None = None  # episodes played at once; by default 4 x micro_batch_size
     # --- Optimisation ---
     learning_rate: Positive | None = None  # by default from the policy's size, and ten times as high with LoRA
@@ -154,9 +150,6 @@ class Args:
     batch_size: Count = 512  # episodes per update, on all GPUs together
     # episodes per forward and backward pass; changes only the rounding. By default 2048 tokens on a CPU, 8192 on a GPU
     micro_batch_size: Count | None = None
-    # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x num_mini_batches x GPUs
-    per_device_train_batch_size: Count | None = None
-    gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Models: a folder, or a name on the hub ---
     model: Annotated[Name, alias("--model-name-or-path")] = f"{TOY}/guess/sft"  # policy to start from
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
@@ -200,14 +193,16 @@ def train(args):
 
     optimizer = make_optimizer(args, policy)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
-    carry = {"num_draws": 0}  # what an update hands to the next; in checkpoints
-    run = Run(args, num_updates, optimizer, schedule, carry, model=policy)
+    run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
         # 1. Play, and 2. score
+        extra = range(num_updates + (step - 1) * args.dynamic_sampling, num_updates + step * args.dynamic_sampling)
+        starts = [number * B // G for number in (step - 1, *extra)]  # of batches, in the order of the rows
+        batches = [[prompts[i] for i in order[at : at + B // G] for _ in range(G)] for at in starts]
         with run.clock("rollout"):
-            rollout = play_groups(policy, prompts, order, carry, args)
+            rollout = play_batch(policy, batches, args)
         with run.clock("score"):
             read_logprobs(policy, reference, rollout, args)
 
@@ -247,7 +242,7 @@ class Rollout:
     turn: Tensor  # (B, T), number of turns that the policy has finished
     rewards: Tensor  # (B, T), the reward of a turn, on its last token
     rows: list[dict]  # the B rows of the dataset
-    scores: Tensor | None = None  # (B,), sum of the rewards
+    scores: Tensor  # (B,), the sum of the rewards
     ref_logprobs: Tensor | None = None  # (B, T), with --beta
     advantages: Tensor | None = None  # (B, 1), the same for all tokens of an episode; with --credit turn, (B, T)
 
@@ -312,16 +307,15 @@ def sample_categorical(logits, uniforms):
 
 
 @torch.no_grad()
-def play(policy, rows, prompts, prompt_mask, uniforms, args):
-    """Streams (B, T) after prompts (B, P), one per row of the dataset, from uniforms (B, T).
+def play(policy, games, rows, prompts, prompt_mask, uniforms, args):
+    """Streams (B, T) after prompts (B, P), one per game, from uniforms (B, response_length).
 
-    Also returns mask, ended, logprobs, written, turn and rewards, (B, T) but for ended (B,). In each step, the next
+    Also returns mask, ended (B,), logprobs, written, turn and rewards, each (B, T) but `ended`. In each step, the next
     token of a row comes from the environment's answer, if some of it is left, and else from the policy. Tokens after
     the end of an episode do not count. Sampled tokens are never encoded again: only the answer is encoded. A turn that
-    the end of the stream cuts off goes to the environment as it is, and the episode keeps its rewards.
+    the end of the stream cuts off goes to the game as it is.
     """
     B, T = uniforms.shape
-    games = [policy.environment(deepcopy(row)) for row in rows]
     answers = [[] for _ in games]  # tokens of each row's answer that are still to be added
     starts = [0] * B  # where the current turn of each row begins
     over, ended = torch.zeros(2, B, dtype=torch.bool)  # on the CPU, like the environments, which need each token
@@ -383,67 +377,33 @@ def encode_answer(answer, game, row, policy):
     return tokenizer.encode(answer, add_special_tokens=False)
 
 
-def play_batch(policy, rows, args):
-    """Plays an episode from each row, and adds up its rewards."""
-    prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
-    uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
-    share = torch.arange(len(rows))[RANK::WORLD_SIZE]
-    parts = []
-    with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # environments may draw numbers
-        for index in share.split(args.local_rollout_forward_batch_size):
-            some = [rows[i] for i in index]
-            parts.append(play(policy, some, prompts[index], prompt_mask[index], uniforms[index], args))
-    episodes = [all_gather(torch.cat(x)) for x in zip(*parts)]
-    rollout = Rollout(prompts, prompt_mask, *episodes, rows)
-    rollout.scores = rollout.rewards.sum(1)
-    require(rollout.scores.isfinite().all(), "--env: a reward is not a finite number")
-    return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
+def play_batch(policy, batches, args):
+    """Steps 1 and 2: plays an episode from each row of the first batch, and adds up the rewards of its turns.
 
-
-def equal_groups(scores, G):
-    """(B/G,) true where all G scores of a group are equal: it has no gradient, but that of a KL."""
-    groups = scores.view(-1, G)
-    return (groups == groups[:, :1]).all(1)
-
-
-def play_groups(policy, prompts, order, carry, args):
-    """Steps 1 and 2: plays G episodes from each row of a batch.
-
-    With --dynamic-sampling, groups with equal scores are replaced by groups from further batches (DAPO, sec. 3.2). If
-    there are still too few, they fill the batch.
+    Groups with equal scores are replaced by groups from the other batches, as long as there are any (DAPO, sec. 3.2).
     """
-    G, num_groups = args.num_generations, args.batch_size // args.num_generations
-    parts = []
-    num_useful = 0
-    for _ in range(1 + args.dynamic_sampling):
-        first = carry["num_draws"] * num_groups
-        rows = [prompts[i] for i in order[first : first + num_groups] for _ in range(G)]
-        carry["num_draws"] += 1
-        parts.append(play_batch(policy, rows, args))
-        num_useful += (~equal_groups(parts[-1].scores, G)).sum().item()
-        if num_useful >= num_groups:
+    rows, parts = [], []
+    for batch in batches:
+        prompts, prompt_mask = pad([row["input_ids"] for row in batch], policy.tokenizer, args, "left")  # (B, P)
+        uniforms = torch.rand(len(batch), args.response_length).to(args.device)  # drawn on the CPU, for any device
+        share = torch.arange(RANK, len(batch), WORLD_SIZE)
+        played = []
+        with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # environments may draw numbers
+            for index in share.split(args.local_rollout_forward_batch_size):
+                games = [policy.environment(deepcopy(batch[i])) for i in index]
+                inputs = prompts[index], prompt_mask[index], uniforms[index]
+                played.append(play(policy, games, [batch[i] for i in index], *inputs, args))
+        rows += batch
+        parts.append([all_gather(torch.cat(x)) for x in zip(*played)])
+        scores = torch.cat([rewards for *_, rewards in parts]).sum(1)
+        has_gradient = ~equal_groups(scores, args.num_generations).repeat_interleave(args.num_generations)
+        if has_gradient.sum() >= len(batch):
             break
-    rollout = join(parts)
-    is_useless = equal_groups(rollout.scores, G).repeat_interleave(G)  # (rows,)
-    if len(parts) > 1:
-        rollout = rollout.select(is_useless.long().argsort(stable=True)[: args.batch_size])
-    return rollout
-
-
-def join(parts):
-    """Joins rollouts into one, padded to the greatest width."""
-    joined = copy(parts[0])
-    joined.rows = [row for part in parts for row in part.rows]
-    for name, x in vars(parts[0]).items():
-        if isinstance(x, Tensor):
-            rows = [row for part in parts for row in getattr(part, name)]
-            side = "left" if name in ("prompts", "prompt_mask") else "right"
-            setattr(
-                joined,
-                name,
-                nn.utils.rnn.pad_sequence(rows, True, padding_side=side) if x.dim() == 2 else torch.stack(rows),
-            )
-    return joined
+    prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")
+    rollout = Rollout(prompts, prompt_mask, *(torch.cat(x) for x in zip(*parts)), rows, scores)
+    require(scores.isfinite().all(), "--env: a reward is not a finite number")
+    index = has_gradient.long().argsort(stable=True, descending=True)
+    return rollout.select(index[: len(batch)])
 
 
 # --- Log-probabilities ------------------------------------------------------------------------------------------------
@@ -480,6 +440,12 @@ def read_logprobs(policy, reference, rollout, args):
     if args.beta:
         with adapter_off(policy, reference):
             rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
+
+
+def kl_estimate(logprobs, ref_logprobs, estimator):
+    """(B, T) estimate of KL(policy || reference) from the sampled token alone (Schulman 2020)."""
+    k1 = logprobs - ref_logprobs
+    return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -523,32 +489,23 @@ def masked_sum(x, mask):
     return x.masked_fill(~mask, 0.0).sum()
 
 
-def policy_loss(logprobs, old_logprobs, advantages, mask, args):
+def policy_loss(logprobs, old_logprobs, advantages, mask, epsilon, epsilon_high):
     """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
     The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
-    the other direction, the loss is not clipped, and its gradient moves the ratio back. CISPO keeps the gradient of
-    every token: an ordinary policy gradient, weighted by the clipped ratio (MiniMax-M1, eq. 4; no lower bound, as in
-    TRL). With GSPO, the ratio of all tokens is their geometric mean (eq. 7).
+    the other direction, the loss is not clipped, and its gradient moves the ratio back.
     """
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
-    if args.importance_sampling_level == "sequence":
-        lengths = mask.sum(1, keepdim=True).clamp(min=1)
-        log_ratio = (log_ratio.sum(1, keepdim=True) / lengths).expand_as(log_ratio)
-    ratio = log_ratio.exp()
-    if args.loss_type == "cispo":
-        bound = args.epsilon_high or 5.0
-        return -ratio.clamp(max=bound).detach() * advantages * logprobs, ratio, ratio > bound
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon))
+    clipped = -advantages * ratio.clamp(1 - epsilon, 1 + epsilon_high)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
 
 
 def token_weights(mask, num_rows, num_tokens, args):
     """(b, T) weights of the tokens' losses. The loss of a mini-batch is the weighted sum.
 
-    grpo: all episodes have the same weight, so a token of a long one has a lower one. In the others, all tokens have the
-    same weight: a constant (dr_grpo), or 1 / tokens of an average mini-batch (dapo, cispo).
+    grpo: all episodes have the same weight, so a token of a long one has a lower one. In the others, all tokens have
+    the same weight: a constant (dr_grpo), or 1 / tokens of an average mini-batch (dapo).
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # (b, 1)
     if args.loss_type == "grpo":
@@ -565,22 +522,20 @@ def update(policy, optimizer, rollout, args):
     The gradient of a mini-batch is a weighted sum over its tokens, however it is split into micro-batches and among
     processes: clip_gradient averages over processes, so the weights use the numbers of rows and tokens per process.
     """
-    loss_mask = rollout.written
+    rollout.loss_mask = rollout.written
     if args.mask_truncated_completions:
-        loss_mask = loss_mask & rollout.ended[:, None]
-    rollout.loss_mask = loss_mask
+        rollout.loss_mask = rollout.written & rollout.ended[:, None]
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
-    num_tokens = loss_mask.sum().clamp(min=1) / num_parts  # on average
+    num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
     logs = []  # means over the tokens of each mini-batch
     num_skipped = args.num_ppo_epochs * args.num_mini_batches
     for _ in range(args.num_ppo_epochs):
-        for rows in torch.randperm(args.batch_size).to(args.device).split(args.batch_size // args.num_mini_batches):
+        for rows in torch.randperm(args.batch_size).to(args.device).tensor_split(args.num_mini_batches):  # (b,)
             optimizer.zero_grad()
             sums = Counter()
             for index in rollout.micro_batches(rows, args):
                 r = rollout.select(index)
-                mask = r.loss_mask
                 with autocast(args):
                     logits, _ = response_forward(policy, r, args)  # (b, T, V)
                 log_softmax = logits.log_softmax(-1)  # as in token_logprobs, but once for the entropy, too
@@ -588,55 +543,52 @@ def update(policy, optimizer, rollout, args):
                 with torch.no_grad():
                     entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
                 del logits, log_softmax  # the largest tensors of the update: the graph keeps what it needs
-                losses, ratio, clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, mask, args)  # (b, T) each
-                kl = torch.zeros_like(losses)
-                if args.beta:  # k3 times the ratio, so that its gradient is that of the KL
-                    log_ratio = (logprobs - r.ref_logprobs).masked_fill(~mask, 0.0)
-                    kl = (torch.expm1(-log_ratio) + log_ratio) * ratio
-                losses = losses + args.beta * kl
-                loss = masked_sum(losses * token_weights(mask, num_rows, num_tokens, args), mask)
+                losses, ratio, clipped = policy_loss(
+                    logprobs, r.old_logprobs, r.advantages, r.loss_mask, args.epsilon, args.epsilon_high or args.epsilon
+                )
+                kl = torch.zeros_like(losses)  # (b, T)
+                if args.beta:  # times the ratio, so that its gradient is that of the KL
+                    kl = kl_estimate(logprobs, r.ref_logprobs, "k3") * ratio
+                weights = token_weights(r.loss_mask, num_rows, num_tokens, args)  # (b, T)
+                loss = masked_sum((losses + args.beta * kl) * weights, r.loss_mask)
                 loss.backward()
                 seen = {"kl": kl, "entropy": entropy, "val/ratio": ratio, "clip_ratio/region_mean": clipped}
-                seen |= {"clip_ratio/low_mean": clipped & (r.advantages < 0)}
-                seen |= {"clip_ratio/high_mean": clipped & (r.advantages > 0)}
-                seen |= {
-                    "policy/approxkl_avg": 0.5 * (logprobs - r.old_logprobs) ** 2,
-                    "tokens": torch.ones_like(ratio),
-                }
-                seen |= {"policy/first_ratio_error": (ratio - 1).abs()}
-                sums.update({name: masked_sum(x.detach(), mask) for name, x in seen.items()})  # a Counter adds
-                sums["loss"] += loss.detach() / WORLD_SIZE
+                seen |= {"policy/first_ratio_error": (ratio - 1).abs(), "tokens": torch.ones_like(ratio)}
+                sums.update({name: masked_sum(x.detach(), r.loss_mask) for name, x in seen.items()})  # a Counter adds
+                sums["loss"] += loss.detach()
             sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
-            log = {name: x / max(1, sums["tokens"]) for name, x in sums.items()} | {"loss": sums["loss"]}
+            log = {name: x / max(1, sums["tokens"]) for name, x in sums.items()}
+            log["loss"] = sums["loss"] / WORLD_SIZE
             log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             logs.append(log)
             if math.isfinite(log["grad_norm"]):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
                 num_skipped -= 1
     optimizer.zero_grad()
-    stats = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}  # means over the steps
+    stats = {name: sum(log[name] for log in logs) / len(logs) for name in seen | log if name != "tokens"}
     stats["policy/first_ratio_error"] = logs[0]["policy/first_ratio_error"]  # before the first step
     return stats | {"val/skipped_steps": num_skipped}
+
+
+def equal_groups(scores, G):
+    """(B/G,) true where all G scores of a group are equal: it has no gradient but that of the KL."""
+    groups = scores.view(-1, G)
+    return (groups == groups[:, :1]).all(1)
 
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
 def rollout_stats(rollout, args):
     """The metrics of a batch before the update, under TRL's names."""
-    scores = rollout.scores
-    lengths = rollout.written.sum(1).float()
     stats = {
-        "reward": scores.mean(),
-        "reward_std": scores.std(),
-        "objective/scores": scores.mean(),
-        "frac_reward_zero_std": equal_groups(scores, args.num_generations).float().mean(),
+        "reward": rollout.scores.mean(),
+        "reward_std": rollout.scores.std(),
+        "objective/scores": rollout.scores.mean(),
+        "frac_reward_zero_std": equal_groups(rollout.scores, args.num_generations).float().mean(),
         "turns": ((rollout.turn * rollout.written).amax(1) + 1).float().mean(),
         "ended": rollout.ended.float().mean(),
-        "completions/mean_length": lengths.mean(),
-        "completions/min_length": lengths.min(),
-        "completions/max_length": lengths.max(),
-        "completions/clipped_ratio": 1 - rollout.ended.float().mean(),
+        "completions/mean_length": rollout.written.sum(1).float().mean(),
     }
-    if args.beta:
+    if rollout.ref_logprobs is not None:
         k1 = rollout.old_logprobs - rollout.ref_logprobs
         stats["objective/kl"] = masked_sum(k1, rollout.written) / len(k1)
     return {name: x.item() for name, x in stats.items()}
@@ -644,10 +596,10 @@ def rollout_stats(rollout, args):
 
 def evaluate(policy, prompts, args):
     """Plays likely episodes from the test rows, sampled at temperature .01 as for TRL's tables."""
-    rows = (prompts * WORLD_SIZE)[: len(prompts) + -len(prompts) % WORLD_SIZE]  # equally many for each process
-    rollout = play_batch(policy, rows, replace(args, temperature=0.01))
-    rollout = rollout.select(torch.arange(len(prompts), device=args.device))
-    stats = rollout_stats(rollout, replace(args, num_generations=1, beta=0.0))
+    args = replace(args, temperature=0.01, num_generations=1)
+    rows = prompts + prompts[: -len(prompts) % WORLD_SIZE]  # equally many for each process
+    rollout = play_batch(policy, [rows], args).select(torch.arange(len(prompts), device=args.device))
+    stats = rollout_stats(rollout, args)
     return {f"eval/{name}": stats[name] for name in ("objective/scores", "turns", "ended", "completions/mean_length")}
 
 
@@ -657,7 +609,7 @@ def check_update(stats, step):
     message = "rollout and update use different distributions (policy/first_ratio_error): does the model ignore "
     require(is_one or step > 1, message + "position_ids or the attention mask, or have dropout or infinite weights?")
     if stats["ended"] < 0.5:
-        warn("a limit cuts most episodes off: see --response-length, --max-turns, --stop-token")
+        warn("a limit cuts most episodes off: see --response-length, --max-turns")
     if stats["reward_std"] < 1e-6:
         warn("all scores of the batch are equal, so no episode is better than another: check the reward")
 
@@ -679,19 +631,14 @@ def transcript(ids, mask, written, tokenizer):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {"score": "reward$|eval/.*scores$", "turns": "turns$", "KL, nats": "objective/kl$"}  # panels: metrics
+CURVES = {"score": "scores$", "turns": "turns$", "entropy": "entropy"}  # panels: metrics
 
 
 def load_models(args):
     """Loads the policy, its stop tokens and its environment. Makes the reference (with LoRA the policy itself, while
     its adapter is off). Neither has dropout: rollout, scoring and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
-    policy.stop_token_ids = []
-    for text in args.stop_token:
-        ids = policy.tokenizer.encode(text, add_special_tokens=False)
-        is_token = text == "eos" or (len(ids) == 1 and policy.tokenizer.decode(ids) == text)
-        require(is_token, f"--stop-token {text!r} is not one token of {args.model}, but {ids}")
-        policy.stop_token_ids += eos_tokens(policy) if text == "eos" else ids
+    policy.stop_token_ids = eos_tokens(policy)
     policy.generation_config.eos_token_id = policy.stop_token_ids  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     file, _, name = args.env.rpartition(":")
@@ -726,23 +673,21 @@ def choose_sizes(args, policy, prompts):
     # 1e-5 for a model of GPT-2's size, more for smaller ones, at least 3e-6 (the N+ details' rate from 1B up)
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     rate = args.learning_rate or float(f"{rate:.2g}")
-    parts = args.num_mini_batches * WORLD_SIZE
-    per_device = args.per_device_train_batch_size
-    batch_size = per_device * args.gradient_accumulation_steps * parts if per_device else args.batch_size
-    rows = args.micro_batch_size or per_device or max(1, (2048 if args.device == "cpu" else 8192) // longest)
-    num_updates = args.total_episodes // batch_size
-    is_whole = batch_size % parts == 0 and batch_size % args.num_generations == 0 and num_updates > 0
+    rows = args.micro_batch_size or max(1, (2048 if args.device == "cpu" else 8192) // longest)
+    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, args.num_generations)
+    num_updates = args.total_episodes // args.batch_size
+    is_whole = args.batch_size % parts == 0 and num_updates > 0
     message = (
-        f"{batch_size} episodes are no multiple of {parts} (mini-batches x processes) and of {args.num_generations} "
+        f"--batch-size {args.batch_size} is no multiple of {parts} (groups, mini-batches, processes), or too large"
     )
-    require(is_whole, message + "(a group), or too many")
+    require(is_whole, message)
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(
-        f"{num_updates} updates, each of {batch_size} episodes in {args.num_mini_batches} mini-batches, {rows} at a time"
+        f"{num_updates} updates, each of {args.batch_size} episodes in {args.num_mini_batches} mini-batches, {rows} at a time"
     )
-    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
+    sizes = {"learning_rate": rate, "micro_batch_size": rows}
     sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows
-    return replace(args, per_device_train_batch_size=None, **sizes)
+    return replace(args, **sizes)
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
@@ -889,6 +834,7 @@ def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    name = str(Path(name).resolve()) if Path(name).exists() else name  # an adapter stores it
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -912,12 +858,12 @@ def eos_tokens(model):
     return sorted(ids & tokenizer.added_tokens_decoder.keys())
 
 
-def add_adapter(model, args):
+def add_adapter(model, args, task_type):
     """Freezes the model and adds trainable LoRA adapters to all its linear layers (Hu et al. 2021)."""
     from peft import LoraConfig
 
     set_seed(args.seed)  # all processes draw the same adapters
-    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear"))
+    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
 
 
 @contextmanager

@@ -747,7 +747,7 @@ def load_models(args):
     ema = deepcopy(policy) if args.ema_decay else None
     reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
     if args.lora_r:
-        add_adapter(policy, args)
+        add_adapter(policy, args, "CAUSAL_LM")
     models = [policy, reference, critic, reward_model, ema]
     for model in filter(None, dict.fromkeys(models)):
         place(model, args)
@@ -1047,6 +1047,7 @@ def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""
     require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    name = str(Path(name).resolve()) if Path(name).exists() else name  # an adapter stores it
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, info = auto_class.from_pretrained(name, **options)
     wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
@@ -1070,12 +1071,12 @@ def eos_tokens(model):
     return sorted(ids & tokenizer.added_tokens_decoder.keys())
 
 
-def add_adapter(model, args):
+def add_adapter(model, args, task_type):
     """Freezes the model and adds trainable LoRA adapters to all its linear layers (Hu et al. 2021)."""
     from peft import LoraConfig
 
     set_seed(args.seed)  # all processes draw the same adapters
-    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear"))
+    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
 
 
 @contextmanager

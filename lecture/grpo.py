@@ -205,7 +205,7 @@ def token_weights(mask, num_rows, num_tokens, args):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
-assert args.batch_size % args.num_generations == 0, "batch_size: a multiple of num_generations"
+assert args.num_generations > 1 and args.batch_size % args.num_generations == 0, "groups: 2 or more"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must use one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -239,6 +239,7 @@ order = [i for number in passes for i in shuffled(len(prompts), args.seed, numbe
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, G = args.batch_size, args.num_generations
 num_updates = args.total_episodes // B
+assert num_updates, "total_episodes: at least batch_size"
 history = []  # of the metrics, one dict for each update
 for update in (bar := trange(1, num_updates + 1)):
     torch.manual_seed(make_seed(args.seed, update))

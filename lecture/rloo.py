@@ -172,7 +172,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 # %% Models and data
 args = Args() if "get_ipython" in globals() else tyro.cli(Args)  # a notebook has no command line
 assert not Path(args.output_dir).exists(), f"output_dir: {args.output_dir} is there already"
-assert args.batch_size % args.rloo_k == 0, "batch_size: a multiple of rloo_k"
+assert args.batch_size % args.rloo_k == 0 and args.rloo_k > 1, "batch_size: a multiple of rloo_k > 1"
 device = "cuda" if torch.cuda.is_available() else "cpu"
 # from_pretrained turns dropout off: sampling, reference and loss must use one distribution
 policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -210,6 +210,7 @@ order = [i for number in passes for i in shuffled(len(prompts), args.seed, numbe
 wandb.init(project="rlhf", config=vars(args), mode=None if args.track else "disabled")
 B, K = args.batch_size, args.rloo_k
 num_updates = args.total_episodes // B
+assert num_updates, "total_episodes: at least batch_size"
 history = []  # of the metrics, one dict for each update
 for update in (bar := trange(1, num_updates + 1)):
     torch.manual_seed(make_seed(args.seed, update))

@@ -33,7 +33,7 @@ LOGITS = "            logits = forward(policy, ids[rows], attention_mask[rows]).
 CLIP = "            for model in (policy, critic):  # apart, or one large gradient would shrink both"
 CLIP_ONE = "                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 STEP = "            optimizer.step()"
-LOG = "            logs.append({name: x.detach()[mask[rows]].float() for name, x in seen.items()})"
+LOG = "            logs.append({name: x.detach()[mask[rows]].double() for name, x in seen.items()})"
 EPOCH = "    for _ in range(args.num_ppo_epochs):"
 HISTORY = "    history.append(stats)"
 MORE_METRICS = [
@@ -118,7 +118,7 @@ all_scores = []
             else:
                 optimizer.step()
 """),
-            ("]\n" + LOG, "]\n" + LOG + """
+            (LOG, LOG + """
             if is_over:
                 break
         if is_over:
@@ -199,7 +199,7 @@ def test_by_hand(case, folder, tmp_path, monkeypatch):
     is_exact = "experts" not in case  # whose products have no float64
     text = in_float64("lecture/ppo.py") if is_exact else text_of("lecture/ppo.py")
     text = text.replace("import time\n", "import json, math, time\n")
-    text = text.replace(LOG.replace("float()", "double()"), LOG)
+    text = text.replace(LOG.replace("double()", "float()"), LOG)
     for old, new in [*MORE_METRICS, *edits]:
         assert text.count(old) == 1, old
         text = text.replace(old, new)

@@ -1,11 +1,11 @@
-"""lecture/agent.py: who speaks when, what has a loss, who gets the credit."""
+"""agent.py and lecture/agent.py: who speaks when, what has a loss, who gets the credit."""
 
 import json
 
 import pytest
 import torch
-from float64 import float64, in_float64
-from runs import short_form
+from float64 import float64, in_float64, load_in_float64
+from runs import lines_of, short_form
 from sources import ROOT
 from transformers import AutoModelForCausalLM
 
@@ -92,3 +92,31 @@ def test_an_update_by_hand(credit, tmp_path):
     for ours, theirs in zip(names["policy"].parameters(), policy.parameters(), strict=True):
         assert (ours.grad - theirs.grad).abs().max() < 1e-9
     assert max(p.grad.abs().max() for p in policy.parameters()) > 1e-3
+
+
+SETTINGS = dict(batch_size=24, num_generations=4, num_ppo_epochs=2, num_mini_batches=2, temperature=1.5, epsilon=0.05)
+SETTINGS |= dict(total_episodes=72, response_length=11, learning_rate=2e-3, model=f"{GUESS}/sft")
+CASES = [dict(scale_rewards="batch"), dict(scale_rewards="group", seed=2), dict(scale_rewards="none", credit="turn")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_short_form_is_the_script(case, tmp_path, monkeypatch):
+    """In float64, over three updates of four steps: streams token for token, and to 1e-8 all metrics and weights."""
+    settings = SETTINGS | case | write_talk(tmp_path)
+    rollouts, weights = [], []
+    with float64():
+        full = load_in_float64("agent", monkeypatch)
+        full.Run.finish = lambda run: weights.extend(run.models["model"].parameters())
+        full.show_samples = lambda run, rollout, tokenizer: rollouts.append(rollout)
+        sizes = dict(micro_batch_size=5, local_rollout_forward_batch_size=7, num_sample_generations=3)
+        full.train(full.Args(**settings, **sizes, device="cpu", output_dir=str(tmp_path / "full")))
+    short = run("agent", tmp_path, "# %% The trained policy", **settings)
+    names = dict(mask="mask", written="written", turn="turn", rewards="rewards", responses="stream")
+    for ours, theirs in names.items():
+        for i, mask in enumerate(rollouts[-1].mask):
+            assert torch.equal(getattr(rollouts[-1], ours)[i][mask], short[theirs][i][short["mask"][i]]), ours
+    for ours, theirs in zip(lines_of(tmp_path / "full"), short["history"], strict=True):
+        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-8, abs=1e-8)
+    for ours, theirs in zip(weights, short["policy"].parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-8
+    assert not short["written"].all() and short["history"][0]["turns"] > 2

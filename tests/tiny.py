@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ppo
@@ -31,7 +30,7 @@ ARCHITECTURES = dict.fromkeys(PLAIN, {}) | {  # those that the guide names
 }
 
 
-def tiny_model(kind: str, auto_class: type = AutoModelForCausalLM, **settings) -> nn.Module:
+def tiny_model(kind, auto_class=AutoModelForCausalLM, **settings):
     """A random model whose weights are large enough for its distributions to be far from uniform."""
     torch.manual_seed(0)
     settings = SIZES | {"vocab_size": VOCAB} | ARCHITECTURES[kind] | settings
@@ -44,7 +43,7 @@ def tiny_model(kind: str, auto_class: type = AutoModelForCausalLM, **settings) -
     return model
 
 
-def left_padded_prompts(B: int = 6, P: int = 7) -> tuple[Tensor, Tensor]:
+def left_padded_prompts(B=6, P=7):
     """(B, P) random prompts of 1 to P tokens, and their mask."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(4, VOCAB, (B, P), generator=generator)
@@ -52,20 +51,14 @@ def left_padded_prompts(B: int = 6, P: int = 7) -> tuple[Tensor, Tensor]:
     return prompts.masked_fill(~mask, PAD), mask
 
 
-def uniforms(B: int = 6, T: int = 12) -> Tensor:
+def uniforms(B=6, T=12):
     return torch.rand(B, T, generator=torch.Generator().manual_seed(0))
 
 
-def tiny_rollout(policy: nn.Module, stop: int = STOP, pad: int = PAD) -> ppo.Rollout:
+def tiny_rollout(policy, stop=STOP, pad=PAD):
     """Responses to six prompts at temperature 0.9."""
     prompts, mask = left_padded_prompts()
     policy.stop_token_ids = [stop]
     policy.tokenizer = SimpleNamespace(pad_token_id=pad)
     drawn = ppo.sample(policy, prompts, mask, uniforms(), 0.9)
-    return ppo.Rollout(prompts, mask, *drawn, examples=list("abcdef"))
-
-
-def logits_of(policy: nn.Module, rollout: ppo.Rollout) -> Tensor:
-    """(B, T, V) at temperature 1, without gradient."""
-    with torch.no_grad():
-        return ppo.response_forward(policy, rollout, ppo.Args(temperature=1.0, device="cpu"))[0]
+    return ppo.Rollout(prompts, mask, *drawn, rows=list("abcdef"))
