@@ -402,8 +402,8 @@ def play_batch(policy, batches, args):
     prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")
     rollout = Rollout(prompts, prompt_mask, *(torch.cat(x) for x in zip(*parts)), rows, scores)
     require(scores.isfinite().all(), "--env: a reward is not a finite number")
-    index = has_gradient.long().argsort(stable=True, descending=True)
-    return rollout.select(index[: len(batch)])
+    index = has_gradient.long().argsort(stable=True, descending=True)  # groups with a gradient come first
+    return rollout.select(index[: len(batch)].sort().values)
 
 
 # --- Log-probabilities ------------------------------------------------------------------------------------------------
@@ -440,12 +440,6 @@ def read_logprobs(policy, reference, rollout, args):
     if args.beta:
         with adapter_off(policy, reference):
             rollout.ref_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(reference, r, args), args)
-
-
-def kl_estimate(logprobs, ref_logprobs, estimator):
-    """(B, T) estimate of KL(policy || reference) from the sampled token alone (Schulman 2020)."""
-    k1 = logprobs - ref_logprobs
-    return {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.expm1(-k1) + k1}[estimator]
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -547,8 +541,9 @@ def update(policy, optimizer, rollout, args):
                     logprobs, r.old_logprobs, r.advantages, r.loss_mask, args.epsilon, args.epsilon_high or args.epsilon
                 )
                 kl = torch.zeros_like(losses)  # (b, T)
-                if args.beta:  # times the ratio, so that its gradient is that of the KL
-                    kl = kl_estimate(logprobs, r.ref_logprobs, "k3") * ratio
+                if args.beta:  # Schulman's k3, times the ratio, so that its gradient is that of the KL
+                    k1 = logprobs - r.ref_logprobs
+                    kl = (torch.expm1(-k1) + k1) * ratio
                 weights = token_weights(r.loss_mask, num_rows, num_tokens, args)  # (b, T)
                 loss = masked_sum((losses + args.beta * kl) * weights, r.loss_mask)
                 loss.backward()
@@ -648,7 +643,7 @@ def load_models(args):
     if args.beta:
         reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
     if args.lora_r:
-        add_adapter(policy, args)
+        add_adapter(policy, args, "CAUSAL_LM")
     for model in filter(None, dict.fromkeys([policy, reference])):
         place(model, args)
     return policy, reference

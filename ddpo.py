@@ -7,7 +7,8 @@
 # ///
 """DDPO for diffusion models: policy + reward on images -> better policy.
 
-The policy gradient of ppo.py, applied to images: an image is a response, a denoising step a token.
+The policy gradient of ppo.py, applied to images: an image is a response, a denoising step a token. In short:
+lecture/ddpo.py, 290 lines.
 
   text     prompt  ->  y_1  ->  y_2  -> ... -> y_T     y_t ~ softmax(logits of y_<t)          score of y_1 ... y_T
   image    noise x_N -> x_{N-1} -> ...  -> x_0         x_{t-1} ~ Normal(mu(x_t, t), sigma_t)  score of x_0
@@ -21,8 +22,8 @@ For each epoch:
                 mean_t max(-A ratio_t, -A clip(ratio_t, 1-eps, 1+eps)) + kl_coef * KL_t, per pixel
   5. update     `train_num_inner_epochs` passes over the batch; the steps of each image are in a random order
 
-Shapes: B images, b in a micro-batch, N denoising steps, C channels, H and W of the latent image; an encoded prompt has
-L tokens of width D. Below, the tensors of an image for N = 4:
+Shapes: B images, b in a micro-batch, N steps, C channels, H and W of the latent image, L tokens of width D in a prompt,
+K reward functions. The tensors for N = 4:
 
   latents        x_4 --------> x_3 --------> x_2 --------> x_1 --------> x_0    (B, N+1, C, H, W)
   timesteps            751           501           251            1             (N,)
@@ -32,10 +33,9 @@ L tokens of width D. Below, the tensors of an image for N = 4:
 The network predicts mu; sigma is fixed by the schedule. There is no critic and no discount. Some schedules end with
 sigma = 0: this step is deterministic, has no density, and is not trained on. Log-probabilities are means over pixels,
 not sums, so that the ratio stays near 1 for images of any size; that is why eps is 1e-4 and not 0.2. The KL of a step
-to the initial model is |mu - mu_ref|^2 / (2 sigma^2), in nats; DDPO has none in the loss, DPOK has one, as here.
+to the initial model is |mu - mu_ref|^2 / (2 sigma^2), in nats; DDPO has none in the loss, DPOK has one.
 
-Papers: DDPO 2305.13301 (sec. 4); DDIM 2010.02502 (eq. 12, 16); classifier-free guidance 2207.12598; DPOK 2305.16381. In
-short: lecture/ddpo.py, 290 lines.
+Papers: DDPO 2305.13301 (sec. 4); DDIM 2010.02502 (eq. 12, 16); guidance 2207.12598; DPOK 2305.16381.
 
   python ddpo.py                    # shapes of 8 x 8 pixels move to the left: offline, a minute on two CPU cores
   python ddpo.py --model runwayml/stable-diffusion-v1-5 --lora-r 4 --dataset prompts.jsonl \\
@@ -67,7 +67,6 @@ import pydantic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 import transformers
 import tyro
 from jinja2 import TemplateError
@@ -82,7 +81,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributions import Normal
 from tqdm import tqdm
-from transformers import get_scheduler, set_seed
 
 VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
@@ -111,8 +109,7 @@ def alias(*flags):
 class Args:
     # --- Sampling. The batch of an epoch: sample_batch_size * sample_num_batches_per_epoch * processes images ---
     sample_num_steps: Annotated[Count, alias("--sample-num-inference-steps")] = 10  # denoising steps N (TRL: 50)
-    # scale of sigma; with 0, sampling would not explore; 1 is DDPM (TRL: 1)
-    sample_eta: Annotated[float, Field(gt=0, le=1)] = 1.0
+    sample_eta: Annotated[float, Field(gt=0, le=1)] = 1.0  # scale of sigma; 1 is DDPM (TRL: 1); 0 would not explore
     sample_guidance_scale: NonNegative = 1.0  # classifier-free guidance in sampling and training; 1: none (TRL: 5)
     sample_batch_size: Count = 64  # images sampled at once, on each process (TRL: 1)
     sample_num_batches_per_epoch: Count = 4  # number of these batches in an epoch (TRL: 2)
@@ -136,30 +133,24 @@ class Args:
     train_adam_weight_decay: NonNegative = 1e-4  # weight decay of AdamW (TRL)
     train_max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm (TRL)
     # --- Model: a folder, or a name on the hub ---
-    # a Stable Diffusion pipeline; its UNet is trained, and is the reference of the KL
-    model: Annotated[Name, alias("--model-name-or-path")] = f"{TOY}/shapes/sd"
-    # file.py:name of f(images, prompts, metadata), as in TRL; several are added up
-    reward_fn: Annotated[tuple[Name, ...], alias("--reward-funcs")] = (f"{TOY}/shapes/make.py:left_ink",)
+    model: Name = f"{TOY}/shapes/sd"  # a Stable Diffusion pipeline
+    reward_fn: tuple[Name, ...] = (f"{TOY}/shapes/make.py:left_ink",)  # file.py:name of f(images, prompts, metadata)
     reward_weights: tuple[pydantic.FiniteFloat, ...] = ()  # of these rewards; by default all 1 (TRL); 0: only logged
     lora_r: Natural = 0  # rank of LoRA adapters on the UNet's attention (Hu et al. 2021), 0 for none (TRL: 4)
-    lora_alpha: Positive = 4.0  # the adapter's output is scaled by lora_alpha / lora_r
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
     # --- Data. A row has `prompt`, a text; the whole row is the metadata of its image ---
-    # folder of train.jsonl (or .parquet), one such file, or a name on the hub
-    dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/shapes/data"
-    dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
+    dataset: Name = f"{TOY}/shapes/data"  # folder of train.jsonl (or .parquet), one such file, or a name on the hub
+    dataset_config: Name | None = None  # of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
     # --- Run ---
     seed: Natural = 1  # seed of the noise, the order of prompts, mini-batches and steps, and adapters
     num_epochs: Count = 25  # epochs: one batch of images each (TRL: 100)
     output_dir: Name | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
-    # folder of a run to continue
-    resume: Annotated[Name | None, alias("--resume-from-checkpoint", "--resume-from")] = None
+    resume: Annotated[Name | None, alias("--resume-from")] = None  # folder of a run to continue
     device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
     image_steps: Count = 5  # epochs between pictures in images/, which show the initial model above the policy
-    # epochs between checkpoints, which hold the full state of the run
-    save_steps: Annotated[Count, alias("--save-freq")] = 10
+    save_steps: Annotated[Count, alias("--save-freq")] = 10  # epochs between checkpoints of the full state of the run
     # checkpoints to keep, also after the run; by default one, and none after it
     save_total_limit: Annotated[Count | None, alias("--num-checkpoint-limit")] = None
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
@@ -175,16 +166,24 @@ def train(args):
     chain = load_chain(args)
 
     prompts = load_rows(args, chain.pipe.tokenizer)
-    B, num_updates = choose_sizes(args, chain)  # images and optimiser steps of an epoch
+    B = args.sample_batch_size * args.sample_num_batches_per_epoch * WORLD_SIZE  # images of an epoch
+    mini_batch_size = args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
+    is_whole = B % mini_batch_size == 0
+    require(is_whole, f"the {B} images of an epoch are no multiple of the {mini_batch_size} of an optimiser step")
+    num_updates = args.train_num_inner_epochs * B // mini_batch_size  # optimiser steps of an epoch
+    print(f"{args.num_epochs} epochs on {args.device}, each of {B} images and {num_updates} optimiser steps")
     passes = range(1 + args.num_epochs * B // len(prompts))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    optimizer = make_optimizer(args, chain.policy)
-    schedule = get_scheduler("constant", optimizer)
+    parameters = [p for p in chain.policy.parameters() if p.requires_grad]
+    options = {"betas": (args.train_adam_beta1, args.train_adam_beta2), "eps": args.train_adam_epsilon}
+    options |= {"lr": args.train_learning_rate, "weight_decay": args.train_adam_weight_decay}
+    optimizer = torch.optim.AdamW(parameters, fused=True, **options)
+    schedule = transformers.get_scheduler("constant", optimizer)
     carry = {"scores": {}}  # the recent scores of each prompt: what an epoch hands to the next; in checkpoints
     run = Run(args, args.num_epochs, optimizer, schedule, carry, model=chain.policy)
     for epoch in run.steps():
-        set_seed(make_seed(args.seed, epoch))
+        transformers.set_seed(make_seed(args.seed, epoch))
 
         # 1. Sample
         examples = [prompts[i] for i in order[(epoch - 1) * B : epoch * B]]
@@ -193,11 +192,7 @@ def train(args):
 
         # 2. Score
         with run.clock("score"):
-            for part in parts:
-                part.rewards = torch.stack([image_rewards(f, part, args) for f in reward_fns.values()], 1)  # (b, K)
-                part.images = None  # nothing needs them any more
-        rollout = join(parts, examples)
-        rollout.scores = weighted_sum(rollout.rewards, args.reward_weights)  # (B,)
+            rollout = score_batch(parts, examples, reward_fns, args)
 
         # 3. Advantage
         if args.per_prompt_stat_tracking:
@@ -222,10 +217,7 @@ def train(args):
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 @dataclass
 class Rollout:
-    """B images with the denoising steps that led to them, and the results of later steps.
-
-    A process samples its share of the batch in parts; `join` makes one rollout of the parts of all processes.
-    """
+    """B images, or a part of them, with the denoising steps that led to them, and the results of later steps."""
 
     examples: list[dict]  # the B rows of the dataset: prompts, and metadata
     context: Tensor  # (B, L, D) the text encoder's output
@@ -234,7 +226,7 @@ class Rollout:
     kl: Tensor  # (B, N) KL of each step to the initial model, in nats
     ref_means: Tensor | None  # (B, N, C, H, W) mean of each step under the initial model, if the loss needs it
     images: Tensor | None  # (B, 3, height, width) in [0, 1], until they have rewards
-    rewards: Tensor | None = None  # (B, K) of K reward functions, NaN for None
+    rewards: Tensor | None = None  # (B, K) of K reward functions
     scores: Tensor | None = None  # (B,), the weighted sum of the rewards
     advantages: Tensor | None = None  # (B,)
 
@@ -256,7 +248,6 @@ class Chain:
             context, _ = self.pipe.encode_prompt(texts, self.pipe.device, 1, do_classifier_free_guidance=False)
         return context.float()
 
-    @torch.no_grad()
     def decode(self, x, args):
         """(b, 3, height, width) images in [0, 1] from latents (b, C, H, W), eight at a time to save memory."""
         parts = (x / self.pipe.vae.config.scaling_factor).split(8)
@@ -265,10 +256,8 @@ class Chain:
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
     def predict(self, x, t, context, args, of="policy"):
-        """(b, C, H, W) prediction for x_t at times t (b,) and prompts (b, L, D), by the policy or the reference.
-
-        With guidance, it is u + g (c - u), where u is predicted for the negative prompt and c for the prompt.
-        """
+        """(b, C, H, W) prediction for x_t at times t (b,) and prompts (b, L, D), by the policy or the reference. With
+        guidance, it is u + g (c - u), where u is predicted for the negative prompt and c for the prompt."""
         g = args.sample_guidance_scale
         if g != 1:
             x, t = torch.cat([x, x]), torch.cat([t, t])
@@ -357,11 +346,8 @@ def sample_images(chain, examples, noise, args, of="policy"):
 
 
 def sample_batch(chain, examples, args):
-    """Step 1: this process's share of the images, in parts of `sample_batch_size`.
-
-    Each process draws the noise of all images and denoises its share, so that the images do not depend on the number
-    of processes.
-    """
+    """Step 1: this process's share of the images, in parts of `sample_batch_size`. Each process draws the noise of all
+    images, so that they do not depend on the number of processes."""
     parts = []
     size = args.sample_batch_size * WORLD_SIZE
     for first in range(0, len(examples), size):
@@ -371,41 +357,38 @@ def sample_batch(chain, examples, args):
     return parts
 
 
-def join(parts, examples):
-    """One rollout from the parts of all processes, in the order of the examples."""
-    joined = copy(parts[0])
-    joined.examples = examples
-    for name, x in vars(parts[0]).items():
-        if isinstance(x, Tensor):
-            setattr(joined, name, all_gather(torch.cat([getattr(part, name) for part in parts])))
-    return joined
-
-
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
 def image_rewards(function, part, args):
-    """(b,) rewards of a user's function, with TRL's signature: f(images, prompts, metadata) -> numbers or None.
+    """(b,) rewards of a user's function, with TRL's signature: f(images, prompts, metadata) -> numbers.
 
-    The metadata of an image is its row of the dataset. As in TRL, the function may also return a pair, the numbers and
-    more metadata, which is ignored. It gets copies, which it may change. Each process calls it for its images.
+    The metadata of an image is its row of the dataset. As in TRL, the function may also return a pair of its numbers and
+    more metadata, which is ignored. Each process calls it for its images.
     """
     rows = deepcopy(part.examples)
     with torch.random.fork_rng(devices=[]):  # the function's random numbers do not change the run's
         rewards = function(part.images.clone(), [row["prompt"] for row in rows], rows)
     if isinstance(rewards, tuple):
         rewards = rewards[0]
-    is_list = hasattr(rewards, "__len__") and not isinstance(rewards, (str, dict)) and len(rewards) == len(rows)
+    is_list = isinstance(rewards, (list, Tensor, np.ndarray)) and len(rewards) == len(rows)
     is_list = is_list and not any(isinstance(x, str) for x in rewards)
     require(is_list, f"{function.__name__} should return a list of {len(rows)} numbers, not {rewards!r:.80}")
-    return torch.tensor([math.nan if x is None else float(x) for x in rewards], device=args.device)
+    return torch.tensor([float(x) for x in rewards], device=args.device)
 
 
-def weighted_sum(rewards, weights):
-    """(B,) scores from the rewards (B, K) of K functions. A None counts as 0; if all are None, the score is the mean."""
-    require(not rewards.isinf().any(), "a function of --reward-fn returned an infinite reward")
-    weights = rewards.new_tensor(weights or [1.0] * rewards.shape[1])
-    scores = (rewards * weights).nansum(1)
-    unscored = rewards[:, weights != 0].isnan().all(1)
-    return torch.where(unscored, scores[~unscored].mean().nan_to_num(), scores)
+def score_batch(parts, examples, reward_fns, args):
+    """Step 2: scores the images, and makes one rollout of the parts of all processes, in the order of the examples."""
+    for part in parts:
+        part.rewards = torch.stack([image_rewards(f, part, args) for f in reward_fns.values()], 1)  # (b, K)
+        part.images = None  # nothing needs them any more
+    rollout = copy(parts[0])
+    rollout.examples = examples
+    for name, x in vars(parts[0]).items():
+        if isinstance(x, Tensor):
+            setattr(rollout, name, all_gather(torch.cat([getattr(part, name) for part in parts])))
+    require(rollout.rewards.isfinite().all(), "a function of --reward-fn returned a reward that is not finite")
+    weights = rollout.rewards.new_tensor(args.reward_weights or [1.0] * len(reward_fns))
+    rollout.scores = (rollout.rewards * weights).sum(1)
+    return rollout
 
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
@@ -416,29 +399,23 @@ def normalize(scores, others, eps):
 
 
 def prompt_advantages(scores, prompts, history, args):
-    """(B,) scores, normalised by the recent scores of the same prompt, including these.
-
-    A prompt with fewer than `per_prompt_stat_tracking_min_count` recent scores is normalised by the batch (TRL).
-    """
+    """(B,) scores, normalised by the recent scores of the same prompt, including these; by the batch if there are fewer
+    than `per_prompt_stat_tracking_min_count` (TRL)."""
     advantages = torch.empty_like(scores)
     for prompt in dict.fromkeys(prompts):
         rows = [i for i, other in enumerate(prompts) if other == prompt]
         kept = history.get(prompt, []) + scores[rows].tolist()
         history[prompt] = kept[-args.per_prompt_stat_tracking_buffer_size :]
-        others = scores
-        if len(history[prompt]) >= args.per_prompt_stat_tracking_min_count:
-            others = torch.tensor(history[prompt]).to(scores)
+        is_enough = len(history[prompt]) >= args.per_prompt_stat_tracking_min_count
+        others = torch.tensor(history[prompt]).to(scores) if is_enough else scores
         advantages[rows] = normalize(scores[rows], others, 1e-6)
     return advantages
 
 
 # --- 4. Loss ----------------------------------------------------------------------------------------------------------
 def policy_loss(logprobs, old_logprobs, advantages, cliprange):
-    """Clipped losses (b,) (PPO, eq. 7), and the ratio.
-
-    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. In the other
-    direction it is not clipped, and moves the ratio back.
-    """
+    """Clipped losses (b,) (PPO, eq. 7), and the ratio. The gradient is 0 where the ratio has left the clip range in the
+    direction that the advantage favours; in the other direction it is not clipped, and moves the ratio back."""
     ratio = (logprobs - old_logprobs).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
@@ -449,9 +426,8 @@ def policy_loss(logprobs, old_logprobs, advantages, cliprange):
 def update(chain, optimizer, rollout, args):
     """Steps 4 and 5: `train_num_inner_epochs` passes over the images. Returns means of the metrics.
 
-    The gradient of a mini-batch is that of the mean loss over its pairs of image and step, however it is split into
-    micro-batches and among processes: clip_gradient averages over processes, so each divides its sum by the number of
-    pairs / WORLD_SIZE.
+    The gradient of a mini-batch is that of the mean loss over its pairs of image and step, however it is split among
+    processes: clip_gradient averages over them, so each divides its sum by the number of pairs / WORLD_SIZE.
     """
     B = len(rollout.scores)
     N = int(rollout.old_logprobs[0].isfinite().sum())  # leaves out a last step with sigma = 0
@@ -461,8 +437,7 @@ def update(chain, optimizer, rollout, args):
     logs = []  # one per optimiser step
     for _ in range(args.train_num_inner_epochs):
         order = torch.randperm(B).to(args.device)
-        steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)])  # (B, S) an order for each image
-        steps = steps.to(args.device)
+        steps = torch.stack([torch.randperm(N)[:S] for _ in range(B)]).to(args.device)  # (B, S), own order per image
         for mini_batch in order.split(mini_batch_size):
             optimizer.zero_grad()
             num_pairs = len(mini_batch) * S / WORLD_SIZE
@@ -482,7 +457,7 @@ def update(chain, optimizer, rollout, args):
                     (loss.sum() / num_pairs).backward()  # adds to the gradient
                     distance = (ratio - 1).abs()
                     seen = {"loss": loss, "approx_kl": 0.5 * (logprobs - old_logprobs) ** 2}
-                    seen |= {"clipfrac": (distance > args.train_clip_range).float(), "ratio_error": distance}
+                    seen |= {"clipfrac": (distance > args.train_clip_range).float(), "first_ratio_error": distance}
                     sums.update({name: values.detach().sum() for name, values in seen.items()})  # a Counter adds
             means = all_reduce(torch.stack(list(sums.values()))) / (WORLD_SIZE * num_pairs)
             norm = clip_gradient(optimizer.param_groups[0]["params"], args.train_max_grad_norm)
@@ -491,37 +466,29 @@ def update(chain, optimizer, rollout, args):
             logs.append(dict(zip(sums, means.tolist())) | {"grad_norm": norm.item()})
     optimizer.zero_grad()
     stats = {name: sum(log[name] for log in logs) / len(logs) for name in logs[0]}
-    del stats["ratio_error"]
-    return stats | {"first_ratio_error": logs[0]["ratio_error"]}  # before any step, where the ratio should be 1
+    return stats | {"first_ratio_error": logs[0]["first_ratio_error"]}  # before any step, where the ratio should be 1
 
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
 def rollout_stats(rollout, reward_fns):
     """Metrics of an epoch's images, from before the update."""
-    stats = {
-        "reward_mean": rollout.scores.mean().item(),
-        "reward_std": rollout.scores.std(correction=0).item(),
-        "objective/kl": rollout.kl.sum(1).mean().item(),
-    }
+    stats = {"reward_mean": rollout.scores.mean().item(), "reward_std": rollout.scores.std(correction=0).item()}
+    stats["objective/kl"] = rollout.kl.sum(1).mean().item()
     for name, rewards in zip(reward_fns, rollout.rewards.T):
-        known = rewards[~rewards.isnan()]
-        stats[f"rewards/{name}/mean"] = known.mean().item()
-        stats[f"rewards/{name}/std"] = known.std().item()  # with Bessel's correction, as in TRL
+        stats[f"rewards/{name}/mean"] = rewards.mean().item()
+        stats[f"rewards/{name}/std"] = rewards.std().item()  # with Bessel's correction, as in TRL
     return stats
 
 
 def check_update(stats, rollout, epoch, args):
     """Ends or warns of a run whose first ratio is not 1, or whose scores are all equal."""
-    # Before the first step only rounding moves the ratio: by 1e-7 in float32 (5e-6 with --sample-eta 0.01, measured on
-    # a CPU); bfloat16 has 8 bits. 1e-4 is TRL's clip range
-    limit = 2e-2 if args.bf16 else 1e-4
+    limit = 2e-2 if args.bf16 else 1e-4  # before the first step, rounding in float32 moves the ratio by about 1e-7
     if not stats["first_ratio_error"] <= limit:
-        message = "sampling and update use different distributions: before any step, pi/pi_old is not 1 "
-        message += "(first_ratio_error). Usual causes: dropout is on, or weights are not finite"
+        message = "sampling and update use different distributions (first_ratio_error): dropout, or weights of NaN?"
         require(epoch > 1, message)
         warnings.warn(message)
     if not rollout.advantages.any():
-        warnings.warn("all rewards of an epoch, or of each of its prompts, are equal: check the reward")
+        warnings.warn("all scores are equal, so no image is better than another: check the reward")
 
 
 def draw_images(run, chain, prompts, args):
@@ -531,26 +498,23 @@ def draw_images(run, chain, prompts, args):
     examples = [prompts[i % len(prompts)] for i in range(8)]
     noise = chain.draw_noise(8, torch.Generator().manual_seed(args.seed))  # the same in each epoch
     rows = [sample_images(chain, examples, noise, args, of).images for of in ("reference", "policy")]
-    images = F.pad(torch.cat(rows), (1, 1, 1, 1), value=0.5)  # (16, 3, height, width) with a frame
-    images = F.interpolate(images, scale_factor=max(1, 64 // images.shape[-1]))  # enlarges small images
+    images = nn.functional.pad(torch.cat(rows), (1, 1, 1, 1), value=0.5)  # (16, 3, height, width) with a frame
+    images = nn.functional.interpolate(images, scale_factor=max(1, 64 // images.shape[-1]))  # enlarges small images
     pictures = chain.pipe.numpy_to_pil(images.permute(0, 2, 3, 1).cpu().numpy())
-    folder = run.output / "images"
-    folder.mkdir(exist_ok=True)
-    diffusers.utils.make_image_grid(pictures, 2, 8).save(folder / f"epoch-{run.step:04d}.png")
+    (run.output / "images").mkdir(exist_ok=True)
+    diffusers.utils.make_image_grid(pictures, 2, 8).save(run.output / f"images/epoch-{run.step:04d}.png")
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {
-    "reward": "reward_mean|/mean$",
-    "KL, nats": "objective/kl$",
-    "update": "approx_kl|clipfrac",
-}  # panels: metrics
+CURVES = {"reward": "reward_mean|/mean$", "KL": "objective/kl$", "update": "approx_kl|clipfrac"}  # panels: metrics
 
 
 def load_chain(args):
-    """Policy and reference from a Stable Diffusion pipeline, with DDIM's schedule. Only the UNet is trained.
+    """Policy and reference, the UNet of a Stable Diffusion pipeline. It stays in evaluation mode: dropout would change
+    the ratio.
 
-    It stays in evaluation mode: with dropout, sampling and update would use different distributions.
+    The schedule is DDIM's, with the noise of the pipeline's own, and with its steps if they are N and even: PNDM and
+    Heun have more, Karras uneven ones. Latents are not clipped, as in StableDiffusionPipeline.
     """
     options = {"use_safetensors": True, "safety_checker": None, "requires_safety_checker": False}
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(args.model, dtype=torch.float32, **options)
@@ -558,46 +522,30 @@ def load_chain(args):
     if args.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
     reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False).to(args.device)
-    if args.lora_r:
-        add_unet_adapter(policy, args)
-    policy.pipe = pipe.to(args.device)  # for save_pipeline, with the scheduler that it came with
-    policy.scheduler = pipe.scheduler
-    pipe.scheduler = make_schedule(pipe.scheduler, args)
-    chain = Chain(pipe, policy, reference, pipe.scheduler.timesteps.to(args.device))
-    chain.negative = chain.encode([args.negative_prompts], args)
-    return chain
+    if args.lora_r:  # adapters on its attention, with lora_alpha = r, as load_lora_weights assumes
+        from peft import LoraConfig
 
-
-def make_schedule(scheduler, args):
-    """DDIM with the pipeline's noise and, if they are N and even, its steps. Latents are not clipped, whatever DDIM's
-    default says: StableDiffusionPipeline clips none."""
-    config = dict(scheduler.config)
-    config.pop("_use_default_values", None)  # otherwise DDIM's own defaults would replace those of the scheduler
+        transformers.set_seed(args.seed)  # all processes draw the same adapters
+        shape = {"r": args.lora_r, "lora_alpha": args.lora_r, "target_modules": ["to_k", "to_q", "to_v", "to_out.0"]}
+        policy.requires_grad_(False).add_adapter(LoraConfig(**shape, init_lora_weights="gaussian"))
+    N, own = args.sample_num_steps, pipe.scheduler
+    config = dict(own.config)
+    config.pop("_use_default_values", None)  # otherwise DDIM's defaults would replace those of the scheduler
     ddim = diffusers.DDIMScheduler.from_config(config, clip_sample=False)
     is_known = ddim.config.prediction_type in ("epsilon", "sample", "v_prediction") and not ddim.config.thresholding
     require(is_known, f"{args.model}: its scheduler has a prediction_type or thresholding that is not supported")
-    N = args.sample_num_steps
     ddim.set_timesteps(N)
-    scheduler.set_timesteps(N)
-    times = scheduler.timesteps.round().long()  # Euler's are not integers
-    if (
-        len(times) == N > 1 and times.diff().max() - times.diff().min() <= 1
-    ):  # PNDM and Heun have more, Karras is uneven
+    own.set_timesteps(N)
+    times = own.timesteps.round().long()  # Euler's are not integers
+    if len(times) == N > 1 and times.diff().max() - times.diff().min() <= 1:
         ddim.timesteps = times
-    if ddim.timesteps[-1] == 0:  # spaced from the last time to 0, so there are N - 1 intervals
+    if ddim.timesteps[-1] == 0:  # linspace, from the last time to the first: N - 1 intervals
         ddim.num_inference_steps = max(1, N - 1)
-    return ddim
-
-
-def add_unet_adapter(unet, args):
-    """Freezes the UNet and adds trainable LoRA adapters to its attention (Hu et al. 2021)."""
-    from peft import LoraConfig
-
-    set_seed(args.seed)  # all processes draw the same adapters
-    layers = ["to_k", "to_q", "to_v", "to_out.0"]
-    shape = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "target_modules": layers}
-    unet.requires_grad_(False)
-    unet.add_adapter(LoraConfig(**shape, init_lora_weights="gaussian"))
+    policy.pipe, policy.scheduler = pipe.to(args.device), own  # for save_pipeline
+    pipe.scheduler = ddim
+    chain = Chain(pipe, policy, reference, ddim.timesteps.to(args.device))
+    chain.negative = chain.encode([args.negative_prompts], args)
+    return chain
 
 
 def save_pipeline(unet, folder, args):
@@ -611,8 +559,7 @@ def save_pipeline(unet, folder, args):
         from peft import get_peft_model_state_dict
 
         layers = diffusers.utils.convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
-        config = unet.peft_config["default"].to_dict()
-        pipe.save_lora_weights(folder / "lora", layers, unet_lora_adapter_metadata=config)
+        pipe.save_lora_weights(folder / "lora", layers)
         unet.fuse_lora()
         unet.unload_lora()
     pipe.save_pretrained(folder)
@@ -621,25 +568,15 @@ def save_pipeline(unet, folder, args):
 save_model = save_pipeline  # Run calls it by this name
 
 
-def make_optimizer(args, policy):
-    """AdamW for the UNet's trainable weights."""
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    options = {"betas": (args.train_adam_beta1, args.train_adam_beta2), "eps": args.train_adam_epsilon}
-    options |= {"lr": args.train_learning_rate, "weight_decay": args.train_adam_weight_decay}
-    return torch.optim.AdamW(parameters, fused=True, **options)
-
-
 def load_image_rewards(args):
     """The functions of --reward-fn by name."""
     reward_fns = {}
     for spec in args.reward_fn:
         file, _, name = spec.rpartition(":")
-        require(file, f"--reward-fn {spec}: should be file.py:name")
-        require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
+        require(file and name not in reward_fns, f"--reward-fn {spec}: should be file.py:name, each with another name")
         reward_fns[name] = load_function(file, name)
-    num_weights = len(args.reward_weights or reward_fns)
-    is_one_each = num_weights == len(reward_fns)
-    require(is_one_each, f"--reward-weights has {num_weights} numbers for {len(reward_fns)} functions")
+    is_one_each = len(args.reward_weights) in (0, len(reward_fns))
+    require(is_one_each, "--reward-weights should have one number for each function of --reward-fn")
     return reward_fns
 
 
@@ -656,18 +593,6 @@ def load_rows(args, tokenizer):
     return rows
 
 
-def choose_sizes(args, chain):
-    """The number of images of an epoch, over all processes, and of its optimiser steps. Prints the sizes."""
-    images = args.sample_batch_size * args.sample_num_batches_per_epoch * WORLD_SIZE
-    mini_batch = args.train_batch_size * args.train_gradient_accumulation_steps * WORLD_SIZE
-    is_whole = images % mini_batch == 0
-    require(is_whole, f"the {images} images of an epoch are no multiple of the {mini_batch} of an optimiser step")
-    size = sum(p.numel() for p in chain.policy.parameters() if p.requires_grad)
-    print(f"policy: {args.model}, {size / 1e6:.2f}M trained parameters on {args.device}")
-    print(f"{images} images per epoch, of {len(chain.timesteps)} steps each; {mini_batch} per optimiser step")
-    return images, args.train_num_inner_epochs * images // mini_batch
-
-
 def begin(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
     for library in (diffusers, transformers):
@@ -681,7 +606,7 @@ def begin(args):
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
-# --- Rewards
+# --- Rewards, rows and models
 def load_function(file, name):
     """Imports a function of a Python file."""
     path = Path(file).resolve()
@@ -689,7 +614,6 @@ def load_function(file, name):
     return getattr(SourceFileLoader(path.stem, str(path)).load_module(), name)
 
 
-# --- Rows
 def require(condition, message):
     """Exits with the message unless the condition holds. It is for errors that no library reports clearly."""
     if not condition:
@@ -736,7 +660,6 @@ def make_seed(*numbers):
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-# --- Models
 def autocast(args):
     """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32. It
     keeps a bfloat16 copy of the weights until the context ends, but not with --gradient-checkpointing."""

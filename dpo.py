@@ -1,88 +1,69 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch==2.13.0",
-#     "transformers==5.23.0",
-#     "datasets==5.2.0",
-#     "tyro==1.0.17",
-#     "wandb==0.31.0",
-#     "matplotlib==3.11.2",
-#     "pydantic==2.14.3",
-#     "rich==15.0.0",
-#     "tqdm==4.70.1",
+#     "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "tyro==1.0.17", "wandb==0.31.0",
+#     "matplotlib==3.11.2", "pydantic==2.14.3", "rich==15.0.0", "tqdm==4.70.1",
 # ]
 # ///
 """DPO for language models: preference pairs -> better policy, without a reward model or rollouts.
 
-For each batch of pairs, a prompt x with a chosen completion y_w and a rejected one y_l:
-  1. encode   each text, prompt + completion + EOS (end of sequence), and divide it where the prompt ends
-  2. read     log pi(y|x) of both completions, summed over their tokens, and log pi_ref(y|x) under a frozen copy of the
-              initial policy
+For each batch of B pairs, a prompt x with a chosen completion y_w and a rejected one y_l:
+  1. encode   prompt + completion + EOS (end of sequence), in conversations up to the token that ends the answer,
+              divided where the prompt ends
+  2. read     log pi(y|x) of both completions, the sum over their tokens; and log pi_ref(y|x), the same of the
+              reference, a frozen copy of the first policy
   3. loss     Delta = [log pi(y_w|x) - log pi_ref(y_w|x)] - [log pi(y_l|x) - log pi_ref(y_l|x)]
               -log sigmoid(beta Delta)
   4. update   one AdamW step; the learning rate is warmed up, then annealed
 
-Tensor layout for a prompt of 3 tokens (left-padded to 4) and completions of 4 and 2 tokens:
+Shapes: b pairs in a micro-batch, P prompt tokens, T completion tokens, V vocabulary. Below, a pair whose prompt of 3
+tokens is left-padded to P = 4, and whose completions have 4 and 2 tokens; a dot is padding.
 
-  model input   PAD  p1  p2  p3 | w1  w2  w3  EOS      prompts (B, P) and completions (B, T); first the chosen ones,
-                PAD  p1  p2  p3 | l1  EOS -   -        then the rejected ones
+  input_ids     PAD  p1  p2  p3 | w1  w2  w3  EOS      prompts (2b, P) and completions (2b, T): all chosen
+                PAD  p1  p2  p3 | l1  EOS  .   .       ones, then all rejected ones
   mask                          |  1   1   1   1       true on real tokens
                                 |  1   1   0   0
   logprobs                      |  *   *   *   *       of y_t, read from the logits one position to the left
 
-The policy pi is the language model being trained; the reference pi_ref is a frozen copy of the initial policy. Why is
-no reward model needed? The policy that maximises E[r] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta) /
-Z(x). Solve this for r: r(x, y) = beta log(pi(y|x) / pi_ref(y|x)) + beta log Z(x). Put this r into the loss of
-reward_model.py, -log sigmoid(r_w - r_l). Z(x) cancels, and the loss above remains. Minimising it fits a reward and
-trains the policy at the same time. Unlike PPO, DPO has no rollouts, critic, advantages or clipping. The price is that
-nothing judges the texts that the policy itself writes (tools/evaluate.py does so after training).
-Papers: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Mitchell 2023 (label smoothing: "conservative DPO"); Zhao
-et al. 2023 (SLiC, 2305.10425: hinge); Azar et al. 2023 (IPO, 2310.12036, eq. 17); Ethayarajh et al. 2024 (KTO,
-2402.01306, which needs no pairs; kto_pair, as in TRL 0.7, is another loss). docs/dpo.md has a glossary of the metrics.
+Why is no reward model needed? The policy that maximises E[r] - beta KL(pi || pi_ref) is pi_ref(y|x) exp(r(x, y) / beta)
+/ Z(x). Solved for r, this is the reward for which a policy is optimal: r = beta log(pi(y|x) / pi_ref(y|x)) + beta log
+Z(x). Put this r into the loss of reward_model.py, -log sigmoid(r_w - r_l): Z(x) cancels, and the loss above remains.
+Unlike PPO, DPO has no rollouts, critic or advantages. The price is that nothing judges what the policy itself writes.
 
-  python dpo.py                                       # the toy world: offline, two minutes on two CPU cores
-  python dpo.py --model ./sft --dataset pairs.jsonl   # columns chosen and rejected, with or without prompt
+Papers: Rafailov et al. 2305.18290 (eq. 7); label smoothing: Mitchell 2023, "conservative DPO"; hinge: SLiC, 2305.10425;
+ipo: Azar et al. 2310.12036 (eq. 17); kto_pair is TRL 0.7's, not KTO (2402.01306), which needs no pairs. In short:
+lecture/dpo.py, 200 lines.
 
-Shapes: B rows, b in a micro-batch, P prompt tokens (left-padded), T completion tokens (right-padded), V vocabulary.
+  python dpo.py                                              # the toy world: offline, two minutes on two CPU cores
+  python dpo.py --model ./sft --bf16 --dataset pairs.jsonl   # rows with prompt, chosen, rejected
 """
 
 import ctypes
-import glob
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timedelta
-from functools import cache, lru_cache, partial
-from itertools import groupby
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before importing torch: limits how long idle threads spin
-
-import datasets
 import numpy as np
-import pandas
 import pydantic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
-from filelock import FileLock
-from huggingface_hub import constants, get_session
-from matplotlib.figure import Figure
+from jinja2 import TemplateError
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
@@ -90,24 +71,18 @@ from rich.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute_activations
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers import get_scheduler, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.pytorch_utils import Conv1D
-from transformers.utils import find_adapter_config_file, logging
 
 VERSION = "2026.11"  # as in CITATION.cff
+TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 
-# The rank of this process and the number of processes under torchrun; otherwise 0 and 1. All processes read the same
-# data and draw the same random numbers; each computes its share of every batch
+# Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -122,221 +97,165 @@ Natural = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(min_length=1)]
 
 
+def alias(*flags):
+    """Other names of a flag, as TRL spells them."""
+    return tyro.conf.arg(aliases=flags)
+
+
 @pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- DPO ---
-    # weight of the KL in DPO's objective (DPO: 0.1 to 0.5). Lower: the policy moves further from the reference
-    beta: Positive = 0.1
+    beta: Positive = 0.1  # weight of the KL in DPO's objective (DPO: 0.1 to 0.5). Lower: the policy moves further
     # sigmoid (DPO); hinge (SLiC); ipo (log-probabilities are means over tokens); kto_pair (TRL 0.7; not unpaired KTO)
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = "sigmoid"
-    label_smoothing: MinorShare = 0.0  # assumed share of pairs with a wrong label (conservative DPO, sigmoid)
+    label_smoothing: MinorShare = 0.0  # assumed share of pairs with a wrong label (conservative DPO); only with sigmoid
     reference_free: bool = False  # leave out the reference: the loss uses log pi alone (TRL)
-    precompute_ref: bool = False  # run the reference once, before training; without LoRA, then free its memory (TRL)
-
+    # run the reference once, before training; without LoRA, then free its memory (TRL)
+    precompute_ref: Annotated[bool, alias("--precompute-ref-log-probs")] = False
+    # tokens of prompt and completion. A longer pair loses part of its prompt, then the ends of its completions
+    max_length: Count = 512
+    max_prompt_length: Count = 128  # tokens of the prompt that stay if a pair is longer than max_length (TRL 0.7)
+    truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # the part of a long prompt that stays (TRL 0.7)
     # --- Optimisation ---
-    # learning rate of AdamW; by default computed from the policy's size, and ten times as high with LoRA
-    learning_rate: Positive | None = None
-    lr_scheduler_type: Name = "linear"  # name of a transformers schedule that depends only on the step (TRL: linear)
+    learning_rate: Positive | None = None  # by default from the model's size, and ten times as high with LoRA
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "linear"  # TRL's
     warmup_ratio: Share = 0.1  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
-
     # --- Batch sizes ---
-    # pairs per optimiser step, on all GPUs together; by default 64, or fewer if that makes fewer than 100 steps
-    batch_size: Count | None = None
-    micro_batch_size: Count | None = None  # pairs per forward/backward pass; affects rounding only (and kto_pair)
-    # TRL's name for micro_batch_size; batch_size is then this x gradient_accumulation_steps x GPUs
+    batch_size: Count | None = None  # pairs per step, on all GPUs; by default 64, or less to have a hundred steps
+    # pairs per forward and backward pass; changes only rounding (and kto_pair). By default 16 on a CPU, or 8192 tokens
+    micro_batch_size: Count | None = None
+    # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
-
     # --- Model: a folder, or a name on the hub ---
-    # the initial policy, which is also the reference
-    model: Name = "toy/sft"
+    model: Annotated[Name, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # first policy
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; the reference is the policy without them
-    lora_alpha: Positive = 32.0  # the adapter's output is scaled by lora_alpha / lora_r
-    lora_target_modules: Name = "all-linear"  # layers to adapt: all-linear, or a regular expression for their names
     bf16: bool = False  # run the models in bfloat16 (autocast); trained weights and optimiser state stay in float32
-    attn_implementation: Name | None = None  # eager, sdpa, flash_attention_2, ...; by default transformers' own choice
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
-    trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
-
-    # --- Data ---
-    # folder, file (jsonl, json, csv, parquet) or hub name
-    dataset: Name = "toy/data/preferences"
-    dataset_config: Name | None = None  # configuration of a hub dataset that has several
+    # --- Data. A row has `prompt`, `chosen`, `rejected`, texts or messages; or two conversations ---
+    # folder of train.jsonl and validation.jsonl (or .parquet), one such file, or a name on the hub
+    dataset: Annotated[Name, alias("--dataset-name")] = f"{TOY}/data/preferences"
+    dataset_config: Annotated[Name | None, alias("--dataset-config-name")] = None  # of a hub dataset that has several
     dataset_train_split: Name = "train"  # split to train on
-    dataset_test_split: Name | None = None  # split to evaluate on, or none; by default validation, if there is one
-    chosen_column: Name = "chosen"  # preferred completions: texts, or lists of {role, content} messages
-    rejected_column: Name = "rejected"  # rejected completions
-    prompt_column: Name = "prompt"  # prompts; without this column: the tokens that both texts share at the start
-    # maximum tokens of prompt and completion. A longer pair loses part of its prompt, then the ends of its completions
-    max_length: Count = 512
-    max_prompt_length: Count = 128  # tokens of the prompt that stay if a pair is longer than max_length (TRL 0.7)
-    truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"  # the part of a truncated prompt that stays (TRL)
-    seed: Natural = 1  # seed of the order of pairs, of adapters, and of the answers shown
-
+    dataset_test_split: Name | None = "validation"  # split to evaluate on, if there is one
     # --- Run ---
-    # folder of a run to continue. It keeps its settings, except those given on the command line
-    resume: Name | None = None
+    seed: Natural = 1  # seed of the order of pairs, of adapters, and of the answers shown
     num_train_epochs: Positive = 1.0  # passes over the pairs
-    exp_name: Name = "dpo"  # name of this run, in its folder and on W&B
-    output_dir: Name | None = None  # folder for all output; by default a new folder runs/NAME__SEED__TIME
-    # cpu, cuda, mps; by default cuda if there is one
-    device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    output_dir: Name | None = None  # folder for all output; by default a new folder runs/SCRIPT__SEED__TIME
+    resume: Annotated[Name | None, alias("--resume-from-checkpoint")] = None  # folder of a run to continue
+    device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
     save_steps: Count = 100  # steps between checkpoints, which hold the full state of the run
-    save_total_limit: Count = 2  # number of newest checkpoints to keep
+    save_total_limit: Count | None = None  # checkpoints to keep, also after the run; by default one, and none after it
     eval_steps: Count = 100  # steps between evaluations; the last step is always followed by one
     num_sample_generations: Natural = 3  # number of tables of sampled answers to print
     track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works without an account)
-    wandb_project_name: Name = "rlhf"  # W&B project, with --track
-    wandb_entity: Name | None = None  # W&B team, with --track
-
-    # --- Many GPUs: torchrun --nproc-per-node N ---
-    # sharding over GPUs (FSDP2): 0 none; 2 gradients and optimiser state; 3 also the weights
-    zero_stage: Literal[0, 2, 3] = 0
-    shard_size: Count | None = None  # GPUs that together hold one copy, e.g. those of a node (ZeRO++); default: all
-    offload: bool = False  # keep the shards in CPU memory until they are needed: slow, for models that do not fit
+    zero_stage: Literal[0, 2, 3] = 0  # torchrun: 2 shards gradients and optimiser state over GPUs; 3 also the weights
 
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
 
 
-def train(args: Args) -> None:
-    """Trains the policy, and saves it with its metrics, curves and model card in the run's folder."""
-    check_args(args)
+def train(args):
+    """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
-    asked = args
-
+    is_sigmoid = args.loss_type == "sigmoid"
+    require(is_sigmoid or not args.label_smoothing, "--label-smoothing is for --loss-type sigmoid alone")
     policy = load_policy(args)
-    reference = None if args.reference_free else place(make_reference(args, policy), args)
+    reference = None if args.reference_free else policy  # with LoRA: while the adapter is off
+    if args.lora_r:
+        add_adapter(policy, args)
+    elif reference is not None:
+        reference = deepcopy(policy).requires_grad_(False)
+        place(reference, args)
     place(policy, args)
 
-    pairs, eval_pairs = load_pairs(args, policy)  # 1
-    lengths = list(pairs["length"])
-    longest = max([*lengths, *map(len, eval_pairs)])
-    args = choose_sizes(args, policy, len(pairs), 2 * longest)  # a pair is two texts
-    show_first_row({name: as_read(pairs[0][name], policy.tokenizer) for name in ("prompt", "chosen", "rejected")})
-    steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
-    num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-
-    eval_ref_logps = read_reference(policy, reference, eval_pairs, args)
+    pairs = load_pairs(args, args.dataset_train_split, policy)
+    eval_pairs = load_pairs(args, args.dataset_test_split, policy)
+    args = choose_sizes(args, policy, pairs)  # from here on, all sizes are set
+    batches, steps_per_pass = length_grouped_batches(pairs, args)
+    num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
+    eval_ref_logps = read_reference(policy, reference, eval_pairs, args)  # (N, 2)
+    known_ref_logps = torch.zeros(len(pairs), 2, device=args.device)
     if args.precompute_ref:
-        known_ref_logps = read_all(policy, reference, pairs, lengths, args)
-        if not args.lora_r:
-            reference = None
+        for rows in tqdm(batches[:steps_per_pass], desc="reading with the reference", disable=RANK > 0):
+            known_ref_logps[rows] = read_reference(policy, reference, [pairs[i] for i in rows], args)
+        reference = policy if args.lora_r else None  # frees its memory
 
-    optimizer = make_optimizer(args, policy)
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    # fused: ten times as fast on a CPU
+    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
-    run = Run(args, num_steps, optimizer, schedule, {}, asked, model=policy)
+    run = Run(args, num_steps, optimizer, schedule, {}, model=policy)
     for step in run.steps():
-        set_seed(make_seed(args.seed, step))
-        rows = length_grouped_batch(lengths, step - 1, args.batch_size, args.seed)
-        batch = as_pairs(pairs[rows])
+        # 1. Encode: load_pairs did
+        rows = batches[step - 1]
+        batch = [pairs[i] for i in rows]
+
+        # 2. Read, 3. loss, and 4. update
         with run.clock("step"):
-            if args.precompute_ref:
-                ref_logps = known_ref_logps[rows]
-            else:
-                ref_logps = read_reference(policy, reference, batch, args)  # 2, for the reference
-            stats = update(policy, optimizer, batch, ref_logps, args)  # 2 to 4
-        stats |= {"step": step, "epoch": step / steps_per_epoch, "lr": optimizer.param_groups[0]["lr"]}
+            ref_logps = known_ref_logps[rows]  # (B, 2)
+            if not args.precompute_ref:
+                ref_logps = read_reference(policy, reference, batch, args)
+            stats = update(policy, optimizer, batch, ref_logps, args)
+
+        stats |= {"step": step, "epoch": step / steps_per_pass, "lr": optimizer.param_groups[0]["lr"]}
         if eval_pairs and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_pairs, eval_ref_logps, args)
         run.log(stats, "loss", "rewards/accuracies", "rewards/margins")
-        if run.is_one_of(args.num_sample_generations):
-            show_samples(run, policy, reference, eval_pairs or as_pairs(pairs[:3]), args)
+        if args.num_sample_generations and run.is_due(num_steps // args.num_sample_generations):
+            show_samples(run, policy, reference, (eval_pairs or pairs)[:3], args)
         schedule.step()
     run.finish()
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Preference:
-    """Token ids of a prompt and of two completions, each with its EOS. The first completion was preferred."""
-
-    prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
-
-    def __len__(self) -> int:
-        """Number of tokens of the prompt and its longer completion."""
-        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
-
-
-def encode_preference(
-    prompt: str | list[dict],
-    chosen: str | list[dict],
-    rejected: str | list[dict],
-    tokenizer: AutoTokenizer,
-    options: dict = {},
-) -> Preference:
-    """Encodes a pair of texts or of conversations.
-
-    A plain-text prompt is encoded alone, as in a rollout. If its last tokens merge with a completion, they belong to
-    the completion. Without a prompt, and for conversations, the prompt is all tokens that both texts share at the
-    start. Their log-probability is the same in both texts, so it cancels in the loss (except with ipo, which takes
-    means over tokens, and kto_pair, which compares with the KL of all pairs).
-    """
-    a, b = (encode_whole(prompt, text, tokenizer, options) for text in (chosen, rejected))
-    shared = shared_length(a, b)
-    if prompt and all(isinstance(x, str) for x in (prompt, chosen, rejected)):
-        alone = encode_text(prompt, tokenizer)
-        shared = shared_length(alone, a, b)
-        warn_of_joined_tokens(len(alone) - shared)
-    shared = min(shared, len(a) - 1, len(b) - 1)  # one text may be the start of the other
-    start = a[:shared]
-    if not start:  # the model needs an input that predicts the first token
-        start = [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
-    return Preference(start, a[shared:], b[shared:])
-
-
-def cut_to_fit(pair: Preference, limit: int, max_prompt_length: int, truncation_mode: str) -> Preference:
+def cut_to_fit(pair, limit, args):
     """Cuts a pair to `limit` tokens: first the prompt, to max_prompt_length tokens, then the ends of the completions
     (TRL 0.7)."""
     prompt = pair.prompt
     if len(pair) > limit:
-        prompt = prompt[-max_prompt_length:] if truncation_mode == "keep_end" else prompt[:max_prompt_length]
+        prompt = (
+            prompt[-args.max_prompt_length :]
+            if args.truncation_mode == "keep_end"
+            else prompt[: args.max_prompt_length]
+        )
     room = limit - len(prompt)
-    return Preference(prompt, pair.chosen[:room], pair.rejected[:room])
+    return Pair(prompt, pair.chosen[:room], pair.rejected[:room], pair.margin)
 
 
 # --- 2. Read ----------------------------------------------------------------------------------------------------------
+def forward(model, input_ids, attention_mask, **options):
+    """Output for texts (B, S), or for their newest tokens. Positions count real tokens alone."""
+    options["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    return model(input_ids=input_ids, attention_mask=attention_mask, **options)
 
 
-def completion_logprobs(
-    model: nn.Module, prompts: list[list[int]], completions: list[list[int]], args: Args
-) -> tuple[Tensor, Tensor]:
+def completion_logprobs(model, prompts, completions, args):
     """(B, T) log-probability of each token of the completions, 0 on padding, and their mask, true on real tokens."""
     prompt_ids, prompt_mask = pad(prompts, model.tokenizer, args, "left")  # (B, P)
     ids, mask = pad(completions, model.tokenizer, args)  # (B, T)
-    P = prompt_ids.shape[1]
-    T = ids.shape[1]
-    attention_mask = torch.cat([prompt_mask, mask], 1).long()  # (B, P+T)
+    P, T = prompt_ids.shape[1], ids.shape[1]
+    options = {"logits_to_keep": torch.arange(P - 1, P + T - 1, device=ids.device)}  # position P-1+t predicts token t
     with autocast(args):
-        output = model(
-            input_ids=torch.cat([prompt_ids, ids], 1),
-            attention_mask=attention_mask,
-            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),  # GPT-2 would also count padding
-            use_cache=False,
-            logits_to_keep=torch.arange(P - 1, P + T - 1, device=ids.device),  # position P-1+t predicts token t
-        )
-    return token_logprobs(output.logits.float(), ids).masked_fill(~mask, 0.0), mask
+        texts = torch.cat([prompt_ids, ids], 1), torch.cat([prompt_mask, mask], 1).long()  # (B, P+T) each
+        logits = forward(model, *texts, use_cache=False, **options).logits.float()  # (B, T, V)
+    return token_logprobs(logits, ids).masked_fill(~mask, 0.0), mask
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+def token_logprobs(logits, tokens):
     """(B, T) log-probability of each token under logits (B, T, V)."""
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def completion_logps(model: nn.Module, pairs: list[Preference], args: Args) -> tuple[Tensor, Tensor]:
+def completion_logps(model, pairs, args):
     """log pi(y|x) of the chosen and of the rejected completions, (b,) each, from one forward pass over all of them.
 
     It is the sum over a completion's tokens; for ipo, their mean (TRL).
     """
-    prompts = 2 * [pair.prompt for pair in pairs]
     completions = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    logprobs, mask = completion_logprobs(model, prompts, completions, args)  # (2b, T)
+    logprobs, mask = completion_logprobs(model, 2 * [pair.prompt for pair in pairs], completions, args)  # (2b, T)
     logps = logprobs.sum(1)  # (2b,)
     if args.loss_type == "ipo":
         logps = logps / mask.sum(1)
@@ -344,37 +263,21 @@ def completion_logps(model: nn.Module, pairs: list[Preference], args: Args) -> t
 
 
 @torch.no_grad()
-def read_reference(policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args) -> Tensor:
+def read_reference(policy, reference, pairs, args):
     """(N, 2) log pi_ref(y|x) of the chosen and rejected completions of all pairs; with reference_free, 0."""
-    if args.reference_free or not pairs:
+    if reference is None or not pairs:
         return torch.zeros(len(pairs), 2, device=args.device)
     with adapter_off(policy, reference):
         parts = [torch.stack(completion_logps(reference, some, args), 1) for some, _ in micro_batches(pairs, args)]
     return all_gather(torch.cat(parts))[: len(pairs)]
 
 
-def read_all(
-    policy: nn.Module, reference: nn.Module, pairs: datasets.Dataset, lengths: list[int], args: Args
-) -> Tensor:
-    """(N, 2) log pi_ref(y|x) of the training pairs, computed in the batches of the first pass."""
-    ref_logps = torch.zeros(len(pairs), 2, device=args.device)
-    numbers = range(math.ceil(len(pairs) / args.batch_size))
-    for number in tqdm(numbers, desc="reading with the reference", leave=False, disable=RANK > 0):
-        rows = length_grouped_batch(lengths, number, args.batch_size, args.seed)
-        ref_logps[rows] = read_reference(policy, reference, as_pairs(pairs[rows]), args)
-    return ref_logps
-
-
 # --- 3. Loss ----------------------------------------------------------------------------------------------------------
-
-
-def dpo_loss(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta):
     """Losses (b,), and the rewards beta log(pi / pi_ref) of chosen and rejected completions, (b,) each.
 
-    All four inputs are log-probabilities of completions (b,). The gradient is -beta sigmoid(-beta Delta) grad[log
-    pi(y_w|x) - log pi(y_l|x)]: largest where the policy prefers the wrong completion.
+    All four inputs are log-probabilities of completions (b,). The gradient is -beta sigmoid(-beta Delta) times that of
+    log pi(y_w|x) - log pi(y_l|x): largest where the policy prefers the wrong completion.
     """
     chosen_rewards = beta * (chosen - ref_chosen)
     rejected_rewards = beta * (rejected - ref_rejected)
@@ -382,1055 +285,463 @@ def dpo_loss(
     return losses, chosen_rewards.detach(), rejected_rewards.detach()
 
 
-def other_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, args: Args) -> Tensor:
+def other_loss(chosen_rewards, rejected_rewards, args):
     """(b,) losses for another --loss-type, or with label smoothing, from the rewards beta log(pi / pi_ref) (b,)."""
     margins = chosen_rewards - rejected_rewards  # beta Delta
-    if args.loss_type == "sigmoid":
-        s = args.label_smoothing
-        return -(1 - s) * F.logsigmoid(margins) - s * F.logsigmoid(-margins)
-    if args.loss_type == "hinge":
-        return torch.relu(1 - margins)
-    if args.loss_type == "ipo":
-        return ((margins - 0.5) / args.beta) ** 2
-    # kto_pair: a chosen reward is compared with the mean rejected one, as an estimate of beta KL, and vice versa
-    chosen_kl = chosen_rewards.mean().clamp(min=0)
-    rejected_kl = rejected_rewards.mean().clamp(min=0)
-    return (2 - (chosen_rewards - rejected_kl).sigmoid() - (chosen_kl - rejected_rewards).sigmoid()) / 2
+    match args.loss_type:
+        case "sigmoid":
+            s = args.label_smoothing
+            return -(1 - s) * F.logsigmoid(margins) - s * F.logsigmoid(-margins)
+        case "hinge":
+            return torch.relu(1 - margins)
+        case "ipo":
+            return ((margins - 0.5) / args.beta) ** 2
+        case (
+            "kto_pair"
+        ):  # a chosen reward is compared with the mean rejected one, an estimate of beta KL, and vice versa
+            chosen_kl = chosen_rewards.mean().clamp(min=0)
+            rejected_kl = rejected_rewards.mean().clamp(min=0)
+            return (2 - (chosen_rewards - rejected_kl).sigmoid() - (chosen_kl - rejected_rewards).sigmoid()) / 2
 
 
 # --- 4. Update --------------------------------------------------------------------------------------------------------
-
-
-def update(
-    policy: nn.Module, optimizer: torch.optim.Optimizer | None, batch: list[Preference], ref_logps: Tensor, args: Args
-) -> dict[str, float]:
-    """Makes one optimiser step on a batch of pairs, given their log pi_ref(y|x) (B, 2), and returns its metrics.
-    Without an optimiser, only computes the metrics.
+def update(policy, optimizer, batch, ref_logps, args):
+    """Makes one optimiser step on a batch of pairs, given their log pi_ref(y|x) (B, 2). Returns its metrics. Without an
+    optimiser, only computes the metrics.
 
     The loss is the mean over all pairs of the batch, however they are split into micro-batches and among processes
     (except for kto_pair, whose KL is a mean over a micro-batch, as in TRL).
     """
-    n = len(batch)
-    sums = defaultdict(float)
-    for rows, counts in micro_batches(range(n), args):
+    sums = Counter()
+    for rows, counts in micro_batches(range(len(batch)), args):
         chosen, rejected = completion_logps(policy, [batch[i] for i in rows], args)  # (b,) each
         ref_chosen, ref_rejected = ref_logps[rows].unbind(1)
         losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
         if args.label_smoothing or args.loss_type != "sigmoid":
             losses = other_loss(args.beta * (chosen - ref_chosen), args.beta * (rejected - ref_rejected), args)
-        loss = (losses * counts).sum() / n
+        loss = (losses * counts).sum() / len(batch)
         if optimizer:
-            (WORLD_SIZE * loss).backward()  # gradients are averaged over processes
-        pair_stats = {
-            "loss": losses,
-            "rewards/chosen": chosen_rewards,
-            "rewards/rejected": rejected_rewards,
-            "rewards/accuracies": chosen_rewards > rejected_rewards,
+            (WORLD_SIZE * loss).backward()  # clip_gradient averages over processes
+        seen = {"loss": losses, "rewards/chosen": chosen_rewards, "rewards/rejected": rejected_rewards}
+        seen |= {"rewards/accuracies": chosen_rewards > rejected_rewards}
+        seen |= {
             "rewards/margins": chosen_rewards - rejected_rewards,
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
-        for name, x in pair_stats.items():
-            sums[name] += (x.detach() * counts).sum() / n
+        sums.update({name: (x.detach() * counts).sum() / len(batch) for name, x in seen.items()})  # a Counter adds
     stats = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
     if optimizer:
-        grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm)
-        if grad_norm.isfinite():  # otherwise all weights would become NaN
+        stats["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
+        if math.isfinite(stats["grad_norm"]):  # otherwise the step would turn the weights into NaN
             optimizer.step()
         optimizer.zero_grad()
-        stats["grad_norm"] = grad_norm.item()
     return stats
 
 
-# === End of the algorithm. Next: its metrics and options, then the code that every training script needs ============
-
-
+# === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
 @torch.no_grad()
-def evaluate(policy: nn.Module, pairs: list[Preference], ref_logps: Tensor, args: Args) -> dict[str, float]:
+def evaluate(policy, pairs, ref_logps, args):
     """The same metrics on the test split."""
     stats = update(policy, None, pairs, ref_logps, args)
     return {f"eval/{name}": x for name, x in stats.items()}
 
 
 @torch.no_grad()
-def show_samples(
-    run: "Run", policy: nn.Module, reference: nn.Module | None, pairs: list[Preference], args: Args
-) -> None:
-    """Prints a table of three prompts with an answer of the policy to each. Saves the log-probabilities of the answers'
-    tokens under policy and reference for tools/xray.py."""
-    tokenizer = policy.tokenizer
-    prompts = [pair.prompt for pair in pairs[:3]]
-    torch.manual_seed(args.seed)  # the same random numbers for each table
-    answers = [draw_answer(policy, prompt, args) for prompt in prompts]
-    columns = {
-        "prompt": tokenizer.batch_decode(prompts),
-        "chosen": tokenizer.batch_decode([pair.chosen for pair in pairs[:3]]),
-        "answer": tokenizer.batch_decode(answers),
-    }
+def show_samples(run, policy, reference, pairs, args):
+    """Prints a table of prompts with answers of policy and reference. Saves the log-probabilities of the policy's
+    answers under both, for tools/xray.py."""
+    decode = policy.tokenizer.batch_decode
+    prompts = [pair.prompt for pair in pairs]
+    answers = draw_answers(policy, prompts, args)
+    columns = {"prompt": decode(prompts), "chosen": decode([pair.chosen for pair in pairs]), "policy": decode(answers)}
     tensors = {}
-    tensors["prompts"], tensors["prompt_mask"] = pad(prompts, tokenizer, args, "left")  # (3, P)
-    tensors["responses"], tensors["mask"] = pad(answers, tokenizer, args)  # (3, T), like the next ones
+    tensors["prompts"], tensors["prompt_mask"] = pad(prompts, policy.tokenizer, args, "left")  # (3, P)
+    tensors["responses"], tensors["mask"] = pad(answers, policy.tokenizer, args)  # (3, T), like the next ones
     tensors["logprobs"], _ = completion_logprobs(policy, prompts, answers, args)
     if reference is not None:
         with adapter_off(policy, reference):
             tensors["ref_logprobs"], _ = completion_logprobs(reference, prompts, answers, args)
+            columns["reference"] = decode(draw_answers(reference, prompts, args))
     run.show(columns, tensors)
 
 
-def draw_answer(policy: nn.Module, prompt: list[int], args: Args) -> list[int]:
-    """Samples at most 53 tokens at temperature 1, ignoring the policy's generation config. All processes draw the same
-    tokens."""
-    stored = policy.generation_config
-    policy.generation_config = GenerationConfig()  # otherwise its settings would be added to those below
-    with autocast(args):
-        text = policy.generate(
-            torch.tensor([prompt], device=args.device),
-            max_new_tokens=min(53, context_length(policy) - len(prompt)),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=stored.eos_token_id,
-            pad_token_id=policy.tokenizer.pad_token_id,
-        )
-    policy.generation_config = stored
-    return text[0, len(prompt) :].tolist()
+def draw_answers(model, prompts, args):
+    """Samples at most 53 tokens for each prompt, at temperature 1 and always with the same random numbers."""
+    torch.manual_seed(args.seed)
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31) - max(map(len, prompts))
+    stored = model.generation_config
+    options = {"eos_token_id": stored.eos_token_id, "pad_token_id": model.tokenizer.pad_token_id, "do_sample": True}
+    model.generation_config = GenerationConfig(max_new_tokens=min(53, room), top_k=0, **options)  # nothing else of it
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor(prompt[None], device=args.device).long()
+        with autocast(args):
+            text = model.generate(ids)
+        answers.append(text[0, len(prompt) :].cpu().numpy())
+    model.generation_config = stored
+    return answers
 
 
-# --- Models and data --------------------------------------------------------------------------------------------------
-
-
-def load_policy(args: Args) -> nn.Module:
-    """Loads the policy in float32. It stays in evaluation mode: dropout is off, as in the reference (TRL)."""
-    policy = load_model(AutoModelForCausalLM, args.model, args)
-    has_eos = policy.tokenizer.eos_token_id is not None
-    require(has_eos, f"the tokenizer of {args.model} has no EOS token to end completions with")
-    stored = policy.generation_config  # saved with the policy, for programs that sample from it later
-    stored.eos_token_id = eos_tokens(policy)
-    try:
-        stored.validate(strict=True)  # fails now rather than when the policy is saved
-    except ValueError:
-        stored.do_sample = True  # the library saves a temperature, a top_p, ... only with do_sample
-        stored.validate(strict=True)
-    if args.lora_r:
-        add_adapter(policy, args, task_type="CAUSAL_LM")
-    if args.gradient_checkpointing:
-        checkpoint_layers(policy)
-    return policy
-
-
-def make_reference(args: Args, policy: nn.Module) -> nn.Module:
-    """A frozen copy of the policy; with LoRA the policy itself, which is the reference while its adapter is off."""
-    return policy if args.lora_r else deepcopy(policy).requires_grad_(False)
-
-
-@contextmanager
-def adapter_off(policy: nn.Module, reference: nn.Module) -> Iterator[None]:
-    """With LoRA, turns off the policy's adapter within this context, which makes the policy the reference."""
-    if reference is not policy:
-        yield
-        return
-    reshard(policy)  # switching sets requires_grad, which has to happen on shards, not on gathered weights
-    policy.disable_adapters()
-    try:
-        yield
-    finally:
-        reshard(policy)
-        policy.enable_adapters()
-
-
-def encode_pairs(data: datasets.Dataset, tokenizer: AutoTokenizer, args: Args, limit: int) -> datasets.Dataset:
-    """Encodes the pairs of a split and cuts them to `limit` tokens. A row has the fields of `Preference` and its
-    length."""
-    fits = args.max_prompt_length < limit
-    require(fits, f"--max-prompt-length {args.max_prompt_length} leaves no room for a completion in {limit} tokens")
-    read_pair = pair_reader(data, args)
-    print_unread(data, args.prompt_column, args.chosen_column, args.rejected_column)
-    max_prompt_length = args.max_prompt_length
-    mode = args.truncation_mode
-
-    def encode(row: dict) -> dict:
-        """Encodes one row."""
-        full = encode_preference(*read_pair(row), tokenizer, template_options(row))
-        pair = cut_to_fit(full, limit, max_prompt_length, mode)
-        is_different = pair.chosen != pair.rejected
-        return asdict(pair) | {"length": len(pair), "is_cut": pair != full, "is_different": is_different}
-
-    return keep_different(encode_rows(data, encode), limit)
-
-
-def as_pairs(columns: dict[str, list]) -> list[Preference]:
-    """Turns columns of `encode_pairs` into pairs."""
-    return [Preference(*x) for x in zip(columns["prompt"], columns["chosen"], columns["rejected"])]
-
-
-# --- Settings ---------------------------------------------------------------------------------------------------------
-
-ALIASES = {  # other libraries' spellings
-    "--model-name-or-path": "--model",
-    "--sft-model-path": "--model",
-    "--dataset-name": "--dataset",
-    "--dataset-config-name": "--dataset-config",
-    "--resume-from-checkpoint": "--resume",
-}
-CURVES = {  # title of a panel: pattern of the metrics in it
+# --- Model ------------------------------------------------------------------------------------------------------------
+CURVES = {  # panels: metrics
     "loss": "loss$",
     "implicit rewards": "rewards/(chosen|rejected)$",
     "share of pairs right": "rewards/accuracies$",
 }
 
 
-def check_args(args: Args) -> None:
-    """Exits if settings contradict each other, or if a setting has no effect."""
-    check_common_args(args)
-    refuse_unused(args, "label_smoothing", args.loss_type == "sigmoid", f"with --loss-type {args.loss_type}")
-    if args.loss_type == "kto_pair":
-        require(
-            not args.reference_free, "--loss-type kto_pair needs the reference: its loss compares each reward with a KL"
-        )
-    refuse_unused(args, "precompute_ref", not args.reference_free, "with --reference-free")
+def load_policy(args):
+    """Loads the policy. It stays in evaluation mode: dropout is off, as in the reference (TRL)."""
+    policy = load_model(AutoModelForCausalLM, args.model)
+    policy.generation_config.eos_token_id = eos_tokens(policy)  # for programs that sample from it later
+    policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
+    return policy
 
 
-def default_rate(args: Args, policy: nn.Module) -> float:
-    """The default learning rate: 1e-5 for a model of GPT-2's size, higher for smaller models, at least 5e-7 (the
-    paper's, for 2.8B: 1e-6); ten times as high with LoRA."""
-    rate = max(5e-7, 1e-5 * (124e6 / policy.num_parameters()) ** 0.6)
-    if args.lora_r:
-        rate *= 10
+def default_rate(args, model):
+    """1e-5 for a model of GPT-2's size, more for smaller ones, at least 5e-7; ten times as high with LoRA."""
+    rate = max(5e-7, 1e-5 * (124e6 / model.num_parameters()) ** 0.6) * (10 if args.lora_r else 1)
     return float(f"{rate:.2g}")
 
 
-# --- Identical in sft.py, reward_model.py and dpo.py ------------------------------------------------------------------
+# === From here on, a function has the same text in all scripts that have it ==========================================
+# --- Rows -------------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Pair:
+    """Token ids (int32) of a prompt and of two answers to it, each with the token that ends it."""
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+    margin: float  # how much better the chosen answer is, 0 if unknown; only reward_model.py uses it
+
+    def __len__(self):
+        """Number of tokens of the prompt with its longer answer."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
-def with_eos(ids: list[int], tokenizer: AutoTokenizer) -> list[int]:
-    """Appends EOS, unless the tokens end with it or the tokenizer has none."""
-    eos = tokenizer.eos_token_id
-    if eos is None or ids[-1:] == [eos]:
-        return ids
-    return ids + [eos]
+def load_pairs(args, split, model):
+    """The pairs of a split, cut to max_length tokens. Those whose answers are then equal are dropped."""
+
+    def texts_of(row):
+        """The prompt, and the prompt with either answer, as the model reads them."""
+        prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+        if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
+            check(chosen[:-1] == rejected[:-1], "'chosen' and 'rejected' differ before their last messages")
+            prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
+        types = {type(prompt), type(chosen), type(rejected)}
+        check(types in ({str}, {list}), "'prompt', 'chosen' and 'rejected' are not all texts, or all messages")
+        if str in types:
+            check(prompt and chosen and rejected, "'prompt', 'chosen' or 'rejected' is empty")
+            return prompt, prompt + chosen, prompt + rejected
+        check_messages(prompt, last="user")
+        texts = [render(prompt, row, tokenizer, add_generation_prompt=True)]
+        for answer in (chosen, rejected):
+            check(len(answer) == 1, "'chosen' or 'rejected' is not one message")
+            check_messages(answer, last="assistant")
+            texts.append(render_answer(prompt + answer, row, tokenizer))
+            check(
+                texts[-1].startswith(texts[0]), f"the chat template does not write {texts[0][-30:]!r} before an answer"
+            )
+        return texts
+
+    def pair_of(columns):
+        """The ids of a row's texts, divided where the prompt ends."""
+        row, prompt, *texts = columns
+        for i, ids in enumerate(texts):
+            has_prompt = np.array_equal(ids[: len(prompt)], prompt)
+            check(has_prompt, "a token of the text holds the end of its prompt: does the prompt end with a space?")
+            if not is_chat and ids[-1] != tokenizer.eos_token_id:
+                ids = np.append(ids, np.int32(tokenizer.eos_token_id))
+            texts[i] = ids[len(prompt) :]
+        check(not np.array_equal(*texts), "'chosen' and 'rejected' are the same")
+        margin = row.get("margin") or 0.0
+        check(isinstance(margin, (int, float)) and math.isfinite(margin), f"'margin' is no number: {margin!r:.60}")
+        return Pair(prompt, *texts, margin)
+
+    tokenizer = model.tokenizer
+    rows = read_rows(args.dataset, args.dataset_config, split)
+    columns = [list(column) for column in zip(*parse(rows, texts_of, f"{args.dataset}, {split}"))]
+    is_chat = holds_messages(rows, "chosen")
+    ids = [encode(column, tokenizer, is_chat) for column in columns]
+    whole = parse(zip(rows, *ids), pair_of, f"{args.dataset}, {split}")
+    limit = min(args.max_length, getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length))
+    pairs = [cut_to_fit(pair, limit, args) for pair in whole]
+    pairs = [pair for pair in pairs if not np.array_equal(pair.chosen, pair.rejected)]
+    if whole:
+        num_cut = sum(len(pair) > limit for pair in whole)
+        print(f"{split}: {len(pairs)} of {len(whole)} pairs differ within {limit} tokens; {num_cut} were cut")
+    for pair in pairs[:1]:
+        texts = map(tokenizer.decode, (pair.prompt, pair.chosen, pair.rejected))
+        print("the first one, as the model reads it:", *map(repr, texts), sep="\n  ")
+    return pairs
 
 
-def warn_of_plain_texts(tokenizer: AutoTokenizer) -> None:
-    """Warns if a chat model is trained on plain texts."""
-    if tokenizer.chat_template:
-        warnings.warn("the rows are plain texts, so the chat template is not used: for a chat model, write messages")
+def length_grouped_batches(pairs, args):
+    """The batches of all passes, as numbers of pairs, and how many make a pass. The pairs of a batch have similar
+    lengths, to save padding: in each pass they are shuffled, split into groups of 50 batches, and sorted within a
+    group; then the batches are shuffled."""
+    batches = []
+    for number in range(math.ceil(args.num_train_epochs)):
+        rows = shuffled(len(pairs), args.seed, 2 * number)
+        of_pass = []
+        for first in range(0, len(rows), 50 * args.batch_size):
+            group = sorted(rows[first : first + 50 * args.batch_size], key=lambda i: len(pairs[i]))
+            of_pass += [group[i : i + args.batch_size] for i in range(0, len(group), args.batch_size)]
+        batches += [of_pass[i] for i in shuffled(len(of_pass), args.seed, 2 * number + 1)]
+    return batches, len(of_pass)
 
 
-def texts_hold_prompt(data: datasets.Dataset, prompt_column: str, *columns: str) -> bool:
-    """Whether all texts of these columns begin with their prompt, which is then removed. Warns if only some do. For
-    conversations, `whole_turns` checks each row."""
-    if not isinstance(data[0][prompt_column], str) or not isinstance(data[0][columns[0]], str):
-        return False
-    begins = []
-    for column in columns:
-        for prompt, text in zip(data[prompt_column], data[column]):
-            if str(prompt).strip():
-                begins.append(str(text).lstrip().startswith(str(prompt).strip()))
-    if any(begins) and not all(begins):
-        warnings.warn(f"{sum(begins)} of {len(begins)} texts begin with their prompt: in these it is read twice")
-    return bool(begins) and all(begins)
-
-
-def whole_turns(prompt: str | list[dict], text: str | list[dict]) -> list[dict]:
-    """Joins the turns of the prompt and of the text. Turns of the prompt that the text repeats at its start occur once.
-
-    u, a, s: messages of user, assistant, system. [u] + [s u a] -> [s u a]; [s u] + [u a] -> [s u a];
-    [u1 a1 u2] + [u2 a2] -> [u1 a1 u2 a2]
-    """
-    turns = as_turns(prompt, "user") if prompt else []
-    answer = as_turns(text, "assistant")
-    is_system = lambda x: x[:1] and x[0]["role"] == "system"  # noqa: E731
-    system = [x[0] for x in (turns, answer) if is_system(x)]
-    require(system[:1] == system[-1:], "prompt and text begin with different system messages")
-    head = turns[1:] if is_system(turns) else turns
-    tail = answer[1:] if is_system(answer) else answer
-    if not head or not tail or tail[0]["role"] == "assistant":
-        return system[:1] + head + tail
-    words = lambda x: [(turn["role"], turn["content"].strip(), turn.get("tool_calls")) for turn in x]  # noqa: E731
-    repeated = max(n for n in range(len(head) + 1) if words(head[len(head) - n :]) == words(tail[:n]))
-    is_next = repeated > 0 or head[-1]["role"] == "assistant"
-    require(is_next, "the text begins with a user's message, but not with that of the prompt")
-    return system[:1] + head[: len(head) - repeated] + tail
-
-
-def shared_length(*texts: list[int]) -> int:
-    """Number of tokens that all texts share at the start."""
-    return len(os.path.commonprefix(texts))  # works on any lists
-
-
-def warn_of_joined_tokens(n: int) -> None:
-    """Warns if the last n tokens of a prompt, encoded alone, are not tokens of the complete text."""
-    if n:
-        warnings.warn(
-            "some prompts end within a token of the complete text (does the prompt end with a space, or does the chat "
-            "template write something else before an answer?): training uses that token, but a rollout, which encodes "
-            "the prompt alone, does not"
-        )
-
-
-def encode_whole(
-    prompt: str | list[dict], text: str | list[dict], tokenizer: AutoTokenizer, options: dict = {}
-) -> list[int]:
-    """Encodes prompt + text + EOS. If one of them is a list of messages, encodes the conversation, up to the token that
-    ends its last turn. `options` are those of the chat template."""
-    if isinstance(prompt, str) and isinstance(text, str):
-        require(not options, "the columns tools and chat_template_kwargs need conversations, but the rows are texts")
-        warn_of_plain_texts(tokenizer)
-        return with_eos(encode_text(prompt + text, tokenizer), tokenizer)
-    turns = whole_turns(prompt, text)
-    require(turns, "a conversation has no messages")
-    rendered = render_whole(turns, tokenizer, options)
-    check_rendered(rendered, turns, tokenizer, options)
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    end, _ = turn_end(tokenizer)
-    return ids if end else with_eos(ids, tokenizer)
-
-
-def load_pairs(args: Args, model: nn.Module) -> tuple[datasets.Dataset, list]:
-    """Loads the training pairs and the test pairs."""
-    train, test = load_data(args)
-    limit = min(args.max_length, context_length(model))
-    pairs = encode_pairs(train, model.tokenizer, args, limit)
-    if test is None:
-        return pairs, []
-    return pairs, as_pairs(encode_pairs(test, model.tokenizer, args, limit)[:])
-
-
-def pair_reader(data: datasets.Dataset, args: Args) -> Callable[[dict], tuple]:
-    """Returns a function that reads prompt, chosen and rejected text of a row. Without a prompt column, prompts are
-    empty."""
-    chosen = args.chosen_column
-    rejected = args.rejected_column
-    check_columns(data, {"--chosen-column": chosen, "--rejected-column": rejected})
-    if args.prompt_column != Args.prompt_column:  # a column that the user names must exist
-        check_columns(data, {"--prompt-column": args.prompt_column})
-    prompt = args.prompt_column if args.prompt_column in data.column_names else None
-    if prompt is None:
-        print(f"no column {args.prompt_column!r}: each text is a prompt with its completion")
-    hold_prompt = prompt is not None and texts_hold_prompt(data, prompt, chosen, rejected)
-
-    def read_pair(row: dict) -> tuple:
-        """Reads prompt, chosen and rejected text of a row."""
-        texts = [read_value(row, column) for column in (chosen, rejected)]
-        start = read_value(row, prompt) if prompt else ""
-        if hold_prompt and start.strip():
-            start = start.rstrip()
-            texts = [text.lstrip().removeprefix(start.lstrip()) for text in texts]
-        is_one_kind = isinstance(start, list) or type(texts[0]) is type(texts[1])
-        require(is_one_kind, "one of the chosen and the rejected text is a list of messages, the other is not")
-        turns = [whole_turns(start, text) for text in texts]
-        given = [[x["content"].strip() for x in talk if x["role"] in ("system", "user")] for talk in turns]
-        require(given[0] == given[1], "the system's or the user's messages differ between chosen and rejected")
-        return start, *texts
-
-    return read_pair
-
-
-def keep_different(pairs: datasets.Dataset, limit: int) -> datasets.Dataset:
-    """Drops pairs of equal texts, which show no preference. Prints the numbers of pairs kept, dropped and cut."""
-    is_different = np.array(pairs["is_different"])
-    num_cut = sum(pairs["is_cut"])
-    num_dropped = len(pairs) - is_different.sum()
-    notes = [
-        f"cut {num_cut} of {len(pairs)} to {limit} tokens" if num_cut else "",
-        f"dropped {num_dropped} of {len(pairs)}, whose texts are equal up to {limit} tokens" if num_dropped else "",
-    ]
-    require(num_dropped < len(pairs), f"no pairs are left: {', '.join(filter(None, notes))}")
-    print_lengths(f"{pairs.split} pairs", np.array(pairs["length"])[is_different], *notes)
-    return pairs.select(np.flatnonzero(is_different))
-
-
-def length_grouped_batch(lengths: list[int], number: int, size: int, seed: int) -> list[int]:
-    """Returns the numbers of a batch's rows, which have similar lengths. Batches are counted from 0 across passes.
-
-    For each pass, the rows are shuffled and split into groups of 50 batches. Each group is sorted by length, so that a
-    batch needs little padding. Then the batches are shuffled, so that lengths come in random order.
-    """
-    num_batches = math.ceil(len(lengths) / size)  # in a pass; one of them may be smaller
-    pass_number, offset = divmod(number, num_batches)
-    rows = shuffled(len(lengths), seed, 2 * pass_number)
-    batches = shuffled(num_batches, seed, 2 * pass_number + 1)
-    group, place = divmod(batches[offset], 50)
-    first = group * 50 * size
-    by_length = sorted(rows[first : first + 50 * size], key=lengths.__getitem__)
-    return by_length[place * size : (place + 1) * size]
-
-
-def default_batch_size(num_rows: float) -> int:
-    """The largest power of two, from 4 to 64, that gives at least 100 steps. num_rows counts a row once per epoch."""
-    sizes = [size for size in (4, 8, 16, 32, 64) if num_rows / size >= 100]
-    return max(sizes, default=4)
-
-
-def choose_sizes(args: Args, model: nn.Module, num_rows: int, num_tokens: int) -> Args:
-    """Fills in the learning rate and the batch sizes, for rows of at most num_tokens tokens, and prints them."""
-    learning_rate = args.learning_rate or default_rate(args, model)
-    per_device = args.per_device_train_batch_size
-    batch_size = args.batch_size or default_batch_size(args.num_train_epochs * num_rows)
-    if per_device and args.batch_size is None:
-        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
-    share = math.ceil(batch_size / WORLD_SIZE)  # rows of a batch that each process computes
-    micro_batch_size = args.micro_batch_size or per_device or min(share, rows_that_fit(model, num_tokens, args))
-    size = model.num_parameters() / 1e6
-    print(f"model: {model.name_or_path}, {size:.2f}M parameters on {args.device}, learning rate {learning_rate:.2g}")
-    num_steps = math.ceil(args.num_train_epochs * math.ceil(num_rows / batch_size))
-    print(f"batch: {batch_size} of {num_rows} rows per step, {micro_batch_size} at a time, {num_steps} steps")
-    if num_steps < 50:
-        warnings.warn(f"few optimiser steps ({num_steps}): choose a smaller --batch-size, or more data or epochs")
-    return replace(args, learning_rate=learning_rate, batch_size=batch_size, micro_batch_size=micro_batch_size)
-
-
-def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for the model's trainable weights."""
-    weights = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        weights,
-        lr=args.learning_rate,
-        weight_decay=args.weight_decay,
-        fused=True,  # ten times as fast on a CPU
-    )
-
-
-def micro_batches(rows: Sequence, args: Args) -> Iterator[tuple[list, Tensor]]:
-    """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows.
-
-    Process RANK takes the rows RANK, RANK + WORLD_SIZE, ... Sharded weights need the same number of passes in all
-    processes. So if WORLD_SIZE does not divide the number of rows, some processes repeat one of the first rows.
-    """
+def micro_batches(rows, args):
+    """Yields this process's rows, RANK, RANK + WORLD_SIZE, ..., micro_batch_size at a time, and a mask (b,). All
+    processes need equally many, so that some may repeat one of the first rows: there the mask is false."""
     n = len(rows)
     numbers = torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
     for part in numbers.split(args.micro_batch_size):
         yield [rows[i] for i in part % n], (part < n).to(args.device)
 
 
-# --- From here on, a function is identical in all scripts that have it: models, data, processes, the run --------------
+def choose_sizes(args, model, pairs):
+    """Returns the settings with learning rate and batch sizes filled in, and prints them."""
+    require(pairs, f"--dataset {args.dataset} has no pairs to train on")
+    rate = args.learning_rate or default_rate(args, model)
+    per_device = args.per_device_train_batch_size
+    num_rows = args.num_train_epochs * len(pairs)
+    batch_size = args.batch_size or max((size for size in (8, 16, 32, 64) if num_rows / size >= 100), default=4)
+    if per_device:
+        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
+    default = 16 if args.device == "cpu" else max(1, 4096 // max(map(len, pairs)))  # a pair is two texts
+    rows = args.micro_batch_size or per_device or default
+    print(f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {args.device}, learning rate {rate}")
+    print(f"steps of {batch_size} of {len(pairs)} pairs, {rows} at a time")
+    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
+    return replace(args, per_device_train_batch_size=None, **sizes)
 
 
-def require(condition: object, message: str) -> None:
+def require(condition, message):
     """Exits with the message unless the condition holds. It is for errors that no library reports clearly."""
     if not condition:
         sys.exit(f"error: {message}")
 
 
-def refuse_unused(args: Args, names: str, is_used: object, where: str) -> None:
-    """Exits if one of these settings was changed but has no effect. A setting that is off (0, none, False) passes."""
-    for name in names.split():
-        value = getattr(args, name)
-        is_default_or_off = value in (getattr(Args, name), "none") or not value
-        require(is_used or is_default_or_off, f"--{name.replace('_', '-')} has no effect {where}")
-
-
-def check_common_args(args: Args) -> None:
-    """Checks the settings that all scripts but ddpo.py share. A resumed run may have both --batch-size and the settings
-    from which it was computed."""
-    sets_batch_size = args.resume or not args.batch_size
-    is_used = sets_batch_size or not args.micro_batch_size
-    refuse_unused(args, "per_device_train_batch_size", is_used, "beside --batch-size and --micro-batch-size")
-    refuse_unused(args, "gradient_accumulation_steps", sets_batch_size, "beside --batch-size")
-    per_device = args.per_device_train_batch_size
-    refuse_unused(args, "gradient_accumulation_steps", per_device, "without --per-device-train-batch-size")
-    is_constant = args.lr_scheduler_type == "constant"
-    refuse_unused(args, "warmup_ratio", not is_constant, "with --lr-scheduler-type constant: use constant_with_warmup")
-    refuse_unused(args, "lora_alpha lora_target_modules", args.lora_r, "without --lora-r")
-    refuse_unused(args, "eval_steps", args.dataset_test_split != "none", "with --dataset-test-split none")
-    refuse_unused(args, "dataset_config", not Path(args.dataset).is_file(), "if --dataset is a file")
-    refuse_unused(args, "wandb_project_name wandb_entity", args.track, "without --track")
-    refuse_unused(args, "exp_name", not args.output_dir, "with --output-dir, which names the folder")
-
-
-@cache
-def ask_hub() -> None:
-    """Tries once to reach the hub. If that fails, the libraries use their caches instead of retrying for minutes."""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # its type depends on the HTTP library
-        print(f"{constants.ENDPOINT} does not answer: using models and data downloaded earlier")
-        constants.HF_HUB_OFFLINE = True
-        datasets.config.HF_HUB_OFFLINE = True
-
-
-def locate(name: str) -> str:
-    """Finds a file or folder in the working directory or beside this script. Returns any other name unchanged: it may
-    be on the hub."""
-    for folder in (Path(), Path(__file__).resolve().parent):
-        if (folder / name).exists():
-            return str(folder / name)
-    is_file = Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".py")
-    is_path = is_file or name.startswith(".") or name.count("/") > 1  # names on the hub are NAME or OWNER/NAME
-    require(not is_path, f"there is no {name}")
-    ask_hub()
-    return name
-
-
-def load_model(auto_class: type, name: str, args: Args, new_head: bool = False, **options) -> nn.Module:
-    """Loads a model from a folder or the hub, with weights in float32 and its tokenizer as `model.tokenizer`.
-
-    Exits if weights are missing (the library would initialise them at random) or unexpected. With `new_head`, weights
-    of the head may be missing.
-    """
-    path = locate(name)
-    adapter = find_adapter_config_file(path)
-    require(adapter is None, f"{name} is an adapter: use the merged model (these scripts save it in {name}/merged)")
-    options |= {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    if RANK and args.zero_stage:  # only process 0 reads the weights; `place` sends them to the others
-        with torch.device("meta"):
-            config = AutoConfig.from_pretrained(path, **options)
-            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
-        with suppress(OSError):  # a model may have no such file
-            model.generation_config = GenerationConfig.from_pretrained(path)
-    else:
-        options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-        model, info = auto_class.from_pretrained(path, **options)
-        wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
-        if new_head:
-            wrong = [key for key in wrong if key.startswith(f"{model.base_model_prefix}.")]
-        require(not wrong, f"{name!r} is not a {type(model).__name__}: missing or unexpected weights: {wrong[:3]}")
-    model.auto_class = auto_class
-    model.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    words = set(model.tokenizer.get_vocab()) - set(model.tokenizer.all_special_tokens)
-    require(words, f"{name} has no tokenizer: save its base model's tokenizer beside the weights")
-    padding = model.tokenizer.pad_token_id
-    if padding is None or padding >= model.get_input_embeddings().num_embeddings:
-        first = model.tokenizer.convert_ids_to_tokens(0)
-        tokens = [model.tokenizer.eos_token, model.tokenizer.unk_token, first]
-        model.tokenizer.pad_token = next(filter(None, tokens))  # any token will do, since masks mark padding
-    return model.eval()
-
-
-def checkpoint_layers(model: nn.Module) -> None:
-    """Turns on gradient checkpointing: each layer recomputes its activations in the backward pass."""
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            recompute_activations(module)
-
-
-def rows_that_fit(
-    model: nn.Module, num_tokens: int, args: Args, is_trained: bool = True, num_targets: int | None = None
-) -> int:
-    """Returns the number of rows, each of `num_tokens` tokens, that may go through the model at once.
-
-    For the backward pass, a token needs about 20 numbers per layer and hidden unit (2 with --gradient-checkpointing),
-    and 3 per logit. For sampling it needs 2, for its key and its value. The rows may fill an eighth of the free GPU
-    memory. On a CPU, large batches are slow, so the limit is 64 MB. For large models it is four times the weights, up
-    to 2 GB, because each micro-batch updates the gradient of all weights.
-    """
-    config = model.config.get_text_config()
-    per_unit = 20 if is_trained and not args.gradient_checkpointing else 2
-    head = model.get_output_embeddings()
-    num_logits = len(head.weight) if head is not None and is_trained else 0
-    num_targets = num_targets or num_tokens  # tokens that have logits
-    numbers = num_tokens * per_unit * config.num_hidden_layers * config.hidden_size + 3 * num_targets * num_logits
-    limit = max(2**24, min(4 * model.num_parameters(), 2**29))
-    if torch.device(args.device).type == "cuda":
-        free = torch.tensor(torch.cuda.mem_get_info(args.device)[0])
-        if WORLD_SIZE > 1:
-            dist.all_reduce(free, dist.ReduceOp.MIN)  # so that all processes have the same number of micro-batches
-        limit = int(free) // 32  # an eighth, in numbers of 4 bytes
-    return max(1, limit // numbers)
-
-
-def use_bfloat16(model: nn.Module) -> None:
-    """Casts frozen weights of matrix products to bfloat16 once. Otherwise autocast would cast them at each use.
-
-    Weights of experts (E, D, D) are cast, too: autocast does not cover grouped products. Embeddings and heads with one
-    output stay in float32.
-    """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            is_product = isinstance(module, (nn.Linear, Conv1D)) or p.dim() == 3
-            if is_product and not p.requires_grad and id(p) not in embeddings and len(p) > 1:
-                p.data = p.data.bfloat16()
-
-
-def add_adapter(model: nn.Module, args: Args, **options) -> None:
-    """Freezes the model and adds trainable LoRA adapters (Hu et al. 2021)."""
-    from peft import LoraConfig
-
-    config = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, **options)
-    model.add_adapter(config)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    is_shared = model.all_tied_weights_keys and any(hasattr(module, "base_layer") for module in ends)
-    require(not is_shared, "--lora-target-modules: embeddings and head share their weight, so neither can be adapted")
-
-
-def context_length(model: nn.Module) -> int:
-    """The maximum number of tokens in the model's input, according to its config and its tokenizer."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return min(positions, model.tokenizer.model_max_length)
-
-
-def eos_tokens(model: nn.Module) -> list[int]:
-    """Ids of the tokens that end a text: the tokenizer's EOS, the chat template's end of a turn, and the EOS tokens of
-    the generation config. Tokens of the ordinary vocabulary are left out, since the config's default can be any
-    token."""
-    tokenizer = model.tokenizer
-    stored = model.generation_config.eos_token_id  # an int, a list, or None
-    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
-    end, _ = turn_end(tokenizer)
-    if end:
-        ids.add(tokenizer.convert_tokens_to_ids(end))
-    return sorted(ids & set(tokenizer.added_tokens_decoder))
-
-
-@cache
-def turn_end(tokenizer: AutoTokenizer) -> tuple[str, str]:
-    """The special token that ends a turn in the chat template, and the text after it; both are empty if there is none.
-
-    Qwen's template writes "<|im_start|>assistant\\nSo.<|im_end|>\\n", so this returns "<|im_end|>" and "\\n". The text
-    after the token is not part of an answer: it is not sampled, not trained on, and not read by a reward model.
-    """
-    if not tokenizer.chat_template:
-        return "", ""
-    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So."}]
-    _, _, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("So.")
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    ends = [token for token in special if token in tail]
-    if not ends:
-        return "", ""
-    end = min(ends, key=tail.find)
-    return end, tail.partition(end)[2]
-
-
-def load_split(name: str, config: str | None, split: str) -> datasets.Dataset:
-    """Loads one split of a dataset: a folder, a jsonl/json/csv/parquet file (its split is train), or a hub name.
-
-    Values stay as they are in the file, if all values of a column have one type. By default, the library reads the JSON
-    text "2024-01-05" as a date, and 72 as 72.0 if another row has 3.5. All values of a csv file are texts.
-    """
-    for module in (datasets.features.features, datasets.packaged_modules.json, datasets.utils.json):
-        module.ujson_dumps = json.dumps  # the library's own keeps ten decimals
-        module.ujson_loads = partial(json.loads, parse_constant=lambda _: None)  # NaN is None
-    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    path = Path(locate(name))
-    options = {"path": str(path), "name": config, "split": split}
-    if path.is_file():
-        kinds = [formats[suffix] for suffix in path.suffixes if suffix in formats]
-        require(kinds, f"{name} is not a {', '.join(formats)} file")
-        require(path.stat().st_size, f"{name} is empty")
-        options = {"path": kinds[-1], "data_files": glob.escape(str(path.resolve())), "split": split}
-    else:
-        has_no_pattern = not path.exists() or glob.escape(str(path.resolve())) == str(path.resolve())
-        require(has_no_pattern, f"rename {name}: the library reads [, ] and * in the path of a folder as a pattern")
-    files = [file for file in [path, *path.rglob("*")] if file.is_file() and formats.keys() & set(file.suffixes)]
-    csv_files = [file for file in files if ".csv" in file.suffixes]
-    for file in csv_files:
-        has_names = isinstance(pandas.read_csv(file, nrows=1).index, pandas.RangeIndex)
-        require(has_names, f"{file} has more cells in a row than names: put texts that have a comma in quotes")
-    if csv_files and csv_files == files:
-        options |= csv_options(pandas.read_csv(csv_files[0], nrows=0).columns)
-    try:
-        data = datasets.load_dataset(**options)
-        if data.info.builder_name == "csv" and "features" not in options:
-            data = datasets.load_dataset(**options, **csv_options(data.column_names))
-    except datasets.exceptions.DatasetGenerationError as error:
-        sys.exit(f"error: {name} cannot be read: {error.__cause__ or error}")
-    if data.info.builder_name == "json" and "Json(" in str(data.features):
-        warnings.warn(
-            f"{name} has values of several types in one place. The library reads a text there that is valid JSON, such "
-            'as "72" or "true", as a number or a truth value: give all values one type'
-        )
-    is_exact = lambda kind: not re.search("time|date|float", str(kind))  # noqa: E731
-    if data.info.builder_name != "json" or all(map(is_exact, data.features.values())):
-        return data
-    features = {column: kind if is_exact(kind) else datasets.Json() for column, kind in data.features.items()}
-    return datasets.load_dataset(**options, features=datasets.Features(features))
-
-
-def csv_options(columns: Sequence[str]) -> dict:
-    """Returns the library's options for reading these csv columns as texts. Empty cells are None; the words NA and None
-    are texts."""
-    features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
-    return {"features": features, "keep_default_na": False, "na_values": [""]}
-
-
-def load_data(args: Args) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Loads the training split and the test split, which is by default `validation`, or None if there is none."""
-    train = load_split(args.dataset, args.dataset_config, args.dataset_train_split)
-    test = args.dataset_test_split
-    if test is None:
-        test = "validation" if "validation" in train.info.splits else "none"
-        if test == "none":
-            print("no evaluations, since there is no validation split: see --dataset-test-split")
-    if test == "none":
-        return train, None
-    return train, load_split(args.dataset, args.dataset_config, test)
-
-
-def check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
-    """Exits if a dataset lacks one of the columns (a dict from flags to columns), or has images, videos or audio."""
-    names = ", ".join(data.column_names)
-    for flag, column in columns.items():
-        require(column in data.column_names, f"the dataset has no column {column!r}, only {names}: set {flag}")
-    unread = {"image", "images", "video", "videos", "audio", "audios"} & set(data.column_names)
-    require(not unread, f"the dataset has the columns {sorted(unread)}, but this script reads only texts: remove them")
-
-
-def print_unread(data: datasets.Dataset, *columns: str) -> None:
-    """Prints the names of all columns but these and the options of the chat template."""
-    unread = [name for name in data.column_names if name not in (*columns, "tools", "chat_template_kwargs")]
-    if unread:
-        print(f"{data.split} columns that are not read:", ", ".join(unread))
-
-
-def encode_rows(data: datasets.Dataset, encode: Callable[[dict], dict], keep: bool = False) -> datasets.Dataset:
-    """Applies `encode` to each row; with `keep`, the row's own columns stay. The result is a memory-mapped file. Later
-    runs use the same file, unless the data or `encode` have changed. (So `encode` must not refer to args: any other
-    setting would make a new file.)
-    """
-    split = str(data.split)
-
-    def encode_row(row: dict, number: int) -> dict:
-        """Calls `encode`. Adds the number of the row to its errors, and its warnings as a column."""
-        with warnings.catch_warnings(record=True) as caught:
-            try:
-                encoded = encode(row)
-            except SystemExit as error:
-                sys.exit(f"{error} (row {number} of {split})")
-        return encoded | {"encoding_warnings": "\n".join(str(warning.message) for warning in caught)}
-
-    if data.data.nbytes > 2e6:  # encoding takes some seconds
-        datasets.enable_progress_bars()
-    columns = [] if keep else data.column_names
-    encoded = data.map(encode_row, with_indices=True, remove_columns=columns, desc="encoding")
-    datasets.disable_progress_bars()
-    for messages in encoded.unique("encoding_warnings"):
-        if messages:
-            warnings.warn(messages)
-    return encoded.remove_columns("encoding_warnings")
-
-
-def read_value(row: dict, column: str) -> str | list[dict]:
-    """The text or the list of messages in a column of a row; exits if the value is neither."""
-    value = row[column]
-    is_text_or_list = isinstance(value, (str, list))
-    require(is_text_or_list, f"{column!r} holds {value!r:.80}, which is neither a text nor a list of messages")
-    is_json = isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""", value)
-    require(not is_json, f"{column!r} holds a conversation as one text: convert it to a list of messages")
-    return value
-
-
-def template_options(row: dict) -> dict:
-    """The chat template's options for a row: its columns `tools` and `chat_template_kwargs` (as in TRL), which may be
-    JSON texts."""
-    given = {}
-    for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
-        value = row.get(column) or kind()
-        if isinstance(value, str):
-            with suppress(ValueError):  # it is not JSON
-                value = json.loads(value)
-        has_type = isinstance(value, kind) and all(isinstance(x, dict) for x in value if kind is list)
-        require(
-            has_type, f"the column {column!r} goes to the chat template (as in TRL), which cannot use {value!r:.80}"
-        )
-        given[column] = without_none(value)
-    options = given["chat_template_kwargs"]
-    if given["tools"]:
-        options["tools"] = given["tools"]
-    return options
-
-
-def without_none(x: object) -> object:
-    """Copies x without dict keys whose value is None, at any depth. Datasets add such keys to rows that lack them."""
-    if isinstance(x, dict):
-        return {key: without_none(value) for key, value in x.items() if value is not None}
-    if isinstance(x, list):
-        return [without_none(value) for value in x]
-    return x
-
-
-def as_turns(text: str | list[dict], role: str) -> list[dict]:
-    """Converts a conversation to the messages that chat templates expect; a text becomes one message of this role.
-
-    ShareGPT's keys `from` and `value` become `role` and `content`. The roles `human`, `gpt` and `developer` become
-    `user`, `assistant` and `system`. A content that is a list of texts is joined.
-    """
-    if isinstance(text, str):
-        return [{"role": role, "content": text}]
-    standard = {"human": "user", "gpt": "assistant", "developer": "system"}
-    turns = []
-    for message in text:
-        require(isinstance(message, dict), f"a conversation is a list of messages, but {message!r:.80} is not one")
-        turn = without_none(message)
-        role = turn.pop("from", turn.get("role"))
-        content = turn.pop("value", turn.get("content"))
-        if isinstance(content, list):
-            content = [part.get("text") if isinstance(part, dict) else None for part in content]
-            is_text = None not in content
-            require(is_text, f"the message of {role!r} has parts that are not texts: this script reads only texts")
-            content = "".join(content)
-        if content is None and "tool_calls" in turn:
-            content = ""
-        is_message = isinstance(role, str) and isinstance(content, str)
-        require(is_message, f"{message!r:.80} is not a message: it needs a role and a content, both texts")
-        turns.append(turn | {"role": standard.get(role, role), "content": content})
-    return turns
-
-
-def render(turns: list[dict], tokenizer: AutoTokenizer, options: dict, is_prompt: bool = False) -> str:
-    """Renders a conversation with the chat template. With is_prompt, it ends where the assistant is to answer."""
-    require(tokenizer.chat_template, "the rows are conversations, but the model has no chat template: use a chat model")
-    try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_prompt, **options)
-    except Exception as error:  # of any type: a template is a program
-        roles = ", ".join(turn["role"] for turn in turns)
-        sys.exit(f"error: the chat template refuses a conversation of {roles}: {error}")
-
-
-def check_rendered(text: str, turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> None:
-    """Exits if the chat template drops a content, a tool call, a tool or an option. It may drop the thoughts of earlier
-    answers, as most templates do. Warns if it drops other keys of messages."""
-    written = "".join(text.split())
-    thoughts = ("reasoning_content", "reasoning", "thinking")
-
-    def is_there(x: object) -> bool:
-        """Whether x is in the rendered text, ignoring white space. Of a list or dict, every part must be there. False
-        if the template prints it in Python's notation, {'a': 1}."""
-        if isinstance(x, dict):
-            parts = [value for key, value in x.items() if key not in ("type", "id", "index")]
-        elif isinstance(x, list):
-            parts = x
-        else:
-            plain = x if isinstance(x, str) else json.dumps(x)
-            forms = [plain, json.dumps(plain, ensure_ascii=False)[1:-1]]
-            return any("".join(form.split()) in written for form in forms)
-        is_as_printed = "'" in repr(x) and "".join(repr(x).split()) in written
-        return all(map(is_there, parts)) and not is_as_printed
-
-    for number, turn in enumerate(turns):
-        message = dict(turn)
-        role = message.pop("role")
-        if role == "assistant" and number < len(turns) - 1:
-            message = {key: value for key, value in message.items() if key not in thoughts}
-            message["content"] = message["content"].rpartition("</think>")[2]
-        for call in message.get("tool_calls", []):
-            arguments = call.get("function", call).get("arguments")
-            quoted = "".join(json.dumps(arguments, ensure_ascii=False).split())
-            is_quoted = isinstance(arguments, str) and quoted in written
-            require(not is_quoted, "the chat template writes the arguments of a tool call in quotes: make them a dict")
-        for key, value in message.items():
-            if key in ("content", "tool_calls", *thoughts):
-                where = f"{key!r} of message {number}, of role {role!r}"
-                require(is_there(value), f"the chat template leaves out {where}, or a part of it")
-            elif key not in ("name", "tool_call_id") and not is_there(value):
-                warnings.warn(f"the chat template ignores the key {key!r} of messages, so the model does not read it")
-    for tool in options.get("tools", []):
-        name = tool.get("function", tool).get("name")
-        require(is_there(name), f"the chat template leaves out the tool {name!r}")
-    for option in options:
-        require(option in str(tokenizer.chat_template), f"the chat template has no option {option!r}")
-
-
-def render_whole(turns: list[dict], tokenizer: AutoTokenizer, options: dict) -> str:
-    """Renders a conversation up to the token that ends its last turn. If that turn is an answer, the text before it is
-    exactly the prompt of a rollout.
-
-    Mistral's template writes a system message into the last user turn, but drops it if an answer follows. In that case
-    the prompt is rendered alone, and the answer as in a conversation without the system message.
-    """
-    _, after_end = turn_end(tokenizer)
-    text = render(turns, tokenizer, options).removesuffix(after_end)
-    others = [turn for turn in turns if turn["role"] != "system"]
-    if len(others) in (0, 1, len(turns)) or turns[-1]["role"] != "assistant":
-        return text
-    head = render(turns[:-1], tokenizer, options, is_prompt=True)
-    short_head = render(others[:-1], tokenizer, options, is_prompt=True)
-    short = render(others, tokenizer, options).removesuffix(after_end)
-    if text.startswith(head) or not short.startswith(short_head):
-        return text
-    return head + short.removeprefix(short_head)
-
-
-def encode_text(text: str, tokenizer: AutoTokenizer) -> list[int]:
-    """Token ids of a text, so that it can be continued. Keeps one BOS if the tokenizer adds it; removes an EOS that the
-    tokenizer adds."""
-    ids = tokenizer(text)["input_ids"]
-    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text already starts with BOS
-        ids = ids[1:]
-    for end in (tokenizer.eos_token, tokenizer.sep_token):
-        is_of_text = end and text.endswith(end) and ids[-2:-1] != ids[-1:]
-        if len(ids) > 1 and tokenizer.decode(ids[-1]) == end and not is_of_text:
-            ids = ids[:-1]
-    return ids
-
-
-def print_lengths(what: str, lengths: Sequence[int], *notes: str) -> None:
-    """Prints one line: the number of rows, their lengths, and notes on rows that were cut or dropped."""
-    sizes = f"{what}: {len(lengths)}, of {min(lengths)} to {max(lengths)} tokens, median {int(np.median(lengths))}"
-    print("; ".join(filter(None, [sizes, *notes])))
-
-
-def show_first_row(columns: dict[str, Text]) -> None:
-    """Prints a table of the first row, as the model reads it."""
-    table = Table(*columns, title="the first row, as the model reads it", min_width=40)
-    table.add_row(*columns.values())
-    Console().print(table)
-
-
-def as_read(ids: list[int], tokenizer: AutoTokenizer, is_green: Sequence[bool] = ()) -> Text:
-    """Decodes tokens, including special ones, with some in green. Leaves out the middle of a long text."""
-    text = Text()
-    start = 0
-    for green, tokens in groupby(is_green or [False] * len(ids)):
-        end = start + len(list(tokens))
-        text.append(tokenizer.decode(ids[:end])[len(text) :], style="green" if green else "")
-        start = end
-    if len(text) > 1200:
-        text = text[:600] + Text(" … ", style="bold") + text[-600:]
+def check(condition, message):
+    """Raises a ValueError with the message unless the condition holds. It is for a row: `parse` adds its number."""
+    if not condition:
+        raise ValueError(message)
+
+
+def parse(rows, function, where):
+    """Applies a function to each row. An error ends the run and names the row."""
+    parsed = []
+    for number, row in enumerate(rows, 1):
+        try:
+            parsed.append(function(row))
+        except (ValueError, TypeError, TemplateError) as error:
+            sys.exit(f"error: row {number} of {where}: {error} (recipes/data.py converts other forms)")
+    return parsed
+
+
+def read_rows(name, config, split):
+    """The rows of SPLIT.jsonl or SPLIT.parquet in a folder, of one such file (its split is train), or of a split on the
+    hub. Values stay as they are in the file. Without such a split, an empty list."""
+    import datasets
+
+    path = Path(name)
+    files = [path] if path.is_file() and split == "train" else []
+    files += [file for file in (path / f"{split}.jsonl", path / f"{split}.parquet") if file.exists()]
+    if files:
+        print(f"{split}: reads {files[0]}")
+    if files and files[0].suffix == ".jsonl":
+        return parse(open(files[0], "rb"), json.loads, files[0])
+    if files:
+        return datasets.load_dataset("parquet", data_files=str(files[0]), split="train").to_list()
+    is_on_hub = not path.exists() and split in datasets.get_dataset_split_names(name, config)
+    return datasets.load_dataset(name, config, split=split).to_list() if is_on_hub else []
+
+
+def holds_messages(rows, column):
+    """Whether a column holds messages, in all rows, or texts, in all rows."""
+    types = {type(row[column]) for row in rows}
+    require(len(types) < 2, f"the column {column!r} holds texts in some rows and messages in others")
+    return list in types
+
+
+def check_messages(messages, last):
+    """Refuses what is not a list of {role, content} that ends with a message of the role `last`."""
+    for message in messages:
+        is_message = isinstance(message, dict) and message.keys() == {"role", "content"}
+        check(is_message, f"a message has a role and a content, but this is {message!r:.60}")
+        check(message["role"] in ("system", "user", "assistant"), f"there is no role {message['role']!r:.60}")
+        is_text = isinstance(message["content"], str) and message["content"].strip()
+        check(is_text, f"the content of a message is empty, or not a text: {message['content']!r:.60}")
+    check(messages and messages[-1]["role"] == last, f"the last message is not one of the {last}")
+
+
+def render(messages, row, tokenizer, **options):
+    """Renders messages with the chat template, which gets the row's `tools` and `chat_template_kwargs` (as in TRL).
+    Refuses a row of which the template leaves something out."""
+    check(tokenizer.chat_template, "the rows are messages, but the model has no chat template: use a chat model")
+    options |= row.get("chat_template_kwargs") or {}
+    text = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False, **options)
+    for message in messages:
+        check(message["content"].strip() in text, f"the chat template leaves out {message['content']!r:.60}")
     return text
 
 
-@lru_cache(maxsize=2)
-def shuffled(n: int, seed: int, number: int) -> list[int]:
-    """The numbers from 0 to n-1 in a random order, which depends on the seed and the number, for example of a pass."""
-    # The 1 makes this seed differ from that of a step
+def render_answer(messages, row, tokenizer):
+    """Renders messages up to and including the token that ends the last one, such as <|im_end|>, or else EOS."""
+    head, content, tail = render(messages, row, tokenizer).rpartition(messages[-1]["content"].strip())
+    ends = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token) in tail]
+    end = min(ends, key=tail.find, default=tokenizer.eos_token)
+    return head + content + tail.partition(end)[0] + end
+
+
+def encode(texts, tokenizer, is_chat=False):
+    """Token ids of texts that go on: without the EOS that some tokenizers add. A chat template writes BOS itself."""
+    rows = []
+    for start in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
+        batch = tokenizer(texts[start : start + 1000], add_special_tokens=not is_chat)["input_ids"]
+        rows += [np.array(ids, np.int32) for ids in batch]
+    adds_eos = not is_chat and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
+    return [ids[:-1] for ids in rows] if adds_eos else rows
+
+
+def pad(rows, tokenizer, args, side="right"):
+    """Pads rows of token ids to one tensor (B, S); returns it, and its mask (B, S), true on real tokens."""
+    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
+    return padded["input_ids"].long(), padded["attention_mask"].bool()
+
+
+def shuffled(n, seed, number):
+    """The numbers below n, in an order that depends on the seed and the number of the pass."""
     generator = torch.Generator().manual_seed(make_seed(seed, number, 1))
     return torch.randperm(n, generator=generator).tolist()
 
 
-def make_seed(*numbers: int) -> int:
-    """Combines numbers into one seed. Random numbers depend on --seed and the number of a step or pass (dropout also on
-    the process), not on earlier steps."""
+def make_seed(*numbers):
+    """One seed from several numbers. The draws of a step do not depend on the steps before it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Pads lists of token ids to one tensor (B, S); returns it, and its mask (B, S), true on real tokens."""
-    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
-    return padded["input_ids"], padded["attention_mask"].bool()
+# --- Models -----------------------------------------------------------------------------------------------------------
+def load_model(auto_class, name, new_weights=()):
+    """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
+    missing, which the library would draw at random; those of a new head may be."""
+    require(not Path(name, "adapter_config.json").exists(), f"{name} is an adapter: use the merged model")
+    name = str(Path(name).resolve()) if Path(name).exists() else name  # an adapter stores it
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, info = auto_class.from_pretrained(name, **options)
+    wrong = (info["missing_keys"] | info["unexpected_keys"]) - set(new_weights)
+    require(not wrong, f"{name} is not a {type(model).__name__}: weights are missing or unexpected: {list(wrong)[:3]}")
+    model.auto_class = auto_class
+    model.tokenizer = AutoTokenizer.from_pretrained(name)
+    if model.tokenizer.pad_token_id not in range(model.get_input_embeddings().num_embeddings):
+        model.tokenizer.pad_token = model.tokenizer.eos_token  # any token will do, since padding is masked
+    return model.eval()
 
 
-def autocast(args: Args) -> torch.autocast:
-    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32.
+def eos_tokens(model):
+    """Ids of the tokens that end a text: EOS, those of the generation config, and the chat template's end of a turn.
+    Only added tokens count, since a config's default can be any token."""
+    tokenizer = model.tokenizer
+    stored = model.generation_config.eos_token_id  # an int, a list, or None
+    ids = {tokenizer.eos_token_id, *(stored if isinstance(stored, list) else [stored])}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        ids.add(tokenizer.encode(render_answer(turns, {}, tokenizer), add_special_tokens=False)[-1])
+    return sorted(ids & tokenizer.added_tokens_decoder.keys())
 
-    Within the context, autocast keeps a bfloat16 copy of all trained weights, but not with --gradient-checkpointing,
-    which saves memory.
-    """
-    keeps_copies = not args.gradient_checkpointing
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, args.bf16, keeps_copies)
+
+def add_adapter(model, args, task_type):
+    """Freezes the model and adds trainable LoRA adapters to all its linear layers (Hu et al. 2021)."""
+    from peft import LoraConfig
+
+    set_seed(args.seed)  # all processes draw the same adapters
+    model.add_adapter(LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear", task_type=task_type))
+
+
+@contextmanager
+def adapter_off(policy, reference):
+    """With LoRA, the policy is the reference while its adapter is off, within this context."""
+    if reference is policy:
+        reshard(policy)  # switching sets requires_grad, which has to happen on shards, not on gathered weights
+        policy.disable_adapters()
+    yield
+    if reference is policy:
+        reshard(policy)
+        policy.enable_adapters()
+
+
+def autocast(args):
+    """Autocast to bfloat16 with --bf16. Trained weights, losses and everything after the logits stay in float32. It
+    keeps a bfloat16 copy of the weights until the context ends, but not with --gradient-checkpointing."""
+    device_type = torch.device(args.device).type
+    return torch.autocast(device_type, torch.bfloat16, args.bf16, cache_enabled=not args.gradient_checkpointing)
 
 
 # --- Processes
-
-
-def start(args: Args) -> None:
+def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # when one process saves a checkpoint
-    is_sharded = args.zero_stage or args.shard_size or args.offload
-    can_shard = args.zero_stage and "RANK" in os.environ
-    require(can_shard or not is_sharded, "sharding needs torchrun --nproc-per-node N, and --zero-stage 2 or 3")
-    is_new = not args.resume and not RANK  # process 0 creates the folder, perhaps before another gets here
-    is_taken = is_new and args.output_dir and Path(args.output_dir).exists()
-    require(not is_taken, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", device.index or 0)))
-    if device.type != "cpu":
+    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if args.device != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32; plain float32 does not use the tensor cores
-    elif sys.platform == "linux" and WORLD_SIZE == 1:
-        keep_freed_memory()
+    elif sys.platform == "linux" and WORLD_SIZE == 1 and hasattr(ctypes.CDLL(None), "mallopt"):
+        # glibc keeps freed memory: with a large vocabulary, asking the system again takes up to half of the time
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     if "RANK" in os.environ and not dist.is_initialized():
-        backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-        timeout = timedelta(hours=2)  # one process may load a large model, or wait for a slow reward function
-        dist.init_process_group(",".join(f"{kind}:{name}" for kind, name in backends.items()), timeout=timeout)
-    set_seed(args.seed)  # for adapters and heads; each step sets its own seed
+        dist.init_process_group(timeout=timedelta(hours=2))  # a process may wait for a slow reward function
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory. By default it returns large tensors to the system and requests them again page by
-    page, which takes up to half of the time if the vocabulary is large. The numbers are from glibc's malloc.h."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def all_reduce(x: Tensor) -> Tensor:
+def all_reduce(x):
     """Sums x over all processes, in place."""
     if WORLD_SIZE > 1:
         dist.all_reduce(x)
     return x
 
 
-def all_gather(x: Tensor) -> Tensor:
-    """Returns all rows (B, ...). Each process passes its own, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE,
-    ...)."""
+def all_gather(x):
+    """All rows (B, ...), from those of each process, RANK, RANK + WORLD_SIZE, ..., as x (B/WORLD_SIZE, ...)."""
     shares = [x.clone() for _ in range(WORLD_SIZE)]
     if WORLD_SIZE > 1:
         dist.all_gather(shares, x.contiguous())
     return torch.stack(shares, 1).flatten(0, 1)
 
 
-def place(model: nn.Module | None, args: Args) -> nn.Module | None:
-    """Moves a model to the device and returns it. With --zero-stage, torch's FSDP2 shards it, layer by layer.
-
-    Stage 2 shards only models in training, and keeps gathered weights until the backward pass. FSDP2 averages the
-    gradients of shards over the processes.
-    """
-    if model is None or any(isinstance(module, FSDPModule) for module in model.modules()):
-        return model
+def place(model, args):
+    """Moves a model to the device. With --zero-stage, torch's FSDP2 shards it, layer by layer, and averages its
+    gradients over processes. Stage 2 shards only models in training."""
     is_trained = any(p.requires_grad for p in model.parameters())
-    if args.bf16:
-        use_bfloat16(model)
-    if args.zero_stage == 0:
-        return model.to(args.device)
-    weights = model.state_dict()
-    buffers = dict(model.named_buffers())
-    model.to("meta")  # also on process 0, which keeps the weights in `weights`
-    tie(model)
-    if is_trained or args.zero_stage == 3:
-        shard_layers(model, args)
-    else:
-        model.to_empty(device=args.device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
-    set_model_state_dict(model, {} if RANK else weights, options=options)
-    for name, buffer in buffers.items():  # a state dict lacks some buffers, such as rotary frequencies
-        owner, _, last = name.rpartition(".")
-        received = torch.empty_like(buffer, device=args.device) if RANK else buffer.to(args.device)
-        dist.broadcast(received, 0)
-        model.get_submodule(owner)._buffers[last] = received
-    tie(model)
-    return model
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        if args.gradient_checkpointing and is_trained:
+            recompute_activations(layer)
+        for module in layer.modules():
+            if args.bf16 and isinstance(module, nn.Linear) and not module.weight.requires_grad:
+                module.bfloat16()  # once: autocast would cast a frozen weight at each use
+    if args.zero_stage == 3 or (args.zero_stage == 2 and is_trained):
+        roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_head calls these two
+        for module in layers + roots:
+            fully_shard(module, reshard_after_forward=args.zero_stage == 3)
+    model.to(args.device)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model):
     """Frees the weights that a pass through a sharded model has gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def tie(model: nn.Module) -> None:
-    """Shares tied weights again: a move from `meta` separates them."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.tie_weights()
-
-
-def shard_layers(model: nn.Module, args: Args) -> None:
-    """Shards a model with torch's FSDP2, layer by layer."""
-    device_type = torch.device(args.device).type
-    size = args.shard_size or WORLD_SIZE
-    mesh = init_device_mesh(device_type, (WORLD_SIZE // size, size), mesh_dim_names=("replicate", "shard"))
-    options = {"mesh": mesh["shard"] if size == WORLD_SIZE else mesh, "reshard_after_forward": args.zero_stage == 3}
-    if args.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]  # its blocks
-    roots = [model.base_model, model.score] if hasattr(model, "score") else [model]  # read_reward calls these two
-    for module in layers + roots:
-        fully_shard(module, **options)
-
-
-def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clips the gradient to max_norm. Returns its norm before clipping.
-
-    Gradients are first averaged over processes, unless FSDP2 has already averaged them.
-    """
+def clip_gradient(parameters, max_norm):
+    """Clips the gradient to max_norm, and returns its norm before. FSDP2 has averaged the gradients of sharded models
+    over the processes; those of other models are averaged here."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if WORLD_SIZE > 1 and not isinstance(gradients[0], DTensor):
         for gradient in gradients:
@@ -1441,194 +752,89 @@ def clip_gradient(parameters: list[Tensor], max_norm: float) -> Tensor:
 
 
 # --- The run
-
-
 class Run:
-    """The output of a run: progress bar, tables, metrics.jsonl, W&B, checkpoints, and at the end model and curves.
+    """The output of a run: progress bar, metrics.jsonl, W&B, tables, checkpoints, and at the end model and curves.
 
-    A step is one update. To log a number, put it into the stats, under any name; names that end in grad_norm are
-    checked for NaN and infinity. A checkpoint is a folder: each process writes its shards of weights and moments, as
-    safetensors; then process 0 adds state.json and renames the folder. On a CPU, a resumed run equals an uninterrupted
-    run bit for bit.
+    A step is one update. To log a number, put it into the stats, under any name. In a checkpoint, each process writes
+    its weights and moments as safetensors; then process 0 adds state.json with `carry`, what one step hands to the
+    next. On a CPU, a resumed run equals an uninterrupted one bit for bit.
     """
 
-    def __init__(
-        self,
-        args: Args,
-        num_steps: int,
-        optimizer: torch.optim.Optimizer,
-        schedule: torch.optim.lr_scheduler.LRScheduler,
-        memory: dict,
-        asked: Args,
-        **models: nn.Module | None,
-    ):
-        """`memory` holds what one step passes to the next, besides weights and moments, as JSON values. `asked` are the
-        settings before sizes were chosen. At the end, `model` is saved, and `ema` beside it."""
+    def __init__(self, args, num_steps, optimizer, schedule, carry, **models):
         self.args = args
-        self.asked = asked
         self.num_steps = num_steps
         self.optimizer = optimizer
-        self.schedule = schedule
-        self.memory = memory
+        self.carry = carry
         self.models = nn.ModuleDict({name: model for name, model in models.items() if model is not None})
         self.step = 0
         self.seconds = {}  # of each phase of this step
-        self.num_broken = 0  # updates in a row with a non-finite gradient
         self.stop_requested = False
-        self.is_logged = False  # whether any step was logged
-        self.saved_step = 0  # the step of the newest checkpoint
-        now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # many runs may start in one second
-        self.output = Path(args.resume or args.output_dir or f"runs/{args.exp_name}__{args.seed}__{now}")
-        if not RANK:
-            self.open_folder()
+        self.saved_at = time.time()
+        script = Path(__file__).stem
+        folder = [args.resume or args.output_dir or f"runs/{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
         if WORLD_SIZE > 1:
-            received = [self.output]
-            dist.broadcast_object_list(received)  # takes the folder of process 0, since clocks may differ
-            self.output = received[0]
-            require(self.output.exists(), f"process {RANK} finds no {self.output}: all nodes must share this folder")
+            dist.broadcast_object_list(folder)  # clocks may differ
+        self.output = Path(folder[0])
         if args.resume:
             self.restore()
-        if not RANK:
-            settings = code_version() | {"chosen_here": chosen_here(self.asked)} | asdict(args)
-            (self.output / "args.new").write_text(json.dumps(settings, indent=2) + "\n")
-            (self.output / "args.new").replace(self.output / "args.json")  # a crash leaves the old file or the new one
-        self.wandb = None
-        if args.track and not RANK:
-            self.start_wandb()
-        print(f"output: {self.output}")
+        for _ in range(self.step):
+            schedule.step()
         self.bar = tqdm(total=num_steps, initial=self.step, dynamic_ncols=True, disable=RANK > 0)
-
-    def open_folder(self) -> None:
-        """Creates the run's folder, or opens it again with --resume. Two runs cannot have the same folder."""
-        if not self.args.resume:
-            self.output.mkdir(parents=True)
-        self.lock = FileLock(self.output / ".lock", timeout=0).acquire()  # released when the process ends
-        self.file = open(self.output / "metrics.jsonl", "a")
-        shutil.rmtree(self.output / "checkpoints/unfinished", ignore_errors=True)
-
-    def start_wandb(self) -> None:
-        """Starts the W&B run, or continues it in a resumed run."""
-        import wandb
-
-        self.wandb = wandb.init(
-            project=self.args.wandb_project_name,
-            entity=self.args.wandb_entity,
-            name=self.output.name,
-            config=asdict(self.args),
-            dir=self.output,
-            id=self.memory.get("wandb_id"),
-            resume="allow",
-        )
-        self.memory["wandb_id"] = self.wandb.id
-
-    def steps(self) -> Iterator[int]:
-        """Yields the numbers of the remaining steps, and saves a checkpoint after a step if one is due. Ctrl-C and
-        SIGTERM end the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell
-        script."""
-        handlers = {
-            number: signal.signal(number, self.request_stop)
-            for number in (signal.SIGINT, signal.SIGTERM)
-            if signal.getsignal(number) != signal.SIG_IGN
-        }
-        hook = self.optimizer.register_step_post_hook(lambda *_: setattr(self, "state", "changing"))
-        try:
-            while self.step < self.num_steps:
-                self.step += 1
-                self.state = "unchanged"  # the weights; "changing" in the update, then "updated"
-                self.memory_before = deepcopy(self.memory)
-                yield self.step
-                must_stop = self.must_stop()
-                if must_stop or self.is_due(self.args.save_steps):
-                    self.save()
-                if must_stop:
-                    break
-        except BaseException:  # an error in the body of the loop arrives here as GeneratorExit
-            self.rescue()
-            raise
-        finally:
-            hook.remove()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-    def rescue(self) -> None:
-        """Saves a checkpoint when an error ends the loop, and prints how to resume. After a complete update, it saves
-        this step; before the update, the previous one. It saves nothing if the error came during the update, or before
-        the first step was logged."""
-        if self.saved_step == self.step or (self.step == 1 and not self.is_logged):
+        self.wandb = None
+        if RANK:
             return
-        prints_message = not RANK
-        try:
-            if self.state == "unchanged":
-                self.step -= 1
-                self.memory = self.memory_before
-            if self.state != "changing" and self.saved_step != self.step:
-                self.wait_for_all()
+        self.output.mkdir(parents=True, exist_ok=bool(args.resume))
+        settings = {"code": code_version()} | asdict(args)
+        (self.output / "args.json").write_text(json.dumps(settings, indent=2))
+        self.file = open(self.output / "metrics.jsonl", "a")
+        if args.track:
+            import wandb
+
+            options = {"id": self.output.name, "resume": "allow", "dir": self.output, "config": settings}
+            self.wandb = wandb.init(project=os.environ.get("WANDB_PROJECT", "rlhf"), **options)
+
+    def steps(self):
+        """Yields the numbers of the remaining steps, and saves checkpoints. Ctrl-C, SIGTERM and a closed terminal end
+        the loop after the current step, unless they are ignored, as Ctrl-C is in background jobs of a shell script."""
+        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        while self.step < self.num_steps and not self.stop_requested:
+            self.step += 1
+            yield self.step
+            is_late = time.time() - self.saved_at > 600
+            stops, lates = all_reduce(torch.tensor([int(self.stop_requested), int(is_late)])).tolist()
+            self.stop_requested = stops > 0  # in any process
+            if stops or lates or self.step % self.args.save_steps == 0:
                 self.save()
-        except BaseException as error:  # torch has an error that is not an Exception
-            print(f"no checkpoint was written: {error!r:.500}", file=sys.stderr)
-            prints_message = True  # process 0 may never get here
-        if self.saved_step and prints_message:
-            print(f"\nto continue from step {self.saved_step}: --resume {self.output}", file=sys.stderr)
-
-    def wait_for_all(self) -> None:
-        """Waits up to 20 seconds for all processes: after an error in one of them, the others may never get here."""
-        if WORLD_SIZE > 1:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"ended {RANK}", "")
-            store.wait([f"ended {rank}" for rank in range(WORLD_SIZE)], timedelta(seconds=20))
-
-    def request_stop(self, number: int, frame) -> None:
-        """Handles Ctrl-C and SIGTERM. (torchrun gives the step 30 seconds to end: see its --shutdown-timeout.)"""
-        self.stop_requested = True
-        print("\nstopping after this step (Ctrl-\\ stops at once)", file=sys.stderr)
-
-    def must_stop(self) -> bool:
-        """Whether any process was asked to stop. Then all processes stop after this step."""
-        return bool(all_reduce(torch.tensor(int(self.stop_requested))))
 
     @contextmanager
-    def clock(self, phase: str) -> Iterator[None]:
+    def clock(self, phase):
         """Times one phase of the step."""
         start = time.perf_counter()
         yield
         if self.args.device != "cpu":
             torch.accelerator.synchronize()
         self.seconds[phase] = time.perf_counter() - start
-        if self.state == "changing":
-            self.state = "updated"
 
-    def log(self, stats: dict[str, float], *shown: str) -> None:
-        """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar. Exits after five
-        updates in a row with non-finite gradients."""
-        norms = [x for name, x in stats.items() if name.endswith("grad_norm")]
-        self.num_broken = 0 if all(map(math.isfinite, norms)) else self.num_broken + 1
+    def log(self, stats, *shown):
+        """Logs to metrics.jsonl and W&B, and shows the metrics named in `shown` beside the bar."""
         stats |= {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
-        stats["perf/peak_memory_mb"] = peak_memory_mb()
+        stats["perf/peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20  # 0 on a CPU
         self.bar.set_postfix({name.split("/")[-1]: stats[name] for name in shown}, refresh=False)
         self.bar.update()
         if not RANK:
             line = {name: x if math.isfinite(x) else None for name, x in stats.items()}  # JSON has no NaN
             print(json.dumps(line), file=self.file, flush=True)
-        self.is_logged = True
-        self.state = "updated"
         if self.wandb:
             self.wandb.log(stats, step=self.step)
-        require(
-            self.num_broken < 5,
-            "the gradient was NaN or infinite in five updates in a row, and their optimiser steps were skipped: "
-            "the learning rate may be too high",
-        )
 
-    def is_due(self, every: int) -> bool:
+    def is_due(self, every):
         """Whether this step is a multiple of `every`, or the last one."""
-        return self.step % every == 0 or self.step == self.num_steps
+        return self.step % max(1, every) == 0 or self.step == self.num_steps
 
-    def is_one_of(self, times: int) -> bool:
-        """Whether this is one of `times` evenly spaced steps, which include the last one."""
-        return self.step * times // self.num_steps > (self.step - 1) * times // self.num_steps
-
-    def show(self, columns: dict[str, list[str]], tensors: dict[str, object]) -> None:
-        """Prints texts as a table, and saves the tensors that belong to them in samples/."""
+    def show(self, columns, tensors):
+        """Prints texts as a table, and saves the tensors that belong to them in samples/, for tools/xray.py."""
         if RANK:
             return
         table = Table(*columns, title=f"update {self.step} of {self.num_steps}", show_lines=True)
@@ -1637,87 +843,46 @@ class Run:
         with self.bar.external_write_mode():
             Console().print(table)
         tensors = {name: x.cpu().contiguous() for name, x in tensors.items() if isinstance(x, Tensor)}
-        folder = self.output / "samples"
-        folder.mkdir(exist_ok=True)
-        save_file(tensors, folder / f"step-{self.step:08d}.safetensors")
+        (self.output / "samples").mkdir(exist_ok=True)
+        save_file(tensors, self.output / f"samples/step-{self.step:08d}.safetensors")
 
-    def tensors(self, create_moments: bool = False) -> dict[str, Tensor]:
-        """Returns all trainable weights and the optimiser's moments by name; if sharded, this process's shards. The
-        optimiser has no moments before its first step; `create_moments` creates them, so that a checkpoint can be
-        loaded into them."""
+    def tensors(self):
+        """All trained weights and the optimiser's moments by name; if sharded, this process's shards."""
         reshard(self.models)
-        weights = {name: p for name, p in self.models.named_parameters() if p.requires_grad}
-        if not self.optimizer.state and not create_moments:
-            return weights
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        moments = get_optimizer_state_dict(self.models, self.optimizer, options=options)
-        return weights | {name: x for name, x in moments.items() if isinstance(x, Tensor)}
+        options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+        state = state_dict.get_optimizer_state_dict(self.models, self.optimizer, options=options)
+        moments = {name: x for name, x in state.items() if isinstance(x, Tensor)}
+        return moments | {name: p for name, p in self.models.named_parameters() if p.requires_grad}
 
-    def save(self) -> None:
+    def save(self):
         """Writes a checkpoint, under another name until it is complete, and removes old ones."""
-        folder = self.output / "checkpoints"
-        unfinished = folder / "unfinished"
-        tensors = self.tensors()
-        files, size = {}, 0
-        for name, x in tensors.items():
-            size += x.nbytes
-            files[name] = 1 + size // 2**28  # a new file for each 256 MB, since the writer keeps a file in memory
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(unfinished, files, save_distributed=True))
-        if RANK:
-            self.saved_step = self.step
-            return
-        num_files = len(list(unfinished.iterdir()))
-        state = {"step": self.step, "files": num_files, "bytes_of_metrics": self.file.tell(), "memory": self.memory}
-        (unfinished / "state.json").write_text(json.dumps(state))
-        unfinished.rename(folder / f"step-{self.step:08d}")
-        self.saved_step = self.step
-        for old in sorted(folder.glob("step-*"))[: -self.args.save_total_limit]:
-            shutil.rmtree(old)
-
-    def restore(self) -> None:
-        """Restores the newest checkpoint, or starts from scratch if there is none."""
-        state = {"step": 0, "bytes_of_metrics": 0, "memory": {}}
-        for folder in sorted((self.output / "checkpoints").glob("step-*"))[-1:]:
-            print(f"reading {folder} (if it is damaged, remove it)")
-            state = self.load(folder)
-        self.memory.update(state["memory"])
-        self.step = state["step"]
-        for _ in range(self.step):
-            self.schedule.step()
-        self.saved_step = self.step
+        unfinished = self.output / "checkpoints/unfinished"
         if not RANK:
-            lines = (self.output / "metrics.jsonl").read_bytes()
-            if len(lines) < state["bytes_of_metrics"]:
-                warnings.warn("metrics.jsonl lacks lines: was the folder copied during the run?")
-            self.file.truncate(lines.rfind(b"\n", 0, state["bytes_of_metrics"]) + 1)
-            self.file.seek(0, os.SEEK_END)  # truncate does not move the position
-        print(f"continues after step {self.step}")
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+        dcp.save(self.tensors(), storage_writer=HuggingFaceStorageWriter(unfinished, save_distributed=True))
+        self.saved_at = time.time()
+        if not RANK:
+            (unfinished / "state.json").write_text(json.dumps({"step": self.step, "carry": self.carry}))
+            unfinished.rename(self.output / f"checkpoints/step-{self.step:08d}")
+            for old in sorted(self.output.glob("checkpoints/step-*"))[: -(self.args.save_total_limit or 1)]:
+                shutil.rmtree(old)
 
-    def load(self, folder: Path) -> dict:
-        """Reads a checkpoint into weights and moments, in place; returns its state.json.
+    def restore(self):
+        """Continues from the newest checkpoint, or starts from scratch if there is none."""
+        found = sorted(self.output.glob("checkpoints/step-*"))
+        is_over = (self.output / "README.md").exists() and not found
+        require(not is_over, f"{self.output} is complete, and kept no checkpoint (see --save-total-limit)")
+        for folder in found[-1:]:
+            print(f"reading {folder} (if it is damaged, remove it)")
+            dcp.load(self.tensors(), storage_reader=HuggingFaceStorageReader(folder))
+            state = json.loads((folder / "state.json").read_text())
+            self.step = state["step"]
+            self.carry.update(state["carry"])
+        if not RANK:
+            lines = (self.output / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (self.output / "metrics.jsonl").write_text("".join(lines[: self.step]))  # one line for each step
 
-        Raises if the checkpoint is incomplete. All weights must be there, but unused weights have no moments.
-        """
-        state = json.loads((folder / "state.json").read_text())
-        files = len(list(folder.glob("*.safetensors")))
-        if files != state["files"]:
-            raise OSError(f"{folder} has {files} of its {state['files']} files of weights")
-        reader = HuggingFaceStorageReader(folder)
-        stored = reader.read_metadata().state_dict_metadata
-        tensors = self.tensors(create_moments=True)
-        unknown = sorted(set(stored) - set(tensors))
-        require(
-            not unknown,
-            f"{folder} has weights that this run does not train, such as {unknown[:2]}: resume with the same settings",
-        )
-        tensors = {name: x for name, x in tensors.items() if name in stored or not name.startswith("state.")}
-        dcp.load(tensors, storage_reader=reader)
-        for name, p in self.models.named_parameters():
-            if f"state.{name}.step" not in stored:
-                self.optimizer.state.pop(p, None)
-        return state
-
-    def finish(self) -> None:
+    def finish(self):
         """Saves the model, its moving average in ema/, the model card and the curves."""
         self.bar.close()
         save_model(self.models["model"], self.output, self.args)
@@ -1725,122 +890,75 @@ class Run:
             save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
-        self.file.close()
-        self.write_card()
-        draw_curves(self.output)
-        if self.wandb:
-            self.wandb.finish()
+        describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
             print(f"to continue from step {self.step}: --resume {self.output}")
-
-    def write_card(self) -> None:
-        """Writes README.md: base model, data, settings that are not the default, last metrics. Its header, for Hugging
-        Face, has the script, and the base model if it is on the hub."""
-        made = code_version()
-        base = self.args.model
-        is_on_hub = base and locate(base) == base and not Path(base).exists()
-        defaults = asdict(Args())
-        changed = [f"{name}={x!r}" for name, x in asdict(self.asked).items() if x != defaults[name]]
-        lines = pandas.read_json(self.output / "metrics.jsonl", lines=True)
-        last = lines.filter(regex="|".join(CURVES.values())).ffill().iloc[-1]  # not every line has an evaluation
-        metrics = [f"{name} {x:.4g}" for name, x in last.items()]
-        card = [
-            f"---\ntags: [{Path(__file__).stem}]",
-            f"base_model: {base}\n---" if is_on_hub else "---",
-            f"Made by {made['script']}, version {made['version']} (revision {made['revision']}).\n",
-            f"Base model: {base or 'none'}. Data: {self.args.dataset}.\n",
-            f"Settings that are not the default: {', '.join(changed) or 'none'} (args.json has all).\n",
-            f"After {self.step} of {self.num_steps} steps: {', '.join(metrics)} (metrics.jsonl has all).\n",
-        ]
-        (self.output / "README.md").write_text("\n".join(card))
+        elif not self.args.save_total_limit:
+            shutil.rmtree(self.output / "checkpoints", ignore_errors=True)
 
 
-def peak_memory_mb() -> float:
-    """Peak memory in MB: of the GPU with CUDA, otherwise of this process; 0 on Windows, which does not report it."""
-    if torch.cuda.max_memory_allocated() or sys.platform == "win32":  # 0 without a GPU, or if it is not used
-        return torch.cuda.max_memory_allocated() / 2**20
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+def code_version():
+    """The name of this script, its version, and the git revision of its folder, if it has one."""
+    command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
+    git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
+    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
 
 
-def save_model(model: nn.Module, folder: Path, args: Args) -> None:
+def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = state_dict.get_model_state_dict(
+        model, options=state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if RANK:
         return
-    tied = model.all_tied_weights_keys
-    model.save_pretrained(folder, state_dict={name: x for name, x in weights.items() if name not in tied})
+    weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
+    model.save_pretrained(folder, state_dict=weights)
     model.tokenizer.save_pretrained(folder)
     if args.lora_r:
         from peft import PeftModel
 
-        base = load_model(model.auto_class, args.model, args, new_head=True, config=model.config)
-        base.generation_config = getattr(model, "generation_config", None)  # a reward model has none
+        base = load_model(model.auto_class, args.model, new_weights=("score.weight", "lm_head.weight"))
         PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(folder / "merged")
         model.tokenizer.save_pretrained(folder / "merged")
 
 
-def code_version() -> dict[str, str]:
-    """The name of this script, its version, and the git revision of its folder, if it has one."""
-    command = "git describe --always --dirty"  # dirty: with uncommitted changes
-    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+def describe(folder, args):
+    """Writes curves.png, with a panel for each of CURVES, and README.md, the model card."""
+    import pandas
+    from matplotlib.figure import Figure
 
-
-def chosen_here(asked: Args) -> list[str]:
-    """Names of settings that the user did not set and that depend on the machine. A resumed run, which may be on
-    another machine, chooses them again."""
-    sizes = ("micro_batch_size", "local_rollout_forward_batch_size")
-    names = [name for name, x in asdict(asked).items() if name in sizes and x is None]
-    if asked.device == Args().device:
-        names.append("device")
-    return names
-
-
-def draw_curves(folder: Path) -> None:
-    """Draws curves.png: for each title in CURVES, a panel of the metrics that match its pattern. Evaluations are
-    points."""
-    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    lines.index += 1
+    figure = Figure((5 * len(CURVES), 3.2), layout="constrained")
     for axis, (title, pattern) in zip(figure.subplots(1, len(CURVES)), CURVES.items()):
         shown = lines.filter(regex=pattern)
-        styles = ["o" if name.startswith("eval") else "-" for name in shown]
-        shown.plot(ax=axis, style=styles, title=title, xlabel="step")
-        axis.legend(fontsize=7)
+        shown.plot(ax=axis, style=["o" if name.startswith("eval") else "-" for name in shown], title=title)
     figure.savefig(folder / "curves.png", dpi=120)
+    defaults = asdict(Args())
+    changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
+    metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
+    card = (
+        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
+    )
+    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    (folder / "README.md").write_text(card)
 
 
-def read_command_line() -> Args:
-    """Reads the settings from the command line; with --resume, the others come from that run."""
-    flags = [word.partition("=") for word in sys.argv[1:]]
-    words = [ALIASES.get(flag.replace("_", "-"), flag) + equals + value for flag, equals, value in flags]
-    read = partial(tyro.cli, Args, args=words, description=__doc__.splitlines()[0])
+def read_command_line():
+    """Reads the settings from the command line. A resumed run keeps its settings, except those on the command line."""
+    read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     args = read()
-    if args.resume is None:
-        return args
-    settings = json.loads(Path(args.resume, "args.json").read_text())
-    script = settings.get("script", Path(__file__).name)
-    require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
-    dropped = ["script", "version", "revision", "chosen_here", *settings.get("chosen_here", [])]
-    args = read(default=Args(**{name: x for name, x in settings.items() if name not in dropped}))
-    require(args.output_dir == settings["output_dir"], "a resumed run stays in its folder: remove --output-dir")
-    is_same_size = getattr(args, "batch_size", None) == settings.get("batch_size")
-    require(is_same_size, "a resumed run keeps its --batch-size; to save memory, set --micro-batch-size")
+    if args.resume:
+        settings = json.loads(Path(args.resume, "args.json").read_text())
+        script = settings.pop("code")["script"]
+        require(script == Path(__file__).name, f"{args.resume} is a run of {script}: resume it with that script")
+        args = read(default=Args(**settings))
     return args
 
 
-def main() -> None:
-    """Trains with the settings of the command line. Under torchrun, only process 0 prints to standard output."""
+if __name__ == "__main__":
     if RANK:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # only process 0 prints
     train(read_command_line())
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

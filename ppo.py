@@ -86,7 +86,6 @@ from transformers import StaticCache, get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
@@ -349,11 +348,8 @@ def sample_categorical(logits, uniforms):
 
 @torch.no_grad()
 def sample(policy, prompts, prompt_mask, uniforms, temperature):
-    """Samples one response to each prompt (B, P) from softmax(logits / temperature); ignores the generation config.
-
-    `uniforms` (B, T) are the random numbers. Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T)
-    of the sampled tokens, 0 on padding.
-    """
+    """Samples one response to each prompt (B, P) from softmax(logits / temperature), by the random numbers `uniforms`
+    (B, T). Returns responses (B, T), mask (B, T), ended (B,), and the logprobs (B, T) of the tokens, 0 on padding."""
     B, T = uniforms.shape
     responses = prompts.new_zeros(B, T)
     logprobs = torch.zeros_like(uniforms)  # (B, T)
@@ -405,10 +401,8 @@ def sample_batch(policy, rows, args):
 
 # --- 2. Score ---------------------------------------------------------------------------------------------------------
 def response_forward(model, r, args, **options):
-    """Returns the logits / temperature (b, T, V) of the response tokens, in float32, and the model's output.
-
-    Position P-1+t of the input predicts response token t, both counted from 0.
-    """
+    """The logits / temperature (b, T, V) of the response tokens, in float32, and the model's output. Position P-1+t of
+    the input predicts response token t, both counted from 0."""
     P, T = r.prompts.shape[1], r.responses.shape[1]
     positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
     output = forward(model, *r.joined(), use_cache=False, logits_to_keep=positions, **options)
@@ -447,19 +441,15 @@ def read_logprobs(policy, reference, rollout, args):
 
 def kl_estimate(logprobs, ref_logprobs, estimator):
     """(B, T) estimate of KL(policy || reference) from the sampled token alone (Schulman 2020, "Approximating KL").
-
-    k1 is unbiased and often negative; k2 is biased and has little variance; k3 is unbiased and never negative.
-    """
+    k1 is unbiased and often negative; k2 is biased and has little variance; k3 is unbiased and never negative."""
     d = logprobs - ref_logprobs
-    match estimator:
-        case "k1" | "kl":
-            return d
-        case "abs":
-            return d.abs()
-        case "k2" | "mse":
-            return 0.5 * d**2
-        case "k3":
-            return torch.expm1(-d) + d
+    if estimator in ("k1", "kl"):
+        return d
+    if estimator == "abs":
+        return d.abs()
+    if estimator in ("k2", "mse"):
+        return 0.5 * d**2
+    return torch.expm1(-d) + d  # k3
 
 
 def read_head(model, input_ids, attention_mask):
@@ -499,10 +489,8 @@ def masked_whiten(x, mask):
 
 
 def shape_rewards(scores, kl, mask, kl_coef):
-    """(B, T) rewards: -kl_coef * KL for each token, plus the score (B,) on the last real token; 0 on padding.
-
-    OpenAI's code and TRL 0.7 put the score on the same token, TRL 0.16 one position later.
-    """
+    """(B, T) rewards: -kl_coef * KL for each token, plus the score (B,) on the last real token (OpenAI's code and TRL 0.7;
+    in TRL 0.16 one position later); 0 on padding."""
     is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]  # (B, T) true where the next position is padding or the end
     return (scores[:, None] * is_last - kl_coef * kl).masked_fill(~mask, 0.0)
 
@@ -524,11 +512,8 @@ def gae(rewards, values, mask, gamma, lam):
 
 # --- 5. Loss ----------------------------------------------------------------------------------------------------------
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
-    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
-
-    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
-    the other direction, the loss is not clipped, and its gradient moves the ratio back.
-    """
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger. There the gradient is
+    0: the ratio has left the clip range in the direction that the advantage favours."""
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
@@ -536,10 +521,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
 
 
 def value_loss(values, old_values, returns, mask, cliprange_value):
-    """Clipped squared errors (B, T), halved (TRL, OpenAI's code), and where the clipped one was the larger.
-
-    The gradient is 0 where a value has moved by more than cliprange_value towards its return.
-    """
+    """Clipped squared errors (B, T), halved (TRL, OpenAI's code), and where the clipped one was the larger. There the
+    gradient is 0: the value has moved by more than cliprange_value towards its return."""
     near_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped = (values - returns).masked_fill(~mask, 0.0) ** 2
     clipped = (near_values - returns).masked_fill(~mask, 0.0) ** 2
@@ -548,11 +531,9 @@ def value_loss(values, old_values, returns, mask, cliprange_value):
 
 # --- 6. Update --------------------------------------------------------------------------------------------------------
 def update(policy, critic, ema, optimizer, rollout, texts, args):
-    """Steps 5 and 6: `num_ppo_epochs` passes over the batch, with one optimiser step for each mini-batch.
-
-    The gradient of a mini-batch is that of the mean loss over its tokens, however it is split into micro-batches and
-    among processes: clip_gradient averages over processes, so each divides its sum by the tokens / WORLD_SIZE.
-    """
+    """Steps 5 and 6: passes over the batch, with one optimiser step for each mini-batch. Its gradient is that of the
+    mean loss over its tokens, however it is split into micro-batches and among processes: clip_gradient averages over
+    processes, so each divides its sum by the tokens / WORLD_SIZE."""
     policy_group, critic_group = optimizer.param_groups
     mini_batch_size = args.batch_size // args.num_mini_batches
     options = {"output_router_logits": True} if args.aux_loss_coef else {}  # of the policy's forward pass
@@ -1341,6 +1322,7 @@ class Run:
             save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
+        self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
@@ -1353,7 +1335,7 @@ def code_version():
     """The name of this script, its version, and the git revision of its folder, if it has one."""
     command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
     git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
@@ -1389,9 +1371,9 @@ def describe(folder, args):
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
     card = (
-        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
+        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {' '.join(code_version().values())} from {args.model}.\n\n"
     )
-    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
 

@@ -7,32 +7,28 @@
 # ///
 """Reward modelling: pairs of a preferred and a rejected answer -> a model that scores any text.
 
-For each batch of pairs (chosen, rejected) with the same prompt:
-  1. encode   prompt + answer + EOS (end of sequence); in conversations, up to the token that ends the answer's turn
+For each batch of B pairs (chosen, rejected) with the same prompt:
+  1. encode   prompt + answer + EOS (end of sequence); in conversations, up to the token that ends the answer
   2. read     r = w . h, with h the last hidden state at the last real token, and w a new head
   3. loss     -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
   4. update   one AdamW step; the learning rate is warmed up, then annealed
 If c is 0, a constant added to all rewards does not change the loss. At the end one is added that makes the mean reward
 of the first 2,000 training pairs 0.
 
-Shapes: B pairs in a batch (b in a micro-batch), S tokens of a text, D hidden size. Below, a pair with a prompt of 2
-tokens and answers of 3 and 2; a dot is padding.
-
   input_ids     p1  p2  w1  w2  w3  EOS      texts (2B, S), right-padded: all chosen ones,
-                p1  p2  l1  l2  EOS  .       then all rejected ones
+                p1  p2  l1  l2  EOS  .       then all rejected ones; a dot is padding
   reward                             *       one for each text, at its last real token: only there has a causal model
                                  *           read the whole text
 
-The loss is the negative log-likelihood of Bradley and Terry's model, in which the chosen answer is preferred with the
-probability sigmoid(r_chosen - r_rejected). The metrics compare this probability with how often people did prefer the
-answer with the higher reward ("calibration").
+The loss is the negative log-likelihood of Bradley and Terry's model, in which the chosen answer is preferred with
+probability sigmoid(r_chosen - r_rejected). Calibration compares this probability with how often it was.
 
 Papers: Christiano et al. 1706.03741 (sec. 2.2.3); InstructGPT 2203.02155 (eq. 1); the N+ implementation details
-2403.17031 (the head's first weights, one epoch, mean 0); the margin is Llama 2's (2307.09288, eq. 2), the centring term
-Eisenstein et al.'s (2312.09244). In short: lecture/reward_model.py, 190 lines.
+2403.17031 (first weights of the head, one epoch, mean 0); margin: Llama 2, 2307.09288 (eq. 2); centring: Eisenstein et
+al. 2312.09244. In short: lecture/reward_model.py, 190 lines.
 
-  python reward_model.py                                    # the toy world: offline, a minute on two CPU cores
-  python reward_model.py --model gpt2 --dataset pairs.jsonl # rows of prompt, chosen, rejected
+  python reward_model.py                                      # the toy world: offline, a minute on two CPU cores
+  python reward_model.py --model gpt2 --dataset pairs.jsonl   # rows with prompt, chosen, rejected
 """
 
 import ctypes
@@ -48,10 +44,9 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
-from warnings import warn
 
 import numpy as np
 import pydantic
@@ -72,8 +67,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers import get_scheduler, logging, set_seed
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler, logging, set_seed
 from transformers.activations import ACT2FN, GELUTanh
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -102,28 +96,24 @@ def alias(*flags):
 @pydantic.dataclasses.dataclass  # checks the values
 class Args:
     # --- Reward model ---
-    # c of the loss: pulls the sum of each pair's rewards towards 0 (TRL)
-    center_rewards_coefficient: NonNegative = 0.0
+    center_rewards_coefficient: NonNegative = 0.0  # c: pulls the sum of each pair's rewards towards 0 (TRL)
     eos_dropout: Share = 0.0  # share of training texts without EOS, so that the model learns to judge cut-off answers
     max_length: Count = 512  # longer texts are cut at the end; their number is printed (TRL drops them)
     # --- Optimisation ---
     learning_rate: Positive | None = None  # by default from the model's size, and ten times as high with LoRA
-    # TRL's names of the schedule (N+ details: cosine)
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "cosine"
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = "cosine"  # N+
     warmup_ratio: Share = 0.03  # share of the run in which the learning rate warms up from 0
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
-    # pairs per optimiser step, on all GPUs together; by default 64, or fewer if that makes fewer than 100 steps
-    batch_size: Count | None = None
-    # pairs per forward and backward pass; changes only rounding and dropout. By default 16 on a CPU, 8192 tokens on a GPU
+    batch_size: Count | None = None  # pairs per step, on all GPUs; by default 64, or less to have a hundred steps
+    # pairs per forward and backward pass; changes only rounding and dropout. By default 16 on a CPU, or 8192 tokens
     micro_batch_size: Count | None = None
     # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x GPUs
     per_device_train_batch_size: Count | None = None
     gradient_accumulation_steps: Count = 1  # with per_device_train_batch_size: passes per optimiser step (TRL)
     # --- Model: a folder, or a name on the hub ---
-    # the model to start from: best the policy that sft.py trained, or a reward model to train further
-    model: Annotated[Name, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"
+    model: Annotated[Name, alias("--model-name-or-path", "--sft-model-path")] = f"{TOY}/sft"  # to start from
     lora_r: Natural = 0  # rank of LoRA adapters (peft), 0 for none; all weights of the head are trained
     bf16: bool = False  # run the model in bfloat16 (autocast); trained weights and optimiser state stay in float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: far less memory, a third slower
@@ -156,50 +146,42 @@ def train(args):
     model = load_reward_model(args)
     place(model, args)
 
-    # 1. Encode
     pairs = load_pairs(args, args.dataset_train_split, model)
     eval_pairs = load_pairs(args, args.dataset_test_split, model)
     choose_pad_token(model, pairs)
-    lengths = [len(pair) for pair in pairs]
-    args = choose_sizes(args, model, lengths)  # from here on, all sizes are set
-    steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
-    num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+    args = choose_sizes(args, model, pairs)  # from here on, all sizes are set
+    batches, steps_per_pass = length_grouped_batches(pairs, args)
+    num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
 
-    optimizer = make_optimizer(args, model)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    # fused: ten times as fast on a CPU
+    optimizer = torch.optim.AdamW(weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_steps), num_steps)
     carry = {"reward_bias": model.config.reward_bias}  # in checkpoints, besides weights and moments
     run = Run(args, num_steps, optimizer, schedule, carry, model=model)
     model.config.reward_bias = carry["reward_bias"]
     for step in run.steps():
-        set_seed(make_seed(args.seed, step))
-        rows = length_grouped_batch(lengths, step - 1, args.batch_size, args.seed)
-        batch = [pairs[i] for i in rows]
+        set_seed(make_seed(args.seed, step, RANK))  # of dropout
+
+        # 1. Encode: load_pairs did, but some texts may lose their end
+        batch = [pairs[i] for i in batches[step - 1]]
         if args.eos_dropout:
             batch = drop_eos(batch, model.tokenizer, args.eos_dropout)
-        if RANK:
-            set_seed(make_seed(args.seed, step, 2, RANK))  # each process draws its own dropout
 
         # 2. Read, 3. loss, and 4. update
         with run.clock("step"):
             stats = update(model, optimizer, batch, args)
         if step == num_steps:
-            rewards = all_rewards(model, pairs[:2000], args)  # (N, 2)
-            shift_rewards(model, -rewards.mean().item())
+            shift_rewards(model, -all_rewards(model, pairs[:2000], args).mean().item())
             carry["reward_bias"] = model.config.reward_bias
 
-        stats |= {"step": step, "epoch": step / steps_per_epoch, "lr": optimizer.param_groups[0]["lr"]}
+        stats |= {"step": step, "epoch": step / steps_per_pass, "lr": optimizer.param_groups[0]["lr"]}
         if eval_pairs and run.is_due(args.eval_steps):
-            eval_stats, bins = evaluate(model, eval_pairs, args)
-            stats |= eval_stats
-            if step == num_steps:
-                run.bar.write("calibration: probability predicted, share observed, number of pairs")
-                run.bar.write("\n".join(f"{predicted:.2f}  {observed:.2f}  {n}" for predicted, observed, n in bins))
+            stats |= evaluate(run, model, eval_pairs, args)
         run.log(stats, "loss", "accuracy")
         if args.num_sample_generations and run.is_due(num_steps // args.num_sample_generations):
             show_samples(run, model, (eval_pairs or pairs)[:4], args)
         schedule.step()
-    if run.step < num_steps:
-        warn("stopped early: the mean of the rewards was not moved to 0")
     run.finish()
     if args.lora_r and not RANK:
         model.config.save_pretrained(run.output / "merged")  # with reward_bias and the pad token
@@ -213,33 +195,25 @@ def cut_to_fit(pair, limit, args):
 
 
 def drop_eos(pairs, tokenizer, share):
-    """Removes EOS, or the token that ends a turn, from a random share of the texts.
-
-    Each text is drawn separately. So some pairs have one complete and one cut-off text, from which the model learns
-    that a missing EOS makes a text neither better nor worse.
-    """
-    ends = tokenizer.added_tokens_decoder.keys() | {tokenizer.eos_token_id}
-    dropped = []
+    """Removes EOS, or the token that ends a turn, from a random share of the texts. Each is drawn by itself: from pairs
+    with one complete text the model learns that a missing EOS makes a text neither better nor worse."""
+    ends = tokenizer.added_tokens_decoder.keys() | {tokenizer.eos_token_id}  # a text cut to max_length has none
+    shown = []
     for pair, is_drawn in zip(pairs, (torch.rand(len(pairs), 2) < share).tolist()):
         answers = [pair.chosen, pair.rejected]
-        for i, ids in enumerate(answers):
-            if is_drawn[i] and len(ids) and ids[-1] in ends:  # a text that was cut to max_length has no end
-                answers[i] = ids[:-1]
-        dropped.append(Pair(pair.prompt, *answers, pair.margin))
-    return dropped
+        answers = [ids[:-1] if drawn and ids[-1] in ends else ids for ids, drawn in zip(answers, is_drawn)]
+        shown.append(Pair(pair.prompt, *answers, pair.margin))
+    return shown
 
 
 # --- 2. Read ----------------------------------------------------------------------------------------------------------
 def read_reward(model, input_ids, attention_mask):
     """(b,) output of the head at the last real token of each text (b, S)."""
-    states = model.base_model(
-        input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-    ).last_hidden_state  # (b, S, D)
+    states = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     last = attention_mask.sum(1) - 1  # (b,)
-    states = states[torch.arange(len(last), device=last.device), last]  # (b, D)
-    with torch.autocast(states.device.type, enabled=False):  # bfloat16 is too coarse for a reward (8 bits)
-        rewards = model.score(states.float()).squeeze(1)
-    return rewards + model.config.reward_bias
+    states = states[torch.arange(len(last), device=last.device), last]  # (b, S, D) -> (b, D)
+    with torch.autocast(states.device.type, enabled=False):  # bfloat16 is too coarse for a reward
+        return model.score(states.float()).squeeze(1) + model.config.reward_bias
 
 
 def pair_rewards(model, pairs, args):
@@ -298,14 +272,13 @@ def shift_rewards(model, shift):
     """Adds a constant to every reward, in a place that is saved with the model.
 
     The head has no bias, so the shift goes into the bias c of the last layer norm, h = norm(x) g + c: adding shift w /
-    |w|^2 to c adds the shift to every reward w . h, in every program that loads the model. If that norm has no c
-    (RMSNorm) or is frozen (LoRA), the shift is stored in the config as `reward_bias`, which only these scripts read.
+    |w|^2 to c adds the shift to every reward w . h, in any program that loads the model. If that norm has no bias
+    (RMSNorm) or is frozen (LoRA), it goes into the config as `reward_bias`, which only these scripts read.
     """
     norms = [m for m in model.base_model.children() if isinstance(m, nn.LayerNorm) and m.bias is not None]
     if len(norms) != 1 or not norms[0].bias.requires_grad:
         model.config.reward_bias += shift
-        print(f"config.json has the shift of the rewards, reward_bias = {model.config.reward_bias:.3f}: ", end="")
-        print("no weight can hold it, so the rewards of other programs are lower by this constant")
+        print(f"config.json has reward_bias {model.config.reward_bias:.3f}: other programs give rewards without it")
         return
     options = state_dict.StateDictOptions(full_state_dict=True)  # gathers the shards, in every process
     w = state_dict.get_model_state_dict(model.score, options=options)["weight"][0]  # (D,)
@@ -314,43 +287,39 @@ def shift_rewards(model, shift):
     state_dict.set_model_state_dict(norms[0], norm, options=options)
 
 
-def evaluate(model, pairs, args):
-    """Loss (without margin and centring), accuracy and calibration on the test split, and the bins of `calibration`."""
+def evaluate(run, model, pairs, args):
+    """Loss (without margin and centring), accuracy and calibration on the test split."""
     rewards = all_rewards(model, pairs, args)  # (N, 2)
     chosen, rejected = rewards.unbind(1)
     bins = calibration(chosen - rejected)
-    error = sum(n * abs(predicted - observed) for predicted, observed, n in bins)
-    stats = {
+    if run.step == run.num_steps:
+        run.bar.write("calibration, as predicted / observed (pairs):")
+        run.bar.write(", ".join(f"{predicted:.2f} / {observed:.2f} ({n})" for predicted, observed, n in bins))
+    return {
         "eval/loss": preference_loss(chosen, rejected, 0.0, 0.0).mean().item(),
         "eval/accuracy": (chosen > rejected).float().mean().item(),
         "eval/margin": (chosen - rejected).mean().item(),
-        "eval/calibration_error": error / len(pairs),
+        "eval/calibration_error": sum(n * abs(predicted - observed) for predicted, observed, n in bins) / len(pairs),
         "eval/mean_reward": rewards.mean().item(),
         "eval/std_reward": rewards.std().item(),
     }
-    return stats, bins
 
 
 def calibration(differences):
-    """Sorts pairs by |r_chosen - r_rejected| into ten bins of equal size. Returns for each bin the mean predicted
-    probability that the text with the higher reward was chosen, the share of pairs in which it was, and the number of
-    pairs. For a calibrated model, the first two are equal."""
+    """Sorts pairs by |r_chosen - r_rejected| into ten bins. Returns for each bin the mean predicted probability that
+    the text with the higher reward was chosen, the share of pairs in which it was, and the number of pairs."""
     ordered = differences[differences.abs().argsort()]
-    bins = []
-    for part in ordered.tensor_split(min(10, len(ordered))):
-        predicted = part.abs().sigmoid().mean()
-        observed = (part > 0).float().mean()
-        bins.append((predicted.item(), observed.item(), len(part)))
-    return bins
+    bins = ordered.tensor_split(min(10, len(ordered)))
+    return [(x.abs().sigmoid().mean().item(), (x > 0).float().mean().item(), len(x)) for x in bins]
 
 
 def show_samples(run, model, pairs, args):
     """Prints a table of pairs with their rewards."""
     rewards = all_rewards(model, pairs, args)  # (N, 2)
-    columns = {"prompt": model.tokenizer.batch_decode([pair.prompt for pair in pairs])}
-    for i, name in enumerate(("chosen", "rejected")):
+    columns = {}
+    for name in ("prompt", "chosen", "rejected"):
         columns[name] = model.tokenizer.batch_decode([getattr(pair, name) for pair in pairs])
-        columns[f"reward of {name}"] = [f"{x:.2f}" for x in rewards[:, i].tolist()]
+    columns["rewards"] = [f"{chosen:.2f} {rejected:.2f}" for chosen, rejected in rewards.tolist()]
     run.show(columns, {"rewards": rewards})
 
 
@@ -362,9 +331,7 @@ NEW_WEIGHTS = ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weig
 class Classifier(AutoModelForSequenceClassification):
     """The library's classifier, with one label."""
 
-    @classmethod
-    def from_pretrained(cls, name, **options):
-        return super().from_pretrained(name, num_labels=1, **options)
+    from_pretrained = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
 
 
 def load_reward_model(args):
@@ -388,20 +355,21 @@ def choose_pad_token(model, pairs):
     """Takes another pad token if a text holds it, such as EOS. The library's classifiers read the last token that is
     not the pad token: they would read the token before EOS. (Ours find the last token by its position.)"""
     tokenizer = model.tokenizer
-    seen = np.unique(np.concatenate([ids for pair in pairs for ids in (pair.prompt, pair.chosen, pair.rejected)]))
-    unseen = np.setdiff1d(range(model.get_input_embeddings().num_embeddings), seen)
-    if tokenizer.pad_token_id not in unseen and len(unseen):
-        added = [i for i in unseen if i in tokenizer.added_tokens_decoder]
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(int((added or unseen)[-1]))  # the last ones are rare
-        print(f"the pad token, which no text may hold, is now {tokenizer.pad_token!r}")
+    is_held = np.zeros(min(len(tokenizer), model.get_input_embeddings().num_embeddings), bool)
+    for pair in pairs:
+        is_held[np.concatenate([pair.prompt, pair.chosen, pair.rejected])] = True
+    free = np.flatnonzero(~is_held).tolist()
+    if tokenizer.pad_token_id not in free and free:
+        added = [i for i in free if i in tokenizer.added_tokens_decoder]
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens((added or free)[-1])  # the last ones are rare
+        print(f"the pad token is now {tokenizer.pad_token!r}, which no text holds")
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def default_rate(args, model):
-    """The default learning rate: 1e-4 for a model of GPT-2's size, as in TRL; higher for smaller models (7e-4 for 0.4M)
-    and lower for larger ones (2.5e-5 for 7B); ten times as high with LoRA."""
-    rate = 1e-4 * (124e6 / model.num_parameters()) ** 0.346
-    return float(f"{rate * (10 if args.lora_r else 1):.2g}")
+    """1e-4 for a model of GPT-2's size (TRL), more for smaller ones, 2.5e-5 for 7B; ten times as high with LoRA."""
+    rate = 1e-4 * (124e6 / model.num_parameters()) ** 0.346 * (10 if args.lora_r else 1)
+    return float(f"{rate:.2g}")
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
@@ -413,7 +381,7 @@ class Pair:
     prompt: np.ndarray
     chosen: np.ndarray
     rejected: np.ndarray
-    margin: float = 0.0  # how much better the chosen answer is, or 0; for reward_model.py
+    margin: float  # how much better the chosen answer is, 0 if unknown; only reward_model.py uses it
 
     def __len__(self):
         """Number of tokens of the prompt with its longer answer."""
@@ -422,94 +390,100 @@ class Pair:
 
 def load_pairs(args, split, model):
     """The pairs of a split, cut to max_length tokens. Those whose answers are then equal are dropped."""
-    tokenizer = model.tokenizer
 
     def texts_of(row):
-        """The prompt, and the prompt with either answer, as the model reads them. Messages are rendered."""
-        prompt, answers = row.get("prompt"), [row.get("chosen"), row.get("rejected")]
-        if prompt is None and isinstance(answers[0], list) and isinstance(answers[1], list):
-            prompt = answers[0][:-1]
-            check(prompt == answers[1][:-1], "'chosen' and 'rejected' differ before their last messages")
-            answers = [answer[-1:] for answer in answers]
-        if not isinstance(prompt, list):
-            for name, text in zip(("prompt", "chosen", "rejected"), (prompt, *answers)):
-                check(isinstance(text, str) and text, f"{name!r} is neither a text nor messages, or empty")
-            return prompt, *(prompt + answer for answer in answers)
+        """The prompt, and the prompt with either answer, as the model reads them."""
+        prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+        if prompt is None and isinstance(chosen, list) and isinstance(rejected, list):
+            check(chosen[:-1] == rejected[:-1], "'chosen' and 'rejected' differ before their last messages")
+            prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
+        types = {type(prompt), type(chosen), type(rejected)}
+        check(types in ({str}, {list}), "'prompt', 'chosen' and 'rejected' are not all texts, or all messages")
+        if str in types:
+            check(prompt and chosen and rejected, "'prompt', 'chosen' or 'rejected' is empty")
+            return prompt, prompt + chosen, prompt + rejected
         check_messages(prompt, last="user")
-        for answer in answers:
-            check(isinstance(answer, list) and len(answer) == 1, "an answer is not a list of one message")
+        texts = [render(prompt, row, tokenizer, add_generation_prompt=True)]
+        for answer in (chosen, rejected):
+            check(len(answer) == 1, "'chosen' or 'rejected' is not one message")
             check_messages(answer, last="assistant")
-        start = render(prompt, row, tokenizer, add_generation_prompt=True)
-        texts = [render_answer(prompt + answer, row, tokenizer) for answer in answers]
-        is_start = all(text.startswith(start) for text in texts)
-        check(is_start, "the chat template writes something else before an answer than where it asks for one")
-        return start, *texts
+            texts.append(render_answer(prompt + answer, row, tokenizer))
+            check(
+                texts[-1].startswith(texts[0]), f"the chat template does not write {texts[0][-30:]!r} before an answer"
+            )
+        return texts
 
-    def pair_of(encoded):
-        """A row, and the ids of its three texts: divides those with an answer where the prompt ends."""
-        row, prompt, *texts = encoded
+    def pair_of(columns):
+        """The ids of a row's texts, divided where the prompt ends."""
+        row, prompt, *texts = columns
         for i, ids in enumerate(texts):
-            is_start = np.array_equal(ids[: len(prompt)], prompt)
-            check(is_start, "prompt and answer share a token: begin the answer, not end the prompt, with the space")
+            has_prompt = np.array_equal(ids[: len(prompt)], prompt)
+            check(has_prompt, "a token of the text holds the end of its prompt: does the prompt end with a space?")
             if not is_chat and ids[-1] != tokenizer.eos_token_id:
-                texts[i] = np.append(ids, np.int32(tokenizer.eos_token_id))
-        chosen, rejected = (ids[len(prompt) :] for ids in texts)
-        check(not np.array_equal(chosen, rejected), "'chosen' and 'rejected' are the same")
-        margin = 0.0 if row.get("margin") is None else row["margin"]
-        check(isinstance(margin, (int, float)) and math.isfinite(margin), f"'margin' is not a number: {margin!r:.60}")
-        return Pair(prompt, chosen, rejected, margin)
+                ids = np.append(ids, np.int32(tokenizer.eos_token_id))
+            texts[i] = ids[len(prompt) :]
+        check(not np.array_equal(*texts), "'chosen' and 'rejected' are the same")
+        margin = row.get("margin") or 0.0
+        check(isinstance(margin, (int, float)) and math.isfinite(margin), f"'margin' is no number: {margin!r:.60}")
+        return Pair(prompt, *texts, margin)
 
-    where = f"{args.dataset}, {split}"
+    tokenizer = model.tokenizer
     rows = read_rows(args.dataset, args.dataset_config, split)
-    texts = parse(rows, texts_of, where)
+    columns = [list(column) for column in zip(*parse(rows, texts_of, f"{args.dataset}, {split}"))]
     is_chat = holds_messages(rows, "chosen")
-    columns = [encode(list(column), tokenizer, is_chat) for column in zip(*texts)]
-    pairs = parse(zip(rows, *columns), pair_of, where)
+    ids = [encode(column, tokenizer, is_chat) for column in columns]
+    whole = parse(zip(rows, *ids), pair_of, f"{args.dataset}, {split}")
     limit = min(args.max_length, getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length))
-    cut = [cut_to_fit(pair, limit, args) for pair in pairs]
-    kept = [pair for pair in cut if not np.array_equal(pair.chosen, pair.rejected)]
-    if kept:
-        num_cut = sum(len(pair) > limit for pair in pairs)
-        print(f"{split}: {len(kept)} pairs; {num_cut} of {len(pairs)} were cut to {limit} tokens, ", end="")
-        print(
-            f"{len(pairs) - len(kept)} then had equal answers and were dropped; the first one, as the model reads it:"
-        )
-        print("\n".join(repr(tokenizer.decode(ids)) for ids in (kept[0].prompt, kept[0].chosen, kept[0].rejected)))
-    return kept
+    pairs = [cut_to_fit(pair, limit, args) for pair in whole]
+    pairs = [pair for pair in pairs if not np.array_equal(pair.chosen, pair.rejected)]
+    if whole:
+        num_cut = sum(len(pair) > limit for pair in whole)
+        print(f"{split}: {len(pairs)} of {len(whole)} pairs differ within {limit} tokens; {num_cut} were cut")
+    for pair in pairs[:1]:
+        texts = map(tokenizer.decode, (pair.prompt, pair.chosen, pair.rejected))
+        print("the first one, as the model reads it:", *map(repr, texts), sep="\n  ")
+    return pairs
 
 
-def length_grouped_batch(lengths, number, size, seed):
-    """The numbers of a batch's rows, which have similar lengths. Batches are counted from 0 across passes.
-
-    In each pass, the rows are shuffled and split into groups of 50 batches. Each group is sorted by length, so that a
-    batch needs little padding. Then the batches are shuffled, so that lengths come in random order.
-    """
-    num_batches = math.ceil(len(lengths) / size)  # in a pass; one of them may be smaller
-    pass_number, offset = divmod(number, num_batches)
-    rows = remembered_order(len(lengths), seed, 2 * pass_number)
-    batches = remembered_order(num_batches, seed, 2 * pass_number + 1)
-    group, place = divmod(batches[offset], 50)
-    first = group * 50 * size
-    by_length = sorted(rows[first : first + 50 * size], key=lengths.__getitem__)
-    return by_length[place * size : (place + 1) * size]
-
-
-@lru_cache(maxsize=2)
-def remembered_order(n, seed, number):
-    """`shuffled`, computed once for all steps of a pass."""
-    return shuffled(n, seed, number)
+def length_grouped_batches(pairs, args):
+    """The batches of all passes, as numbers of pairs, and how many make a pass. The pairs of a batch have similar
+    lengths, to save padding: in each pass they are shuffled, split into groups of 50 batches, and sorted within a
+    group; then the batches are shuffled."""
+    batches = []
+    for number in range(math.ceil(args.num_train_epochs)):
+        rows = shuffled(len(pairs), args.seed, 2 * number)
+        of_pass = []
+        for first in range(0, len(rows), 50 * args.batch_size):
+            group = sorted(rows[first : first + 50 * args.batch_size], key=lambda i: len(pairs[i]))
+            of_pass += [group[i : i + args.batch_size] for i in range(0, len(group), args.batch_size)]
+        batches += [of_pass[i] for i in shuffled(len(of_pass), args.seed, 2 * number + 1)]
+    return batches, len(of_pass)
 
 
 def micro_batches(rows, args):
-    """Yields this process's rows, micro_batch_size at a time, with a mask (b,) that is false on repeated rows.
-
-    Process RANK takes the rows RANK, RANK + WORLD_SIZE, ... Sharded weights need the same number of passes in all
-    processes. So if WORLD_SIZE does not divide the number of rows, some processes repeat one of the first rows.
-    """
+    """Yields this process's rows, RANK, RANK + WORLD_SIZE, ..., micro_batch_size at a time, and a mask (b,). All
+    processes need equally many, so that some may repeat one of the first rows: there the mask is false."""
     n = len(rows)
     numbers = torch.arange(RANK, math.ceil(n / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)  # n or more: repeated
     for part in numbers.split(args.micro_batch_size):
         yield [rows[i] for i in part % n], (part < n).to(args.device)
+
+
+def choose_sizes(args, model, pairs):
+    """Returns the settings with learning rate and batch sizes filled in, and prints them."""
+    require(pairs, f"--dataset {args.dataset} has no pairs to train on")
+    rate = args.learning_rate or default_rate(args, model)
+    per_device = args.per_device_train_batch_size
+    num_rows = args.num_train_epochs * len(pairs)
+    batch_size = args.batch_size or max((size for size in (8, 16, 32, 64) if num_rows / size >= 100), default=4)
+    if per_device:
+        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
+    default = 16 if args.device == "cpu" else max(1, 4096 // max(map(len, pairs)))  # a pair is two texts
+    rows = args.micro_batch_size or per_device or default
+    print(f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {args.device}, learning rate {rate}")
+    print(f"steps of {batch_size} of {len(pairs)} pairs, {rows} at a time")
+    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
+    return replace(args, per_device_train_batch_size=None, **sizes)
 
 
 def require(condition, message):
@@ -618,33 +592,6 @@ def make_seed(*numbers):
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------
-def choose_sizes(args, model, lengths):
-    """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    require(lengths, f"--dataset {args.dataset} has no pairs to train on in its split {args.dataset_train_split}")
-    rate = args.learning_rate or default_rate(args, model)
-    sizes = [size for size in (4, 8, 16, 32, 64) if args.num_train_epochs * len(lengths) / size >= 100]
-    per_device = args.per_device_train_batch_size
-    batch_size = args.batch_size or max(sizes, default=4)
-    if per_device:
-        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
-    default = 16 if args.device == "cpu" else max(1, 4096 // max(lengths))  # a pair is two texts
-    rows = args.micro_batch_size or per_device or default
-    num_steps = math.ceil(args.num_train_epochs * math.ceil(len(lengths) / batch_size))
-    print(f"model: {args.model}, {model.num_parameters() / 1e6:.2f}M parameters on {args.device}, learning rate {rate}")
-    print(f"{num_steps} steps, each of {batch_size} of {len(lengths)} pairs, {rows} at a time")
-    if num_steps < 50:
-        warnings.warn(f"few optimiser steps ({num_steps}): choose a smaller --batch-size, or more data or epochs")
-    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
-    return replace(args, per_device_train_batch_size=None, **sizes)
-
-
-def make_optimizer(args, model):
-    """AdamW for the model's trainable weights."""
-    weights = [p for p in model.parameters() if p.requires_grad]
-    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-    return torch.optim.AdamW(weights, fused=True, **options)  # fused: ten times as fast on a CPU
-
-
 def load_model(auto_class, name, new_weights=()):
     """Loads a model from a folder or the hub, in float32, with its tokenizer as `model.tokenizer`. Exits if weights are
     missing, which the library would draw at random; those of a new head may be."""

@@ -12,7 +12,7 @@ For each batch of texts x_1..x_n:
   2. loss       -mean_t log pi(x_t | x_1..x_{t-1}), over the labels: the tokens of completions, and EOS
   3. update     one AdamW step; the learning rate is warmed up, then annealed
 
-Shapes: B rows in a batch (b in a micro-batch), S tokens of a text, V vocabulary. Below, a prompt of 3 tokens with a
+Shapes: B texts in a batch (b in a micro-batch), S tokens of a text, V vocabulary. Below, a prompt of 3 tokens with a
 completion of 2, and one of 2 with 1. A dot is padding.
 
   input_ids     p1  p2  p3  y1  y2  EOS      texts (B, S), right-padded
@@ -23,13 +23,13 @@ completion of 2, and one of 2 with 1. A dot is padding.
                      *   *   *   .   .       predicts the first token
 
 Prompt tokens have no loss: the policy should answer prompts, not invent them. EOS has one: a policy that never sees
-where texts end never ends one. In a conversation, the token that ends an answer takes the place of EOS. Each answer of
-a conversation is a text of its own, whose prompt is all that comes before it, so the policy reads what a rollout reads.
+where texts end never ends one. In conversations, the token that ends a turn takes its place, and each answer is a text
+of its own, whose prompt is all that comes before it: the policy reads what it reads in a rollout.
 
-Papers: InstructGPT 2203.02155 (sec. 3.5); the N+ implementation details 2403.17031. In short: lecture/sft.py, 180 lines.
+Papers: InstructGPT 2203.02155 (sec. 3.5); the N+ implementation details 2403.17031. In short: lecture/sft.py
 
-  python sft.py                                          # the toy world, from random weights: a minute on a CPU
-  python sft.py --model gpt2 --bf16 --dataset MINE.jsonl # fine-tunes GPT-2 on a GPU (on a CPU, without --bf16)
+  python sft.py                                           # the toy world, from random weights: a minute on a CPU
+  python sft.py --model gpt2 --bf16 --dataset MINE.jsonl  # fine-tunes GPT-2 on a GPU (on a CPU, without --bf16)
 """
 
 import ctypes
@@ -107,7 +107,7 @@ class Args:
     max_grad_norm: Positive = 1.0  # the gradient is clipped to this norm
     # --- Batch sizes ---
     batch_size: Count | None = None  # texts per step, on all GPUs; by default 64, or less to have a hundred steps
-    # texts per forward and backward pass; changes only rounding and dropout. By default 16 on a CPU, 8192 tokens on a GPU
+    # texts per forward and backward pass; changes rounding and dropout. By default 16 on a CPU, 8192 tokens on a GPU
     micro_batch_size: Count | None = None
     # TRL's way to set both: micro_batch_size is this; batch_size, this x accumulation x GPUs
     per_device_train_batch_size: Count | None = None
@@ -147,23 +147,21 @@ def train(args):
     start(args)
     policy = load_policy(args)
     if args.lora_r:
-        add_adapter(policy, args)
+        add_adapter(policy, args, "CAUSAL_LM")
     place(policy, args)
 
-    limit = min(args.max_length, context_length(policy))
-    texts = load_texts(args, args.dataset_train_split, policy.tokenizer, None if args.packing else limit)
-    if args.packing and texts:
-        texts = [text for text in pack(texts, limit) if has_label(text)]
-    require(texts, f"--dataset {args.dataset} has nothing to train on (with --max-length {limit})")
+    limit = min(args.max_length, getattr(policy.config.get_text_config(), "max_position_embeddings", args.max_length))
+    texts = load_texts(args, args.dataset_train_split, policy.tokenizer, math.inf if args.packing else limit)
+    if args.packing:
+        texts = pack(texts, limit)
+    require(texts, f"--dataset {args.dataset} has nothing to train on, with --max-length {limit}")
     eval_texts = load_texts(args, args.dataset_test_split, policy.tokenizer, limit)
-    show_first(texts[0], policy.tokenizer)
     args = choose_sizes(args, policy, texts)  # from here on, all sizes are set
     B = args.batch_size
     passes = range(math.ceil(args.num_train_epochs))
     orders = [shuffled(len(texts), args.seed, number) for number in passes]
-    batches = [order[i : i + B] for order in orders for i in range(0, len(texts), B)]  # row numbers
-    steps_per_pass = len(batches) // len(passes)
-    num_steps = math.ceil(args.num_train_epochs * steps_per_pass)
+    batches = [order[i : i + B] for order in orders for i in range(0, len(texts), B)]  # numbers of texts
+    num_steps = math.ceil(args.num_train_epochs * len(batches) / len(passes))
 
     weights = [p for p in policy.parameters() if p.requires_grad]
     # fused: ten times as fast on a CPU
@@ -183,24 +181,24 @@ def train(args):
             stats, num_labels = update(policy, optimizer, batch, args)
 
         carry["num_tokens"] += num_labels
-        stats |= {"step": step, "epoch": step / steps_per_pass, "num_tokens": carry["num_tokens"]}
+        stats |= {"step": step, "epoch": step * len(passes) / len(batches), "num_tokens": carry["num_tokens"]}
         stats |= {"lr": optimizer.param_groups[0]["lr"], "perf/tokens_per_second": num_labels / run.seconds["step"]}
         if eval_texts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_texts, args)
         run.log(stats, "loss", "mean_token_accuracy")
         if args.num_sample_generations and run.is_due(num_steps // args.num_sample_generations):
-            show_samples(run, policy, (eval_texts or texts)[:3], args)
+            show_samples(run, policy, (eval_texts or texts)[:3], limit, args)
         schedule.step()
     run.finish()
 
 
 # --- 1. Encode --------------------------------------------------------------------------------------------------------
-# The forms of a row: the type of its values, and their columns. If a row has several, the first one is read
+# The forms of a row: the type of its values, and their columns. If several fit, the first one is read
 FORMS = ((list, "messages"), (list, "prompt", "completion"), (str, "prompt", "completion"), (str, "text"))
 
 
 def load_texts(args, split, tokenizer, limit):
-    """The texts of a split: pairs of token ids (S,) and a mask of labels (S,), cut to `limit` tokens unless it is None.
+    """The texts of a split: pairs of token ids (S,) and a mask of labels (S,), cut to `limit` tokens.
 
     A text is encoded as a whole: the completion alone could have other tokens, since SentencePiece puts a space before
     every text. Its first tokens have to be those of the prompt alone, because these are what a rollout reads.
@@ -209,36 +207,34 @@ def load_texts(args, split, tokenizer, limit):
     if not rows:
         return []
     where = f"{args.dataset}, {split}"
-    form = next((form for form in FORMS if has_form(rows[0], *form)), None)
-    message = "has no `text`, no `prompt` and `completion` (both texts or both messages), and no `messages`"
-    require(form, f"row 1 of {where} {message} (recipes/data.py converts other forms)")
-    kind, *columns = form
-    is_chat = kind is list
-    unread = rows[0].keys() - {*columns, "tools", "chat_template_kwargs"}
-    if unread:
-        print(f"{split}: columns that are not read: {', '.join(sorted(unread))}")
+    kind, *columns = next((form for form in FORMS if has_form(rows[0], *form)), FORMS[-1])
+    read = partial(read_texts, kind=kind, columns=columns, tokenizer=tokenizer, args=args)
+    unread = sorted(set(rows[0]) - {*columns, "tools", "chat_template_kwargs"})
     rows.reverse()
-    in_turn = (rows.pop() for _ in range(len(rows)))  # so that a row leaves memory once it is read
-    found = parse(in_turn, partial(read_texts, form=form, tokenizer=tokenizer, args=args), where)
+    found = parse((rows.pop() for _ in range(len(rows))), read, where)  # a row leaves memory when it is read
     texts = [(number, *text) for number, pairs in enumerate(found, 1) for text in pairs]
     del found
     num_cut = 0
     for first in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
         numbers, prompts, wholes = zip(*texts[first : first + 1000])
-        heads = encode(prompts, tokenizer, is_chat)
-        encoded = zip(numbers, prompts, heads, encode(wholes, tokenizer, is_chat))
-        for i, (number, prompt, head, ids) in enumerate(encoded, first):
+        heads = encode(prompts, tokenizer, is_chat=kind is list)
+        wholes = encode(wholes, tokenizer, is_chat=kind is list)
+        for i, (number, prompt, head, ids) in enumerate(zip(numbers, prompts, heads, wholes), first):
             begins = np.array_equal(head, ids[: len(head)])
             message = "its tokens do not begin with those of its prompt alone: does the prompt end with a space?"
             require(begins, f"row {number} of {where}: {message} (recipes/data.py converts other forms)")
-            if not is_chat and ids[-1] != tokenizer.eos_token_id:
+            if kind is str and ids[-1] != tokenizer.eos_token_id:
                 ids = np.append(ids, np.int32(tokenizer.eos_token_id))
             start = len(head) if prompt and args.completion_only_loss else 0
-            is_label = np.arange(len(ids)) >= start
-            num_cut += len(ids) > (limit or math.inf)
-            texts[i] = ids[:limit].copy(), is_label[:limit].copy()  # in place of the text, which takes more memory
+            size = min(len(ids), limit)
+            num_cut += size < len(ids)
+            texts[i] = ids[:size].copy(), np.arange(size) >= start  # in place of the text, which takes more memory
     kept = [text for text in texts if has_label(text)]
-    print(f"{split}: {len(texts)} texts, {num_cut} cut at {limit} tokens, {len(texts) - len(kept)} left without labels")
+    print(f"{split}: {len(texts)} texts, {num_cut} cut to {limit} tokens, {len(texts) - len(kept)} left without labels")
+    print(f"{split}: columns that are not read: {', '.join(unread) or 'none'}")
+    for ids, is_label in kept[:1]:
+        prompt, answer = tokenizer.decode(ids[~is_label]), tokenizer.decode(ids[is_label])
+        print(f"the first text, as the policy reads it: {prompt!r}, and its labels: {answer!r}")
     return kept
 
 
@@ -249,14 +245,13 @@ def has_form(row, kind, *columns):
 
 def has_label(text):
     """Whether a text has a label. Nothing predicts its first token."""
-    _, is_label = text
-    return is_label[1:].any()
+    return text[1][1:].any()
 
 
-def read_texts(row, form, tokenizer, args):
+def read_texts(row, kind, columns, tokenizer, args):
     """The texts of a row, each after its prompt: one, or one for each answer of the assistant in `messages`."""
-    kind, *columns = form
-    check(has_form(row, *form), f"it has not {' and '.join(columns)} of the type {kind.__name__}, as the first row has")
+    named = f"no {' and '.join(columns)} of the type {kind.__name__}"
+    check(has_form(row, kind, *columns), f"{named}: should be text; prompt and completion; or messages, in all rows")
     if kind is str:
         prompt = row["prompt"] if "prompt" in columns else ""
         answer = row[columns[-1]]
@@ -268,58 +263,50 @@ def read_texts(row, form, tokenizer, args):
     if "completion" in columns:
         check(len(row["completion"]) == 1, "its completion is not one message")
         answers = [len(messages) - 1]
-    end = 1 + max(answers, default=len(messages))
-    check_messages(messages[:end], last="assistant")
+    check_messages(messages[: 1 + max(answers, default=len(messages))], last="assistant")
     texts = []
-    for i in answers if args.completion_only_loss else answers[-1:]:  # the last text has all tokens of the others
-        check(roles[i - 1] == "user" and i, "an answer does not follow a message of the user")
+    for i in answers if args.completion_only_loss else answers[-1:]:  # the last text has the tokens of all
+        check(i and roles[i - 1] == "user", "an answer does not follow a message of the user")
         prompt = render(messages[:i], row, tokenizer, add_generation_prompt=True)
         whole = render_answer(messages[: i + 1], row, tokenizer)
-        begins = whole.startswith(prompt)
-        check(begins, f"the chat template writes an answer with other words before it than {prompt[-30:]!r}")
+        check(
+            whole.startswith(prompt), f"the chat template writes something else than {prompt[-30:]!r} before an answer"
+        )
         texts.append((prompt, whole))
     return texts
 
 
 def pack(texts, length):
-    """Joins texts, each with its EOS, and cuts them into blocks of `length` tokens. The remainder is dropped (TRL 0.7).
+    """Joins texts, each with its EOS, and cuts them into blocks of `length` tokens, without the remainder (TRL 0.7).
 
     [[a b EOS], [c d e EOS], [f EOS]] at length 4 -> [a b EOS c], [d e EOS f]
     """
     ids, is_label = (np.concatenate(parts) for parts in zip(*texts))
     end = len(ids) // length * length
-    return list(zip(ids[:end].reshape(-1, length), is_label[:end].reshape(-1, length)))
-
-
-def collate(texts, tokenizer, args):
-    """Token ids of texts as one tensor (b, S); masks of real tokens and of labels (b, S)."""
-    ids, mask = pad([ids for ids, _ in texts], tokenizer, args)
-    labels = [torch.from_numpy(is_label) for _, is_label in texts]
-    return ids, mask, nn.utils.rnn.pad_sequence(labels, batch_first=True).to(args.device)
+    blocks = zip(ids[:end].reshape(-1, length), is_label[:end].reshape(-1, length))
+    return [block for block in blocks if has_label(block)]
 
 
 # --- 2. Loss ----------------------------------------------------------------------------------------------------------
-def label_logits(policy, texts, args):
-    """Logits (b, L, V) in float32, the tokens that they predict (b, L), and which of these are labels (b, L).
+def read_labels(policy, texts, args):
+    """For the n labels of some texts: their losses -log pi (n,), their tokens (n,), and whether each was the likeliest.
 
     L counts the positions where at least one text has a label: logits, the largest tensor, are computed only there.
     """
-    ids, mask, is_label = collate(texts, policy.tokenizer, args)  # (b, S) each
-    targets, is_label = ids[:, 1:], is_label[:, 1:]  # nothing predicts the first token
-    positions = is_label.any(0).nonzero().squeeze(1)  # (L,)
+    ids, mask = pad([ids for ids, _ in texts], policy.tokenizer, args)  # (b, S) each
+    is_label = nn.utils.rnn.pad_sequence([torch.from_numpy(x) for _, x in texts], batch_first=True).to(args.device)
+    positions = is_label[:, 1:].any(0).nonzero().squeeze(1)  # (L,)
     with autocast(args):
         output = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False, logits_to_keep=positions)
-    return output.logits.float(), targets[:, positions], is_label[:, positions]
+    logits = output.logits.float()  # (b, L, V), each predicts the next token
+    is_label, targets = is_label[:, positions + 1], ids[:, positions + 1]  # (b, L) each
+    is_hit = logits.argmax(-1) == targets
+    return -token_logprobs(logits, targets)[is_label], targets[is_label], is_hit[is_label]
 
 
 def token_logprobs(logits, tokens):
     """(B, T) log-probability of each token under logits (B, T, V)."""
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-
-
-def masked_sum(x, mask):
-    """Sums over real tokens. Values on padding are ignored, even NaN."""
-    return x.masked_fill(~mask, 0.0).sum()
 
 
 # --- 3. Update --------------------------------------------------------------------------------------------------------
@@ -330,27 +317,25 @@ def update(policy, optimizer, batch, args):
     mean of the micro-batches' means, labels in a micro-batch with few would have more weight.
     """
     num_labels = int(sum(is_label[1:].sum() for _, is_label in batch))
-    loss = accuracy = torch.zeros((), device=args.device)
+    sums = torch.zeros(2, device=args.device)  # of losses, and of likeliest tokens that were right
     policy.train()  # with dropout, if the model's config has any
     optimizer.zero_grad()
     for texts in micro_batches(batch, args):
-        logits, targets, is_label = label_logits(policy, texts, args)  # (b, L, V), (b, L), (b, L)
-        part_loss = masked_sum(-token_logprobs(logits, targets), is_label) / num_labels
-        (WORLD_SIZE * part_loss).backward()  # clip_gradient averages over processes
-        is_hit = logits.argmax(-1) == targets  # (b, L) whether the likeliest token is right
-        loss = loss + part_loss.detach()
-        accuracy = accuracy + masked_sum(is_hit, is_label) / num_labels
+        losses, _, is_hit = read_labels(policy, texts, args)  # (n,) each
+        loss = losses.sum() / num_labels
+        (WORLD_SIZE * loss).backward()  # clip_gradient averages over processes
+        sums += torch.stack([loss.detach(), is_hit.sum() / num_labels])
     policy.eval()
     grad_norm = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
     if math.isfinite(grad_norm):  # otherwise the step would turn the weights into NaN
         optimizer.step()
-    loss, accuracy = all_reduce(torch.stack([loss, accuracy])).tolist()
+    loss, accuracy = all_reduce(sums).tolist()
     return {"loss": loss, "mean_token_accuracy": accuracy, "grad_norm": grad_norm}, num_labels
 
 
 def micro_batches(texts, args):
-    """Splits texts into this process's micro-batches. All processes have equally many, since a sharded model needs them
-    all in each pass: copies of the first text, without labels, make the number of texts a multiple of WORLD_SIZE."""
+    """Splits texts into this process's micro-batches. A sharded model needs equally many in each process, so copies of
+    the first text, without labels, fill up the last ones."""
     ids, is_label = texts[0]
     texts = texts + [(ids, np.zeros_like(is_label))] * (-len(texts) % WORLD_SIZE)
     share = texts[RANK::WORLD_SIZE]
@@ -361,66 +346,52 @@ def micro_batches(texts, args):
 @torch.no_grad()
 def evaluate(policy, texts, args):
     """Loss, perplexity, accuracy, and the loss on EOS, over all labels of the test split."""
-    sums = torch.zeros(5, device=args.device)
-    stops = torch.tensor(policy.generation_config.eos_token_id, device=args.device)
-    for part in micro_batches(sorted(texts, key=lambda text: len(text[0])), args):
-        logits, targets, is_label = label_logits(policy, part, args)
-        losses = -token_logprobs(logits, targets)  # (b, L)
-        is_hit = logits.argmax(-1) == targets
-        is_eos = is_label & torch.isin(targets, stops)
-        counts = [is_label.sum(), masked_sum(is_hit, is_label), is_eos.sum()]
-        sums += torch.stack([masked_sum(losses, is_label), masked_sum(losses, is_eos), *counts])
-    loss, eos_loss, num_labels, num_hits, num_eos = all_reduce(sums).tolist()
+    texts = sorted(texts, key=lambda text: len(text[0]))
+    parts = [read_labels(policy, part, args) for part in micro_batches(texts, args)]
+    losses, tokens, is_hit = (torch.cat(x) for x in zip(*parts))
+    is_eos = torch.isin(tokens, tokens.new_tensor(policy.generation_config.eos_token_id))
+    sums = [losses.sum(), torch.ones_like(losses).sum(), is_hit.sum(), losses[is_eos].sum(), is_eos.sum()]
+    total, num_labels, num_hits, eos_total, num_eos = all_reduce(torch.stack(sums)).tolist()
     return {
-        "eval/loss": loss / num_labels,
-        "eval/perplexity": math.exp(min(loss / num_labels, 700.0)),  # exp of more overflows
+        "eval/loss": total / num_labels,
+        "eval/perplexity": math.exp(min(total / num_labels, 700.0)),  # exp of more overflows
         "eval/mean_token_accuracy": num_hits / num_labels,
-        "eval/eos_loss": eos_loss / max(1.0, num_eos),
+        "eval/eos_loss": eos_total / max(1.0, num_eos),
     }
 
 
-@torch.no_grad()
-def show_samples(run, policy, texts, args):
+def show_samples(run, policy, texts, limit, args):
     """Prints a table of prompts, each with a completion sampled from the policy and the one in the dataset.
 
-    The prompt is what comes before the first label; if there is nothing, the first eight tokens, or half of a short text.
+    A prompt ends before the first label. Where there is nothing, it has eight tokens, or half of a short text.
     """
-    tokenizer = policy.tokenizer
-    starts = [int(is_label.argmax()) or min(8, len(ids) // 2) for ids, is_label in texts]
-    heads = [ids[:start] for (ids, _), start in zip(texts, starts)]
-    tails = [ids[start:] for (ids, _), start in zip(texts, starts)]
-    prompts, prompt_mask = pad(heads, tokenizer, args, "left")  # (3, P)
-    P = prompts.shape[1]
-    stops = policy.generation_config.eos_token_id
-    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    options |= {"max_new_tokens": min(53, context_length(policy) - P), "eos_token_id": stops}
-    options |= {"pad_token_id": tokenizer.pad_token_id, "return_dict_in_generate": True, "output_logits": True}
+    tokenizer, stops = policy.tokenizer, policy.generation_config.eos_token_id
+    options = {"eos_token_id": stops, "pad_token_id": tokenizer.pad_token_id}
+    options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    columns = {"prompt": [], "sampled completion": [], "completion in the dataset": []}
     set_seed(args.seed)  # all processes draw the same completions
-    with autocast(args), gathered(policy, args):
-        output = policy.generate(prompts, attention_mask=prompt_mask.long(), **options)
-    responses = output.sequences[:, P:]  # (3, T)
-    logprobs = token_logprobs(torch.stack(output.logits, 1).float(), responses)
-    is_stop = torch.isin(responses, responses.new_tensor(stops)).long()
-    mask = is_stop.cumsum(1) - is_stop == 0  # true up to and including the stop token
-    columns = {
-        "prompt": tokenizer.batch_decode(heads),
-        "sampled completion": [tokenizer.decode(ids[real]) for ids, real in zip(responses, mask)],
-        "completion in the dataset": tokenizer.batch_decode(tails),
-    }
-    tensors = {"prompts": prompts, "prompt_mask": prompt_mask, "responses": responses, "mask": mask}
-    run.show(columns, tensors | {"logprobs": logprobs})
+    for ids, is_label in texts:
+        start = int(is_label.argmax()) or min(8, len(ids) // 2)
+        prompt = torch.tensor(ids[None, :start], device=args.device)  # (1, P)
+        mask = torch.ones_like(prompt)
+        with autocast(args):
+            whole = policy.generate(prompt, attention_mask=mask, max_new_tokens=min(53, limit - start), **options)
+        for column, part in zip(columns.values(), [ids[:start], whole[0, start:], ids[start:]]):
+            column.append(tokenizer.decode(part))
+    run.show(columns, {})
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {  # panels: metrics
+CURVES = {
     "loss, nats per token": "loss$",
-    "share of tokens right": "token_accuracy$",
-    "norm of the gradient": "grad_norm$",
-}
+    "share of tokens right": "accuracy$",
+    "gradient norm": "grad_norm$",
+}  # panels
 
 
 def load_policy(args):
     """Loads the model to train, or draws its weights at random; with the dropout of its config."""
+    require(args.model or not args.lora_r, "--lora-r trains adapters of a pretrained model: set --model")
     if args.model:
         policy = load_model(AutoModelForCausalLM, args.model)
     else:
@@ -429,51 +400,26 @@ def load_policy(args):
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         policy.tokenizer = AutoTokenizer.from_pretrained(args.from_scratch)
         policy.tokenizer.pad_token = policy.tokenizer.pad_token or policy.tokenizer.eos_token
-    require(args.model or not args.lora_r, "--lora-r trains adapters of a pretrained model: set --model")
-    has_eos = policy.tokenizer.eos_token_id is not None
-    require(has_eos, f"the tokenizer of {args.model or args.from_scratch} has no EOS to end texts with")
     policy.generation_config.eos_token_id = eos_tokens(policy)  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     return policy
 
 
-def context_length(model):
-    """The maximum number of tokens that the model reads, according to its config."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-
-
 def choose_sizes(args, policy, texts):
     """Returns the settings with learning rate and batch sizes filled in, and prints them."""
-    default_rate = 3e-3 if not args.model else 2e-4 if args.lora_r else 2e-5
-    rate = args.learning_rate or default_rate
-    num_texts = args.num_train_epochs * len(texts)
-    batch_size = 64
-    while batch_size > 4 and num_texts / batch_size < 100:
-        batch_size //= 2
+    default_rate = 2e-4 if args.lora_r else 2e-5
+    rate = args.learning_rate or (default_rate if args.model else 3e-3)
     per_device = args.per_device_train_batch_size
-    if per_device:
-        batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE
-    else:
-        batch_size = args.batch_size or batch_size
+    batch_size = per_device * args.gradient_accumulation_steps * WORLD_SIZE if per_device else args.batch_size
+    num_texts = args.num_train_epochs * len(texts)
+    batch_size = batch_size or next((size for size in (64, 32, 16, 8) if num_texts / size >= 100), 4)
     longest = max(len(ids) for ids, _ in texts)
-    rows = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 8192 // longest))
+    b = args.micro_batch_size or per_device or (16 if args.device == "cpu" else max(1, 8192 // longest))
     name, size = args.model or args.from_scratch, policy.num_parameters() / 1e6
     print(f"policy: {name}, {size:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
-    num_steps = math.ceil(args.num_train_epochs * math.ceil(len(texts) / batch_size))
-    print(f"{num_steps} steps, each of {batch_size} of {len(texts)} texts, {rows} at a time")
-    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": rows}
+    print(f"{num_texts / batch_size:.0f} steps, each of {batch_size} of {len(texts)} texts, {b} at a time")
+    sizes = {"learning_rate": rate, "batch_size": batch_size, "micro_batch_size": b}
     return replace(args, per_device_train_batch_size=None, **sizes)
-
-
-def show_first(text, tokenizer):
-    """Prints a text as the model reads it, with its labels between double brackets."""
-    ids, is_label = text
-    borders = [0, *np.flatnonzero(np.diff(is_label)) + 1, len(ids)]
-    shown = ""
-    for start, end in zip(borders, borders[1:]):
-        words = tokenizer.decode(ids[:end]).removeprefix(tokenizer.decode(ids[:start]))
-        shown += f"[[{words}]]" if is_label[start] else words
-    print(f"the first text, as the policy reads it, with its labels in [[ ]]: {shown!r}")
 
 
 # === From here on, a function has the same text in all scripts that have it ==========================================
@@ -669,19 +615,6 @@ def reshard(model):
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-@contextmanager
-def gathered(model, args):
-    """Within this context, each process has all weights of a sharded model: they are sent once, not for each token."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    yield
-    for part in parts:
-        part.set_reshard_after_forward(args.zero_stage == 3, recurse=False)
-        part.reshard()
 
 
 def clip_gradient(parameters, max_norm):

@@ -1,6 +1,6 @@
 """An environment: word problems, and a calculator that the policy can use before it answers.
 
-    python grpo.py --env rewards/calculator.py:Calculator --dataset problems.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
+    python agent.py --env rewards/calculator.py:Calculator --dataset problems.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
         --response-length 1024 --max-turns 6
 
 A row of problems.jsonl has a conversation, which explains the calculator, and the right number:
@@ -12,7 +12,7 @@ A row of problems.jsonl has a conversation, which explains the calculator, and t
 import re
 from fractions import Fraction
 
-from verifiers import right_number, work_out
+from verifiers import in_plain_signs, right_number, text_of, work_out
 
 
 def calculate(expression: str) -> str:
@@ -25,7 +25,8 @@ def calculate(expression: str) -> str:
     def as_fraction(number: re.Match) -> str:
         return "({} / {})".format(*Fraction(number[0]).as_integer_ratio())
 
-    expression = re.sub(r"(?<=\d),(?=\d{3})", "", expression.partition("=")[0])  # 1,200 is 1200
+    expression = in_plain_signs(text_of(expression)).partition("=")[0]
+    expression = re.sub(r"(?<=\d),(?=\d{3})", "", expression)  # 1,200 is 1200
     result, _ = work_out(re.sub(r"\d*\.\d+", as_fraction, expression).strip(), signs=True)
     if result is None:
         return "not arithmetic"

@@ -1,6 +1,6 @@
 """An environment: the game "higher or lower" for chat models. (toy/guess has it without words.)
 
-    python grpo.py --env rewards/higher_or_lower.py:Game --dataset games.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
+    python agent.py --env rewards/higher_or_lower.py:Game --dataset games.jsonl --model Qwen/Qwen3-0.6B --bf16 \\
         --response-length 96
 
 A row of games.jsonl has a conversation that ends with a question, and the number to find. A small model needs an

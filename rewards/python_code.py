@@ -9,6 +9,7 @@ with limits of time and memory). Such a function has the same signature.
 import ast
 import re
 import warnings
+from unicodedata import normalize
 
 LONGEST = 10_000  # characters of a program that are read
 
@@ -44,5 +45,5 @@ def defines(completions: list, entry_point: list, **_) -> list[float | None]:
     for completion, name in zip(completions, entry_point, strict=True):
         tree = syntax_tree(program(completion))
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)] if tree else []
-        rewards.append(float(name in functions) if name else None)
+        rewards.append(float(normalize("NFKC", name) in functions) if name else None)  # as Python reads names
     return rewards

@@ -10,6 +10,7 @@ number of the question. The question is generated again from these, since a file
 
 import json
 from functools import cache
+from unicodedata import category, normalize
 
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
@@ -39,7 +40,7 @@ def score(prompts: list, completions: list, task: list[str], **_) -> list[float]
         made, question = entry(which)
         if question["question"] not in (prompt if isinstance(prompt, str) else prompt[-1]["content"]):
             raise ValueError(f"this is not the question of {which}: another version of reasoning-gym made it")
-        answer = extract_answer(text)
+        answer = extract_answer(normalize("NFC", "".join(char for char in text if category(char) != "Cf")))  # as seen
         try:
             rewards.append(float(made.score_answer(answer and answer[:LONGEST], question)))
         except Exception:  # noqa: BLE001  # some tasks raise for answers that they cannot read

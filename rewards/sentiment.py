@@ -8,6 +8,7 @@ score of docs/real.md.
 """
 
 import re
+from unicodedata import category, normalize
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
@@ -15,8 +16,11 @@ ANALYZER = SentimentIntensityAnalyzer()
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """A completion as a text; of messages, their contents."""
-    return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
+    """A completion as a text; of messages, their contents. As a reader sees it: letters are composed (NFC), format
+    characters (Cf) are left out, and `’` is the apostrophe of the lexicon."""
+    texts = [completion] if isinstance(completion, str) else [message["content"] or "" for message in completion]
+    text = "".join(char for char in "".join(texts) if category(char) != "Cf")
+    return normalize("NFC", text).replace("’", "'")
 
 
 def polarity(completions: list, **_) -> list[float]:
@@ -30,11 +34,11 @@ def friendly_sentence(completions: list, thing: list[str], **_) -> list[float]:
     scores = []
     for completion, polar, topic in zip(completions, polarity(completions), thing, strict=True):
         text = text_of(completion).strip().lower()
-        words = re.findall(r"[a-z']+", text)
+        words = re.findall(r"(?:[^\W\d_]|')+", text)
         long_words = [word for word in words if len(word) > 4]
         rules = [
             re.fullmatch(r"[^.!?\n]+[.!?]", text) is not None,
-            topic.lower() in words,
+            text_of(topic).lower() in words,
             len(set(long_words)) == len(long_words),
         ]
         scores.append(polar - rules.count(False) / len(rules))

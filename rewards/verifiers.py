@@ -3,32 +3,61 @@
     python grpo.py --dataset problems.jsonl --reward-fn rewards/verifiers.py:right_number rewards/verifiers.py:tagged
 
 They have the signature of TRL's reward functions, f(prompts, completions, **columns): they get lists of texts or
-messages, and each column of the dataset by its name, and return one number per row. A model's text is never run:
-Python's parser reads an expression, and only + - * / of integers are computed, so `9**9**9` or a call takes no time and
-earns 0.
+messages, and each column of the dataset by its name, and return one number per row. They compare texts as a reader sees
+them, whatever the characters behind. A model's text is never run: Python's parser reads an expression, and only + - * /
+of integers are computed, so `9**9**9` or a call takes no time and earns 0.
 """
 
 import ast
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
+from unicodedata import category, normalize
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 200  # characters of a number or an expression that are read
+ENDS = ".!?…‼⁇⁈⁉‽。｡．！？।॥။។៕።፧։᠃᱾᱿\u061f\u06d4"  # of a sentence; the last two are Arabic
+QUOTES = "\"'”“’»›」』）】)\\]"  # that close
+CJK = "\u3040-\u30ff\u3400-\u9fff"  # Japanese and Chinese
+THAI = "\u0e00-\u0fff"  # and Lao and Tibetan: their sentences end without a mark
+UNSPACED = CJK + THAI + "\u1000-\u109f\u1780-\u17ff"  # and Burmese and Khmer: no spaces between words
+
+
+def as_seen(text: str) -> str:
+    """The text as a reader sees it: composed (NFC), without format characters (Cf), with one kind of space."""
+    seen = {"Cf": "", "Zs": " "}  # such as U+200B; such as U+00A0
+    text = re.sub(r"[^\x00-\x7f]", lambda char: seen.get(category(char[0]), char[0]), text)
+    return normalize("NFC", text).strip()
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """A completion as a text; of messages, their contents."""
-    return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
+    """A completion as a text, as a reader sees it; of messages, their contents."""
+    texts = [completion] if isinstance(completion, str) else [message["content"] or "" for message in completion]
+    return as_seen("".join(texts))
+
+
+def right_answers(answer: object) -> list[str]:
+    """The texts that are right: any entry of a list, nested or not; none for None; `true` or `True` for JSON's true."""
+    if isinstance(answer, list):
+        return [text for part in answer for text in right_answers(part)]
+    texts = [] if answer is None else [as_seen(str(answer))]
+    if isinstance(answer, bool):
+        texts.append(str(answer).lower())
+    if isinstance(answer, float) and answer.is_integer():
+        texts.append(str(int(answer)))  # a gap makes the integers of a column floats
+    return texts
+
+
+def compare(given: Iterable, right: Iterable) -> list[float | None]:
+    """1 where what is given is among what is right, else 0; None where nothing is."""
+    return [float(x in those) if those else None for x, those in zip(given, right, strict=True)]
 
 
 def exact_match(completions: list, answer: list, **_) -> list[float | None]:
-    """1 if the completion is the text in the column `answer`, apart from spaces around it, else 0; None without one."""
-    wanted = [int(x) if isinstance(x, float) and x.is_integer() else x for x in answer]  # a gap makes integers floats
-    pairs = zip(completions, wanted, strict=True)
-    return [None if x is None else float(text_of(completion).strip() == str(x).strip()) for completion, x in pairs]
+    """1 if a reader sees the text in the column `answer`, or one of several in a list, else 0; None without one."""
+    return compare(map(text_of, completions), map(right_answers, answer))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,6 +80,7 @@ def final_answer(text: str) -> str | None:
     return None
 
 
+PLAIN = str.maketrans("−‐‑–－＋／．％＄\u066b\u066c\u066a", "-----+/.%$.,%")  # the last three are Arabic
 NUMBER = re.compile(
     r"""
     (\\?\$\s*)? [+-]? \s* (\\?\$\s*)?                    # $7, -$7 or $-7
@@ -64,33 +94,33 @@ NUMBER = re.compile(
 
 
 def in_plain_signs(text: str) -> str:
-    """The text with plain minus signs, and a/b for LaTeX's fractions."""
-    text = re.sub(r"(?<![+-])(?=\\[dt]?frac)", " ", text.replace("−", "-"))  # 1\frac{1}{2} is not 11/2
+    """The text with ASCII's digits and signs, and a/b for LaTeX's fractions."""
+    text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text.translate(PLAIN))
+    text = re.sub(r"(?<![+-])(?=\\[dt]?frac)", " ", text)  # 1\frac{1}{2} is not 11/2
     return re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text)
 
 
 def read_number(text: str) -> Fraction | None:
     r"""1,234.50 or $7 or 50% (as 50) or -3/4 or \frac{3}{4} or 1e-05 as an exact number.
 
-    None for other texts, such as `1 2`, 1\frac{1}{2}, 1.234,5 or 1e9999, and for more than LONGEST characters.
+    None for other texts, such as `1 2`, 1\frac{1}{2}, 1.234,5 or 1e9999, and for more than LONGEST characters. A comma
+    and the end of a sentence are left out, but not `!`: 4! is 24.
     """
-    text = in_plain_signs(text).strip().rstrip(".")
+    text = in_plain_signs(text.strip().rstrip(ENDS.replace("!", "") + ",，、\u060c"))
     if len(text) > LONGEST:
         return None
     return Fraction(re.sub(r"[^\d./eE+-]", "", text)) if NUMBER.fullmatch(text) else None
 
 
-def right_number(completions: list, answer: list, **_) -> list[float | None]:
-    """1 if the final answer is the number in the column `answer`, else 0. None for a row without a number there.
+def right_numbers(answer: object) -> set[Fraction]:
+    """The numbers among the right answers. As in the usual datasets, a text may give one as a final answer."""
+    return {read_number(final_answer(text) or text) for text in right_answers(answer)} - {None}
 
-    The column may hold numbers, or texts that end in `#### 72` or hold `\\boxed{72}`, as the usual datasets have them.
-    """
-    rewards = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        wanted = read_number(final_answer(str(wanted)) or str(wanted))
-        given = read_number(final_answer(text_of(completion)) or "")
-        rewards.append(None if wanted is None else float(given == wanted))
-    return rewards
+
+def right_number(completions: list, answer: list, **_) -> list[float | None]:
+    """1 if the final answer is the number in the column `answer`, or one of several in a list, else 0; None without."""
+    given = [read_number(final_answer(text_of(completion)) or "") for completion in completions]
+    return compare(given, map(right_numbers, answer))
 
 
 LAST = re.compile(
@@ -104,12 +134,8 @@ def last_number(completions: list, answer: list, **_) -> list[float | None]:
 
     For models that were not trained on a form such as `#### 72`: "18 + 17 = 35." is read as 35.
     """
-    rewards = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        wanted = read_number(final_answer(str(wanted)) or str(wanted))
-        given = read_number(([""] + LAST.findall(in_plain_signs(text_of(completion))))[-1])
-        rewards.append(None if wanted is None else float(given == wanted))
-    return rewards
+    texts = [in_plain_signs(text_of(completion)) for completion in completions]
+    return compare([read_number(["", *LAST.findall(text)][-1]) for text in texts], map(right_numbers, answer))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,6 +184,10 @@ def countdown(completions: list, target: list, nums: list, **_) -> list[float | 
 # ---------------------------------------------------------------------------------------------------------------------
 # Form and length
 
+BODY = rf"(?:[^\n{ENDS}]|[.!?．](?=[^\s{ENDS}{QUOTES}{CJK}]))+"  # 3.5 and example.com do not end a sentence
+SENTENCE = re.compile(rf"({BODY})(?:[{ENDS}]+(?: ?[{QUOTES}])*|(?<=[{THAI}]))")
+WORD = re.compile(rf"[{UNSPACED}]|[^\s፡{UNSPACED}]+")  # ፡ separates words in Ethiopic
+
 
 def tagged(prompts: list, completions: list, prompts_text: list[str] | None = None, **_) -> list[float]:
     """1 for <think> ... </think> <answer> ... </answer> and nothing else, each tag once; else 0 (DeepSeek-R1).
@@ -173,23 +203,20 @@ def tagged(prompts: list, completions: list, prompts_text: list[str] | None = No
 
 
 def one_sentence(completions: list, **_) -> list[float]:
-    """1 for one sentence: at least three words, with . ! or ? at the end, and nowhere before a space; else 0.
+    """1 for one sentence: at least three words (letters in scripts without spaces), with . ! ? or another mark of ENDS
+    at the end, and nowhere else except as in 3.5; else 0.
 
     A text that was cut off may end in a full stop by chance: use `--missing-eos-penalty 1` as well.
     """
-    form = re.compile(r"\s*(?=\S+\s+\S+\s+\S)(?:[^\n.!?]|[.!?](?=[^\s.!?\"')]))+[.!?][\"')]?\s*")
-    return [float(form.fullmatch(text_of(completion)) is not None) for completion in completions]
+    found = [SENTENCE.fullmatch(text_of(completion)) for completion in completions]
+    return [float(match is not None and len(WORD.findall(match[1])) >= 3) for match in found]
 
 
-def repetition_penalty(completions: list, n: int = 3, **_) -> list[float]:
-    """-(1 - different n-grams / all n-grams) of the words: 0 if none occurs twice, near -1 for an endless repetition
+def repetition_penalty(completion_ids: list[list[int]], n: int = 3, **_) -> list[float]:
+    """-(1 - different n-grams / all n-grams) of the tokens: 0 if none occurs twice, near -1 for an endless repetition
     (Yeo et al. 2025, arXiv 2502.03373, app. C)."""
-    rewards = []
-    for completion in completions:
-        words = text_of(completion).lower().split()
-        grams = list(zip(*(words[i:] for i in range(n))))
-        rewards.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
-    return rewards
+    grams_of_rows = [list(zip(*(ids[i:] for i in range(n)))) for ids in completion_ids]
+    return [len(set(grams)) / len(grams) - 1 if grams else 0.0 for grams in grams_of_rows]
 
 
 def overlong_penalty(longest: int, buffer: int) -> Callable[..., list[float]]:

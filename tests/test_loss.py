@@ -5,14 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from numbers_of_others import FLOAT32, MASK, close, golden, leaf, names, randn, spoil
+from numbers_of_others import MASK, close, golden, leaf, names, randn, spoil
+from runs import script
 from sources import ROOT
 
-import dpo
 import ppo
-import reward_model
-import rloo
-import sft
 
 # --- policy_loss
 
@@ -38,6 +35,7 @@ def test_losses_and_gradients_ignore_padding():
 @pytest.mark.parametrize("name", names("trl016_rloo_policy_loss_*"))
 def test_policy_loss_of_responses_against_trl016(name):
     """RLOO's ratio is that of a whole response."""
+    rloo = script("rloo")
     i, o = golden(name)
     mask = i["mask"].bool()
     logprobs = leaf(i["logprobs"])
@@ -52,6 +50,7 @@ def test_policy_loss_of_responses_against_trl016(name):
 
 def test_the_gradient_of_rloo_is_unbiased():
     """A policy of four actions, three samples: the estimator's mean over all 64 outcomes is the true gradient."""
+    rloo = script("rloo")
     logits = leaf(torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64))
     reward = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
     p = logits.softmax(0)
@@ -105,6 +104,7 @@ VARIANTS = json.loads((ROOT / "tests/golden/trl0711_dpo.json").read_text())["out
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dpo_gradients_against_trl07(variant):
     """The mean of the losses, and its gradient with respect to the policy's log-probabilities."""
+    dpo = script("dpo")
     i, o = golden("trl0711_dpo")
     theirs = o["variants"][variant]
     kind, *rest = variant.split("|")
@@ -131,7 +131,7 @@ def test_kto_takes_no_kl_below_0():
     """TRL 0.7.11's numbers have only mean rewards of rejected texts below 0; the KL of both sides is clamped."""
     args = SimpleNamespace(loss_type="kto_pair")
     chosen, rejected = torch.tensor([[-1.0, -3.0], [-2.0, -4.0]])
-    close(dpo.other_loss(chosen, rejected, args), 1 - (chosen.sigmoid() + (-rejected).sigmoid()) / 2)
+    close(script("dpo").other_loss(chosen, rejected, args), 1 - (chosen.sigmoid() + (-rejected).sigmoid()) / 2)
 
 
 # --- preference_loss
@@ -144,20 +144,8 @@ def test_preference_loss_and_gradients_against_trl016(name):
     chosen = leaf(i["rewards_chosen"].squeeze(1))
     rejected = leaf(i["rewards_rejected"].squeeze(1))
     margin = torch.zeros_like(chosen) if i["margin"] is None else i["margin"].squeeze(1)
-    losses = reward_model.preference_loss(chosen, rejected, margin, i["center_rewards_coefficient"] or 0.0)
+    losses = script("reward_model").preference_loss(chosen, rejected, margin, i["center_rewards_coefficient"] or 0.0)
     losses.mean().backward()
     close(losses.mean().detach(), o["loss"])
     close(chosen.grad, o["grad_chosen"].squeeze(1))
     close(rejected.grad, o["grad_rejected"].squeeze(1))
-
-
-# --- token_logprobs
-
-
-def test_language_modelling_loss_against_openrlhf():
-    """The mean over labels against OpenRLHF 0.3.8."""
-    i, o = golden("openrlhf_gpt_lm_loss")
-    labels = i["labels"][:, 1:]
-    is_label = labels != sft.IGNORE
-    logprobs = sft.token_logprobs(i["logits"][:, :-1], labels * is_label)
-    close(-logprobs[is_label].mean(), o["loss"], **FLOAT32)

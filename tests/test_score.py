@@ -1,52 +1,29 @@
-"""Step 2: log-probabilities, KL, values and rewards of responses, each read where it belongs."""
+"""Step 2: KL and rewards of responses, each read where it belongs; and what a reward function is given."""
 
 import json
 import textwrap
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from numbers_of_others import FLOAT32, Table, close, golden, make_rollout, token_entropy
-from runs import run, watch
-from sources import ROOT
-from tiny import STOP, tiny_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from families import save_family
+from numbers_of_others import close, golden
+from runs import ON_PROMPTS, run, untimed, write_rows
+from sources import ROOT, lines_of
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import grpo
 import ppo
-import rloo
 
-# --- token_logprobs, response_forward
+REWARDED = [name for name in ON_PROMPTS if name != "agent"]
+GROUPS = {"rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}
 
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_entropy_with_temperature_against_trl016(temperature):
-    """Log-probabilities and entropy of logits / temperature, also as read from a model, against TRL 0.16.1."""
-    i, o = golden("trl0161_logprob_temperature")
-    theirs = o[str(temperature)]
-    logits = i["logits"] / (temperature + 1e-7)  # TRL 0.16 adds 1e-7, which ours does not
-    close(ppo.token_logprobs(logits, i["index"]), theirs["logprobs"])
-    close(token_entropy(logits), theirs["entropy"])
-    model = Table(F.pad(i["logits"], (0, 0, 0, 1)))  # behind a prompt of one token
-    real = torch.ones_like(i["index"], dtype=torch.bool)
-    rows = torch.arange(len(logits))[:, None]
-    r = make_rollout(real, i["index"], prompts=rows, prompt_mask=real[:, :1], responses=i["index"])
-    read = ppo.response_forward(model, r, ppo.Args(temperature=temperature, device="cpu"))[0].detach()
-    close(ppo.token_logprobs(read, i["index"]), theirs["logprobs"], **FLOAT32)
-    close(token_entropy(read), theirs["entropy"], **FLOAT32)
-
-
-# --- kl_estimate, full_kl
+# --- KL
 
 
 def test_expectations_of_the_estimators():
     """Over the policy's own distribution, k1 and k3 average to the exact KL, the others do not."""
-    logits, ref_logits = 2 * torch.randn(2, 1, 1, 11, dtype=torch.float64)
-    p = logits.log_softmax(-1).flatten()
-    q = ref_logits.log_softmax(-1).flatten()
-    exact = ppo.full_kl(logits, ref_logits).squeeze()
-    torch.testing.assert_close(exact, F.kl_div(q, p, log_target=True, reduction="sum"))
+    p, q = (2 * torch.randn(2, 11, dtype=torch.float64)).log_softmax(-1)
+    exact = F.kl_div(q, p, log_target=True, reduction="sum")
     for name in ("k1", "kl", "k3", "k2", "mse", "abs"):
         mean = (p.exp() * ppo.kl_estimate(p, q, name)).sum()
         assert torch.allclose(mean, exact) == (name in ("k1", "kl", "k3")), name
@@ -57,28 +34,26 @@ def test_kl_estimators_against_trl():
     i, o = golden("trl0711_kl_penalty_modes")
     for ours, theirs in {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3"}.items():
         close(ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], ours), o[theirs])
+    close(ppo.kl_estimate(i["logprobs"], i["ref_logprobs"], "abs"), (i["logprobs"] - i["ref_logprobs"]).abs())
 
 
-# --- read_reward, Critic
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_at_a_temperature_against_trl016(temperature):
+    i, o = golden("trl0161_logprob_temperature")
+    logits = i["logits"] / (temperature + 1e-7)  # TRL 0.16 adds 1e-7, which ours does not
+    close(ppo.token_logprobs(logits, i["index"]), o[str(temperature)]["logprobs"])
 
 
-@torch.no_grad()
-def test_reward_with_pad_equal_to_eos_reads_eos():
-    """The library's pooling takes the token before EOS there; ours takes EOS."""
-    model = tiny_model("gpt2", AutoModelForSequenceClassification, pad_token_id=STOP, num_labels=1)
-    ids = torch.tensor([[5, 6, 7, STOP, STOP]])
-    mask = torch.tensor([[1, 1, 1, 1, 0]])
-    expected = model.score(model.base_model(ids[:, :4]).last_hidden_state[0, 3])
-    torch.testing.assert_close(ppo.read_reward(model, ids, mask), expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(model(ids, attention_mask=mask).logits[0], expected, atol=1e-3)
+# --- Rewards: each test writes a reward function
 
+NOTE = """
+import json
 
-# --- reward functions
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(ROOT / "toy/sft"))
+def note(prompts, completions, completion_ids, **columns):
+    with open(__file__ + "l", "a") as file:
+        print(json.dumps([prompts, completions, completion_ids]), file=file)
+    return [0.0] * len(prompts)
+"""
 
 
 @pytest.fixture
@@ -92,178 +67,197 @@ def write(tmp_path):
     return write_code
 
 
-def answered(policy, rows, completions):
-    """A rollout in which these completions, EOS behind the first of them, answer the prompts of rows."""
-    end = [policy.tokenizer.eos_token_id]
-    ids = [policy.tokenizer(text)["input_ids"] for text in completions]
-    ids[0] += end
-    prompts, prompt_mask = ppo.pad([[5, 6]] * len(rows), policy.tokenizer, ppo.Args(device="cpu"), "left")
-    responses, mask = ppo.pad(ids, policy.tokenizer, ppo.Args(device="cpu"))
-    ended = torch.arange(len(rows)) == 0
-    examples = [row | {"input_ids": [5, 6]} for row in rows]
-    return ppo.Rollout(prompts, prompt_mask, responses, mask, ended, torch.zeros(mask.shape), examples)
+def noted(tmp_path):
+    """What the function of NOTE was given: prompt, completion and token ids of each row, batch by batch."""
+    batches = [json.loads(line) for line in (tmp_path / "r.pyl").read_text().splitlines()]
+    return [list(zip(*batch)) for batch in batches]
 
 
-ROWS = [{"prompt": f"The film {n}", "answer": str(n), "facts": {"n": n}} for n in range(4)]
-TEXTS = [" is good", " is bad", " a b c d", " of a man and a woman"]
+def train(name, folder, *rewards, **settings):
+    """A run of two updates without evaluation, scored by these functions."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("\n".join(lines_of("toy/data/prompts/train.jsonl")[:20]))
+    sizes = dict(batch_size=8, total_episodes=16, response_length=8, missing_eos_penalty=0.0, dataset_test_split=None)
+    settings = dict(model="toy/sft", dataset=str(prompts)) | GROUPS.get(name, {}) | settings
+    return run(name, folder / f"run{len(list(folder.iterdir()))}", reward_fn=rewards, **sizes | settings)
 
 
-def ask(policy, *specs, rows=ROWS, **settings):
-    """The rewards by name, and the scores, that functions give the four completions."""
-    args = ppo.Args(reward_fn=specs, device="cpu", missing_eos_penalty=0.0, **settings)
-    ppo.check_args(args)
-    rollout = answered(policy, rows, TEXTS)
-    return ppo.score_responses(rollout, ppo.make_reward_fns(args, policy, None), args)
+JUDGES = {  # name: settings of the tokenizer of both models; settings of the reward model's
+    "the policy's tokens": ({}, {}),
+    "the padding token is EOS": (dict(pad_token="<|end|>"), dict(pad_token="<|end|>")),
+    "another EOS": ({}, dict(eos_token=".")),
+    "other tokens": ({}, None),
+}
 
 
-def test_what_a_function_is_given(policy, write):
-    """Lists by keyword: columns row by row, texts without prompt or stop token, token ids up to the stop token."""
-    code = """
-    def f(prompts, completions, completion_ids, answer, missing=3, **columns):
-        assert prompts == [f"The film {n}" for n in range(4)] and missing == 3
-        assert completions == [" is good", " is bad", " a b c d", " of a man and a woman"]
-        assert answer == ["0", "1", "2", "3"] and columns["facts"][2] == {"n": 2}
+@pytest.mark.parametrize("judge", JUDGES)
+def test_rewards_are_read_at_the_last_token(judge, tmp_path, write):
+    """By hand, row by row: of the policy's tokens; if the tokenizers differ, of the text and the judge's EOS."""
+    of_both, of_judge = JUDGES[judge]
+    folder = tmp_path / "models/reward"
+    for name, auto_class in (("sft", AutoModelForCausalLM), ("reward_model", AutoModelForSequenceClassification)):
+        model = auto_class.from_pretrained(ROOT / "toy" / name)
+        model.config.reward_bias = 0.7
+        model.save_pretrained(tmp_path / "models" / name.removesuffix("_model"))
+        AutoTokenizer.from_pretrained(ROOT / "toy/sft", **of_both).save_pretrained(tmp_path / "models/sft")
+    if of_judge is None:
+        folder = save_family("gemma 3", tmp_path / "models/other")[1]
+    else:
+        AutoTokenizer.from_pretrained(ROOT / "toy/sft", **of_judge).save_pretrained(folder)
+    models = dict(model=str(tmp_path / "models/sft"), reward_model=str(folder), micro_batch_size=3)
+    lines = train("ppo", tmp_path, "reward_model", write(NOTE, "note"), response_length=30, **models)
+
+    tokenizer, other = (AutoTokenizer.from_pretrained(path) for path in (models["model"], folder))
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    all_ended = []
+    for line, rows in zip(lines, noted(tmp_path), strict=True):
+        rewards = []
+        for prompt, completion, completion_ids in rows:
+            ended = completion_ids[-1] == tokenizer.eos_token_id
+            ids = tokenizer(prompt)["input_ids"] + completion_ids
+            if judge.startswith(("other", "another")):
+                ids = other(prompt + completion)["input_ids"] + [other.eos_token_id] * ended
+            states = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1].detach()
+            rewards.append(model.score(states).item() + getattr(model.config, "reward_bias", 0.0))
+            all_ended.append(ended)
+        assert line["rewards/reward_model/mean"] == pytest.approx(sum(rewards) / 8, abs=1e-4)
+        assert line["rewards/reward_model/std"] == pytest.approx(torch.tensor(rewards).std().item(), abs=1e-4)
+    assert any(all_ended) and not all(all_ended)
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["texts", "messages"])
+def test_what_a_function_is_given(is_chat, tmp_path, write):
+    """Lists by keyword: the columns of its rows as they are in the file, texts without special tokens, token ids."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    code = f"""
+    import transformers
+    tokenizer = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "model")!r})
+    is_chat = {is_chat}
+
+    def f(prompts, completions, completion_ids, prompts_text, prompt, n, facts, missing=3, **others):
+        assert missing == 3 and list(others) == ["answer"] and prompt == prompts
+        for i, number in enumerate(n):
+            text = f"The film {{number}}"
+            assert prompts[i] == ([{{"role": "user", "content": text}}] if is_chat else text)
+            assert prompts_text[i] == text + "<|end|>" * is_chat
+            assert facts[i] == {{"n": number}} and others["answer"][i] == (None if number % 2 else "007")
+            whole = tokenizer(prompts_text[i], add_special_tokens=False)["input_ids"] + completion_ids[i]
+            whole = tokenizer.decode(whole, skip_special_tokens=True)
+            if is_chat:
+                (message,) = completions[i]
+                assert message == {{"role": "assistant", "content": whole.removeprefix(text).strip()}}
+            else:
+                assert completions[i] == whole.removeprefix(text) and len(completions[i]) > 0
         return [len(ids) for ids in completion_ids]
     """
-    rewards, scores = ask(policy, write(code))
-    lengths = [len(policy.tokenizer(text)["input_ids"]) for text in TEXTS]
-    lengths[0] += 1
-    assert scores.tolist() == rewards["f"].tolist() == lengths
+    texts = [f"The film {n}" for n in range(10)]
+    prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
+    answers = ["007", None] * 5
+    rows = [dict(prompt=prompts[n], n=n, facts={"n": n}, answer=answers[n]) for n in range(10)]
+    data = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), model=str(tmp_path / "model"))
+    for line in train("ppo", tmp_path, write(code), **data):
+        assert line["rewards/f/mean"] == pytest.approx(line["val/response_length"])
 
 
-def test_conversations_are_given_as_messages(policy, write):
-    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
-    code = """
-    def f(prompts, completions, **_):
-        assert prompts[1] == [{"role": "user", "content": "The film 1"}]
-        assert all(message["role"] == "assistant" for (message,) in completions)
-        return [len(message["content"]) for (message,) in completions]
-    """
-    assert ask(policy, write(code), rows=rows)[1].tolist() == [len(text) for text in TEXTS]
-
-
-def test_a_function_may_spoil_what_it_is_given(policy, write):
-    """The rows of a prompt are separate objects; the dataset's stay as they were, and so do the run's random numbers."""
+def test_a_function_may_change_what_it_is_given(tmp_path, write):
+    """Neither the rows of the data set nor the run's random numbers change with it."""
     code = """
     import torch
-    def f(prompts, facts, **_):
+
+    def f(prompts, prompt, completions, **_):
+        return [float(len(x)) for x in completions]
+
+    def g(prompts, prompt, completions, **_):
         torch.rand(3)
+        lengths = f(prompts, prompt, completions)
+        for x in prompt:
+            x.clear()
         prompts.clear()
-        return [fact.pop("n") for fact in facts]
+        return lengths
     """
-    before = torch.get_rng_state()
-    assert ask(policy, write(code), rows=[ROWS[3]] * 4)[1].tolist() == [3] * 4
-    assert ROWS[3]["facts"] == {"n": 3}
-    assert torch.equal(torch.get_rng_state(), before)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    AutoModelForCausalLM.from_pretrained(ROOT / "toy/sft").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": [{"role": "user", "content": f"The film {i}"}]} for i in range(4)]
+    data = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), model=str(tmp_path / "model"))
+    f, g = (train("ppo", tmp_path, write(code, name), **data) for name in "fg")
+    assert untimed(f) == [{name.replace("/g/", "/f/"): x for name, x in line.items()} for line in untimed(g)]
 
 
 SEVERAL = """
-def even(answer, **_):
-    return [None if int(x) % 2 else 2.0 for x in answer]
+def even(prompts, **_):
+    return [None if i % 2 else 2.0 for i in range(len(prompts))]
 
-def three(completions, **_):
-    return [3.0] * len(completions)
+def three(prompts, **_):
+    return [3.0] * len(prompts)
+
+def none(prompts, **_):
+    return [None] * len(prompts)
 """
 
 
-def test_several_add_up_with_their_weights(policy, write):
-    """None is left out of the sum; each is kept under its name."""
+@pytest.mark.parametrize("name", REWARDED)
+def test_several_functions_add_up_with_their_weights(name, tmp_path, write):
+    """A None counts as 0; a row of which all functions say None has the mean score of the others."""
     file = write(SEVERAL, "")
-    specs = [file + name for name in ("even", "three")]
-    rewards, scores = ask(policy, *specs, reward_weights=(1.0, 0.5))
-    assert scores.tolist() == [3.5, 1.5, 3.5, 1.5]
-    assert rewards["even"].isnan().tolist() == [False, True, False, True]
-    stats = ppo.reward_stats(SimpleNamespace(rewards_by_name=rewards))
-    expected = {"rewards/even/mean": 2, "rewards/even/std": 0, "rewards/three/mean": 3, "rewards/three/std": 0}
-    assert stats == expected
+    for functions, weights, mean in (
+        (("even", "three"), (1.0, 0.5), 2.5),
+        (("even",), (), 2.0),
+        (("even", "three"), (1.0, 0.0), 2.0),
+        (("none",), (), 0.0),
+    ):
+        rewards = [file + function for function in functions]
+        for line in train(name, tmp_path, *rewards, reward_weights=weights, total_episodes=8):
+            assert line["objective/scores" if "objective/scores" in line else "reward"] == pytest.approx(mean)
+            if "even" in functions:
+                assert (line["rewards/even/mean"], line["rewards/even/std"]) == (2, 0)
 
 
-def test_a_response_of_which_no_function_says_anything(policy, write):
-    """It has the mean score of the others of its group, or of the batch."""
-    spec = write(SEVERAL, "") + "even"
-    rewards, scores = ask(policy, spec)
-    assert rewards["even"].isnan().tolist() == [False, True, False, True]
-    assert scores.tolist() == [2, 2, 2, 2]
-    _, scores = ask(policy, spec, spec.replace("even", "three"), reward_weights=(1.0, 0.0))  # which is only logged
-    assert scores.tolist() == [2, 2, 2, 2]
-
-
-SCRIPTS = {"ppo": ppo, "rloo": rloo, "grpo": grpo}
-GROUPS = {"ppo": {}, "rloo": {"rloo_k": 4}, "grpo": {"num_generations": 4}}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_responses_without_a_reward_are_counted(name, tmp_path, write, tiny):
-    """The run goes on, even if no response of a batch has one."""
-    code = """
-    def some(completions, **_):
-        return [None if i % 4 == 1 else float(len(text)) for i, text in enumerate(completions)]
-
-    def none(completions, **_):
-        return [None] * len(completions)
-    """
-    file = write(code, "")
-    settings = tiny[name] | dict(model="toy/sft", missing_eos_penalty=0.0) | GROUPS[name]
-    some = dict(reward_fn=(file + "some", "toy/gold_score.py:gold_score"), reward_weights=(1.0, 0.0))
-    lines = run(SCRIPTS[name], tmp_path / "out", **settings, **some)
-    assert [line["rewards/unscored"] for line in lines] == [2, 2, 2]
-    assert all(line["objective/scores"] > 0 for line in lines)
-    with pytest.warns(UserWarning, match="None"):
-        lines = run(SCRIPTS[name], tmp_path / "none", **settings, reward_fn=(file + "none",))
-    assert [(line["rewards/unscored"], line["objective/scores"]) for line in lines] == [(8, 0)] * 3
-
-
-def test_without_a_baseline_a_response_without_a_reward_pushes_nothing(tmp_path, write, tiny, monkeypatch):
-    file = write(
-        SEVERAL.replace("int(x) % 2 else 2.0 for x in answer", "i % 4 == 1 else 2.0 for i, _ in enumerate(answer)"), ""
-    )
-    rollouts = []
-    watch(monkeypatch, grpo, "update", lambda _, policy, optimizer, rollout, args: rollouts.append(rollout))
-    run(grpo, tmp_path / "out", **tiny["grpo"] | GROUPS["grpo"], baseline="none", reward_fn=(file + "even",))
-    for rollout in rollouts:
-        assert ((rollout.advantages.squeeze(1) != 0) == (torch.arange(8) % 4 != 1)).all()
-
-
-@pytest.mark.parametrize("script", [rloo, grpo], ids=lambda script: script.__name__)
-def test_equal_texts_have_equal_rewards(script):
-    """Though a reward model reads them in micro-batches of other lengths, where it rounds differently."""
-    models = dict(model="toy/sft", reward_model="toy/reward_model", reward_fn=("reward_model",))
-    args = script.Args(**models, device="cpu", micro_batch_size=3)
-    policy = script.load_policy(args)
-    model = script.load_reward_model(args, policy)
-    texts = [" It is good.", " It is bad and dull, and it is very long."]
-    rows = [policy.tokenizer(texts[i % 2])["input_ids"] for i in range(16)]
-    responses, mask = script.pad(rows, policy.tokenizer, args)
-    prompts, prompt_mask = script.pad([[5, 6, 7]] * 16, policy.tokenizer, args)
-    examples = [{"prompt": "The film"}] * 16
-    rollout = script.Rollout(prompts, prompt_mask, responses, mask, mask[:, 0], torch.zeros(mask.shape), examples)
-    rewards = script.model_reward(model, policy, args)(rollout)
-    assert len(rewards[::2].unique()) == len(rewards[1::2].unique()) == 1 and len(rewards.unique()) == 2
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", REWARDED)
 def test_columns_belong_to_their_rows(name, tmp_path, write):
-    """Through shuffling, dropped prompts, the k responses of a group, and the micro-batches."""
+    """Through shuffling, prompts that are dropped, the responses of a group, and micro-batches."""
     prompts = [f"The film {'of a man and a woman ' * (n % 5 == 0)}{n}" for n in range(30)]
-    rows = [{"prompt": prompt, "n": n} for n, prompt in enumerate(prompts)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = write_rows(tmp_path / "d.jsonl", [{"prompt": prompt, "n": n} for n, prompt in enumerate(prompts)])
     code = """
-    def f(prompts, n, completions, **_):
+    def f(prompts, n, **_):
         for prompt, number in zip(prompts, n, strict=True):
             assert prompt == f"The film {number}" and number % 5
         return n
     """
-    settings = dict(
-        model="toy/sft",
-        dataset=str(tmp_path / "data.jsonl"),
-        max_prompt_length=9,
-        batch_size=8,
-        total_episodes=16,
-        response_length=6,
-        reward_fn=(write(code),),
-        missing_eos_penalty=0.0,
-    )
-    for line in run(SCRIPTS[name], tmp_path / "out", **settings, **GROUPS[name]):
-        assert line["objective/scores"] == pytest.approx(line["rewards/f/mean"])
-        assert line.get("objective/equal_groups", 1) == line.get("frac_reward_zero_std", 1) == 1
-        assert line["rewards/f/std"] > 0
+    settings = dict(dataset=data, max_prompt_length=9, micro_batch_size=3, response_length=6)
+    lines = train(name, tmp_path, write(code), **settings)
+    assert all(line["rewards/f/std"] > 0 for line in lines)
+
+
+def test_a_missing_stop_token_costs_a_penalty(tmp_path):
+    gold = "toy/gold_score.py:gold_score"
+    line, _ = train("ppo", tmp_path, gold, missing_eos_penalty=3.0, response_length=24)
+    assert 0 < line["val/eos_share"] < 1
+    without = line["rewards/gold_score/mean"] - 3 * (1 - line["val/eos_share"])
+    assert line["objective/scores"] == pytest.approx(without, abs=1e-5)
+    line, _ = train("ppo", tmp_path, gold, missing_eos_penalty=3.0, stop_token=("none",))
+    assert line["objective/scores"] == pytest.approx(line["rewards/gold_score/mean"])
+
+
+@pytest.mark.parametrize("name", REWARDED)
+def test_evaluations_read_likely_answers_to_test_prompts(name, tmp_path, write):
+    """The first ones, at temperature .01: nearly what the library's greedy search gives."""
+    settings = dict(dataset_test_split="validation", num_eval_prompts=6, eval_steps=9, response_length_min=3)
+    settings = {k: x for k, x in settings.items() if k != "response_length_min" or name == "ppo"}
+    settings |= dict(dataset="toy/data/prompts", total_episodes=8, response_length=12)
+    (line,) = train(name, tmp_path, write(NOTE, "note"), **settings)
+    _, rows = noted(tmp_path)
+    texts = [json.loads(row)["prompt"] for row in lines_of("toy/data/prompts/validation.jsonl")[:6]]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy/sft")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run2").eval()
+    assert [prompt for prompt, *_ in rows] == texts
+    equal = 0
+    for prompt, _, completion_ids in rows:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        greedy = policy.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :].tolist()
+        equal += greedy == completion_ids
+    assert equal >= 4 and {"eval/eos_share", "eval/response_length"} <= line.keys()

@@ -1,6 +1,7 @@
 """How often are one policy's answers preferred to another policy's, or to reference texts?
 
-  1. sample   each side gives one answer to every prompt; side B may also be a column of texts
+  1. sample   each side gives one answer to every prompt; side B may also be a column of the data, such as answers of
+              people: texts, or messages of the assistant (recipes/data.py converts other forms)
   2. judge    for each pair, the higher reward wins, or a language model chooses the better answer
   3. count    win rate = (wins + ties / 2) / judged pairs
 
@@ -35,25 +36,25 @@ import os
 import re
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
+from warnings import warn
 
 import httpx2
+import numpy as np
 import pydantic
 import torch
 import tyro
-from evaluate import Answer, Count, Name, Natural, NonNegative, Reward
-from evaluate import as_turns, encode_text, load_model, load_rows, make_reward, render_whole, require, respond
-from evaluate import template_options
+from evaluate import Count, Name, Natural, NonNegative
+from evaluate import check_length, find, load_policy, load_prompts, load_reward, new_folder, ppo, reading, require
+from evaluate import settings_of, trained_with
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+from transformers import AutoTokenizer
 
 KEY = os.environ.get("OPENAI_API_KEY", "").strip()  # of the judge; sent to --judge-url, written to no file
 
@@ -69,17 +70,17 @@ class Args:
     reference_column: Name | None = None  # side B, a column of texts or messages, such as human answers
 
     # --- Prompts ---
-    dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     split: Name = "validation"  # split with the prompts, which neither policy was trained on; a file has only one
-    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for chat templates
     num_prompts: Count = 1000  # number of prompts, taken from the top; 1000 give an interval of +- 3 points
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped, as in training; their number is printed
 
     # --- Answers: settings stored with a model are ignored, so that both sides are sampled in the same way ---
     response_length: Count = 53  # maximum tokens in an answer; use the value from training
     temperature: NonNegative = 0.01  # divides the logits (TRL evaluates at 0.01); 0 takes the most likely token
     seed: Natural = 1  # seed of A's answers; B has seed + 1, so a policy compared with itself gives other answers
-    batch_size: Count = 64  # answers sampled, or pairs scored, at once
+    batch_size: Count = 64  # answers sampled at once
 
     # --- The judge: one of the first two ---
     # file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
@@ -95,10 +96,19 @@ class Args:
 
     # --- Run ---
     output_dir: Name | None = None  # folder of the results; by default a new folder runs/compare__TIME
-    dtype: Name = "float32"  # type of the models' weights: float32, or bfloat16, which is faster and less precise
-    trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
-    # cpu, cuda, mps; by default cuda if there is one
-    device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    bf16: bool = False  # run the models in bfloat16 (autocast), as the scripts do with this flag
+    device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
+
+
+@dataclass
+class Answer:
+    """A side's answer to a prompt."""
+
+    prompt: str  # as text; a conversation is rendered by the chat template
+    text: str
+    tokens: int  # with the stop token
+    ended: bool  # whether it ends with a stop token
+    score: float | None = None
 
 
 @dataclass
@@ -120,42 +130,50 @@ class Pair:
     error: str | None = None  # why there is no winner
 
 
-def compare(args: Args) -> dict:
+def compare(args):
     """Samples both sides' answers, judges the pairs, counts wins; returns the content of compare.json."""
     require(bool(args.reward_fn) != bool(args.judge_url), "give one judge: --reward-fn or --judge-url")
     require(bool(args.judge_url) == bool(args.judge_model), "give both --judge-url and --judge-model, or neither")
     require(bool(args.other) != bool(args.reference_column), "give side B: a second policy or --reference-column")
-    for side in filter(None, (args.model, args.other)):
-        settings = Path(side, "args.json")
-        env = settings.exists() and json.loads(settings.read_text("utf-8")).get("env")
+    sides = [args.model] + ([args.other] if args.other else [])
+    for side in sides:
+        env = trained_with(find(side)).get("env")
         require(not env, f"{side} was trained with --env {env}: use tools/evaluate.py, which plays all of its turns")
     template = Path(args.judge_template).read_text("utf-8") if args.judge_template else TEMPLATE
     for part in ("{prompt}", "{first}", "{second}"):
         require(part in template, f"{args.judge_template} lacks {part}")
-    output = Path(args.output_dir or time.strftime("runs/compare__%Y%m%d-%H%M%S"))
-    output.mkdir(parents=True)
+    output = new_folder(args, "compare")
 
-    rows = load_rows(args)
-    there = ", ".join(rows[0])
-    require(args.reference_column in (None, *rows[0]), f"no column {args.reference_column!r}; there are {there}")
-    has_no_gap = args.reference_column is None or all(row[args.reference_column] is not None for row in rows)
-    require(has_no_gap, f"some rows have no {args.reference_column!r}")
-    reward = make_reward(args.reward_fn, args) if args.reward_fn else None
-    in_a = answer_all(args.model, rows, args.seed, args)  # 1
-    in_b = answer_all(args.other, rows, args.seed + 1, args) if args.other else references(in_a, args)
+    rows = [load_prompts(args, tokenizer_of(side)) for side in sides]  # of each side, with its own tokens
+    prompts = [[row["prompt"] for row in of_side] for of_side in rows]
+    same = f"--max-prompt-length {args.max_prompt_length} drops other prompts for {args.other} than for {args.model}"
+    require(prompts[0] == prompts[-1], same)
+    texts = reference_texts(rows[0], args) if args.reference_column else []
+    policy = load_policy(args.model, settings_of(args))  # 1
+    in_a = answer_all(policy, rows[0], args.seed, args)
+    if args.other:
+        del policy  # before the next one is loaded
+        in_b = answer_all(load_policy(args.other, settings_of(args)), rows[1], args.seed + 1, args)
+    else:
+        in_b = answer_all(policy, rows[0], args.seed, args, texts)
     pairs = []
     for row, (a, b) in enumerate(zip(in_a, in_b)):
-        pairs.append(Pair(row, a.prompt, a.text, b.text, len(a.ids), len(b.ids), a.ended, b.ended))
+        pair = Pair(row, a.prompt, a.text, b.text, a.tokens, b.tokens, a.ended, b.ended)
+        pair.score_a, pair.score_b = a.score, b.score
+        pairs.append(pair)
+    output.mkdir(parents=True)
     bar = tqdm(total=len(pairs), desc="judging", dynamic_ncols=True)
     with bar, open(output / "pairs.jsonl", "w") as file:
 
-        def keep(pair: Pair) -> None:
+        def keep(pair):
             """Writes a judged pair."""
             print(json.dumps(asdict(pair)), file=file, flush=True)
             bar.update()
 
-        if reward:  # 2
-            judge_by_reward(pairs, in_a, in_b, reward, keep, args)
+        if args.reward_fn:  # 2
+            for pair in pairs:
+                judge_by_reward(pair)
+                keep(pair)
         else:
             asyncio.run(judge_by_model(pairs, template, keep, args))
     summary = summarize(pairs)  # 3
@@ -168,64 +186,90 @@ def compare(args: Args) -> dict:
 # --- 1. Sample --------------------------------------------------------------------------------------------------------
 
 
-def answer_all(name: str, rows: list[dict], seed: int, args: Args) -> list[Answer]:
-    """A policy's answers to the prompts of all rows."""
-    policy = load_model(AutoModelForCausalLM, name, args)
+def tokenizer_of(name):
+    """The tokenizer of a policy."""
+    with reading(name):
+        return AutoTokenizer.from_pretrained(find(name))
+
+
+def reference_texts(rows, args):
+    """The texts of --reference-column, or the assistant's message in it. If all texts begin with their prompts, which
+    pairs may hold twice, without these."""
+
+    def text_of(row):
+        """The reference text of a row."""
+        there = ", ".join(name for name in row if name != "input_ids")
+        ppo.check(args.reference_column in row, f"there is no column {args.reference_column!r}, only {there}")
+        found, prompt = row[args.reference_column], row["prompt"]
+        if isinstance(found, list):
+            ppo.check_messages(found, last="assistant")
+            before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            ppo.check(found[:-1] in ([], before), f"{args.reference_column!r} has another prompt than 'prompt'")
+            return found[-1]["content"]
+        is_text = isinstance(found, str) and found.strip()
+        ppo.check(is_text, f"{args.reference_column!r} is neither a text nor messages, or empty")
+        return found
+
+    texts = ppo.parse(rows, text_of, args.dataset)
+    pairs = [(text, row["prompt"]) for text, row in zip(texts, rows) if isinstance(row["prompt"], str)]
+    hold_prompts = len(pairs) == len(rows) and all(text.startswith(prompt) for text, prompt in pairs)
+    return [text.removeprefix(prompt) for text, prompt in pairs] if hold_prompts else texts
+
+
+def answer_all(policy, rows, seed, args, texts=()):
+    """A policy's answers to all prompts, with their scores; or these texts, as if it had written them."""
+    settings = settings_of(args)
+    check_length(policy, max(len(row["input_ids"]) for row in rows) + args.response_length)
+    reward = load_reward(args.reward_fn, policy, settings) if args.reward_fn else None
     torch.manual_seed(seed)
     answers = []
-    for i in tqdm(range(0, len(rows), args.batch_size), desc=name, dynamic_ncols=True):
-        answers += respond(policy, rows[i : i + args.batch_size], args)
+    for i in tqdm(range(0, len(rows), args.batch_size), desc=policy.name_or_path, dynamic_ncols=True):
+        batch, given = rows[i : i + args.batch_size], texts[i : i + args.batch_size]
+        rollout = as_rollout(given, batch, policy, settings) if given else ppo.sample_batch(policy, batch, settings)
+        prompts, responses = ppo.decode(rollout, policy.tokenizer)
+        if reward and any(text.strip() != read.strip() for text, read in zip(given, responses)):
+            warn(f"the reward reads reference texts as the tokenizer of {args.model} spells them, which changes some")
+        scores = reward(rollout).tolist() if reward else [math.nan] * len(batch)
+        scores = [None if math.isnan(score) else score for score in scores]
+        lengths = rollout.mask.sum(1).tolist()
+        answers += map(Answer, prompts, given or responses, lengths, rollout.ended.tolist(), scores)
     return answers
 
 
-def references(answers: list[Answer], args: Args) -> list[Answer]:
-    """Uses the texts of --reference-column as answers. They count as ended; A's tokenizer counts their tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    found = []
-    for answer in answers:
-        text = answer.row[args.reference_column]
-        if isinstance(text, list):  # messages: the last one is the answer
-            text = text[-1]["content"]
-        ids = answer_tokens(answer, text, tokenizer, args)
-        found.append(replace(answer, text=text, ids=ids, ended=True, tokenizer=tokenizer))
-    return found
-
-
-def answer_tokens(answer: Answer, text: str, tokenizer: AutoTokenizer, args: Args) -> list[int]:
-    """Token ids of another answer to the same prompt, encoded after the prompt, with the token that ends it."""
-    prompt = answer.row[args.prompt_column]
-    end = tokenizer.eos_token or ""
-    if isinstance(prompt, list) and tokenizer.chat_template:
-        turns = [*as_turns(prompt, "user"), {"role": "assistant", "content": text}]
-        ids = tokenizer(render_whole(turns, tokenizer, template_options(answer.row)), add_special_tokens=False)[
-            "input_ids"
-        ]
-    else:
-        ids = encode_text(answer.prompt + text + end, tokenizer)
-    start = len(answer.prompt_ids)
-    if ids[:start] == answer.prompt_ids:
-        return ids[start:]
-    return tokenizer(text + end, add_special_tokens=False)["input_ids"]
+def as_rollout(texts, rows, policy, settings):
+    """Texts as responses that end: the tokens that follow those of the prompt, if the two are read as one text."""
+    tokenizer = policy.tokenizer
+    responses = []
+    for text, row in zip(texts, rows):
+        if isinstance(row["prompt"], list):
+            messages = [*row["prompt"], {"role": "assistant", "content": text}]
+            [ids] = ppo.encode([ppo.render_answer(messages, row, tokenizer)], tokenizer, is_chat=True)
+        else:
+            [ids] = ppo.encode([row["prompt"] + text], tokenizer)
+            ids = np.append(ids, tokenizer.eos_token_id)
+        start = len(row["input_ids"])
+        if ids[:start].tolist() == row["input_ids"].tolist():
+            responses.append(ids[start:])
+        else:
+            alone = tokenizer(text, add_special_tokens=False)["input_ids"]
+            responses.append([*alone, ids[-1]])
+    prompts = ppo.pad([row["input_ids"] for row in rows], tokenizer, settings, "left")  # (B, P), and the mask
+    responses, mask = ppo.pad(responses, tokenizer, settings)  # (B, T) each
+    return ppo.Rollout(*prompts, responses, mask, mask.any(1), torch.zeros_like(mask).float(), rows)
 
 
 # --- 2. Judge ---------------------------------------------------------------------------------------------------------
 
 
-def judge_by_reward(
-    pairs: list[Pair], in_a: list[Answer], in_b: list[Answer], reward: Reward, keep: Callable, args: Args
-) -> None:
+def judge_by_reward(pair):
     """The higher reward wins. Equal texts are a tie, even if rounding makes their rewards differ."""
-    for i in range(0, len(pairs), args.batch_size):
-        part = slice(i, i + args.batch_size)
-        for pair, a, b in zip(pairs[part], reward(in_a[part]), reward(in_b[part]), strict=True):
-            pair.score_a, pair.score_b = a, b
-            if a is None or b is None or not math.isfinite(a - b):
-                pair.error = f"the rewards are {a} and {b}"
-            elif a == b or (pair.a, pair.ended_a) == (pair.b, pair.ended_b):
-                pair.winner = "tie"
-            else:
-                pair.winner = "a" if a > b else "b"
-            keep(pair)
+    a, b = pair.score_a, pair.score_b
+    if a is None or b is None or not math.isfinite(a - b):
+        pair.error = f"the rewards are {a} and {b}"
+    elif a == b or (pair.a, pair.ended_a) == (pair.b, pair.ended_b):
+        pair.winner = "tie"
+    else:
+        pair.winner = "a" if a > b else "b"
 
 
 TEMPLATE = """Two responses to the same prompt follow. Which one is better: more correct, more to the
@@ -248,13 +292,13 @@ class NoVerdict(Exception):
     """The reason why a judge has not decided."""
 
 
-async def judge_by_model(pairs: list[Pair], template: str, keep: Callable, args: Args) -> None:
+async def judge_by_model(pairs, template, keep, args):
     """Asks a language model about `judge_concurrency` pairs at a time. If a request fails, its pair has no winner."""
     todo = iter(pairs)
     headers = {"Authorization": f"Bearer {KEY}"} if KEY else {}
     async with httpx2.AsyncClient(headers=headers, timeout=None) as client:
 
-        async def work() -> None:
+        async def work():
             for pair in todo:  # all workers share this iterator
                 try:
                     await ask_both_orders(client, pair, template, args)
@@ -265,7 +309,7 @@ async def judge_by_model(pairs: list[Pair], template: str, keep: Callable, args:
         await asyncio.gather(*(work() for _ in range(args.judge_concurrency)))
 
 
-async def ask_both_orders(client: httpx2.AsyncClient, pair: Pair, template: str, args: Args) -> None:
+async def ask_both_orders(client, pair, template, args):
     """Finds the winner of a pair. The template is filled in one pass, so that braces in an answer stay as they are."""
     pair.verdicts = []
     orders = [(pair.a, pair.b), (pair.b, pair.a)] if pair.a.strip() != pair.b.strip() else []
@@ -281,7 +325,7 @@ async def ask_both_orders(client: httpx2.AsyncClient, pair: Pair, template: str,
     pair.winner = {("A", "B"): "a", ("B", "A"): "b"}.get(tuple(pair.verdicts), "tie")
 
 
-async def ask(client: httpx2.AsyncClient, question: str, args: Args) -> str:
+async def ask(client, question, args):
     """The judge's reply to a question. Raises NoVerdict if all attempts fail, for any reason."""
     url = args.judge_url.rstrip("/") + "/chat/completions"
     body = {"model": args.judge_model, "temperature": 0, "messages": [{"role": "user", "content": question}]}
@@ -304,7 +348,7 @@ async def ask(client: httpx2.AsyncClient, question: str, args: Args) -> str:
     raise NoVerdict(problem)
 
 
-def hide_key(text: str) -> str:
+def hide_key(text):
     """Removes the key from a server's text: some servers repeat it."""
     return text.replace(KEY, "***") if KEY else text
 
@@ -316,11 +360,11 @@ FILLERS = (
 )
 OPENING = rf"(?i:[\W_]|\b(?:{FILLERS.replace(' ', '|')})(?=[\W_]))*"
 # This may follow it: "B", "A. It is shorter", "A because it ends", "A is clearly better". But not "A or B", "A film".
-ENDING = r"(?=[\W_]*$|[\W_]*(?:[.,;–—-]|:(?!.*\b[AB]\b\W*:))|\W+(?:because|since|wins|is (?:\w+ly )?(?:the )?(?:better|best))\b)"
+ENDING = r"(?=[\W_]*$|[\W_]*(?:[.,;–—-]|:(?!.*\b[AB]\b\W*:))|\W+(?:because|since|wins|is (?:\w+ly )?(?:the )?(?:better|best))\b)"  # noqa: E501
 VERDICT = rf"{OPENING}(?<![^\W_])([AB]|[ab](?=[\W_]*$)){ENDING}"
 
 
-def parse_verdict(answer: str) -> str | None:
+def parse_verdict(answer):
     """The letter at the start of the reply's first or last line. None if there is none, if the two lines have different
     letters, or if the reply ends inside <think>."""
     lines = re.sub(r"(?s)<think>.*", "", answer.rpartition("</think>")[2]).strip("` \n").splitlines()
@@ -332,7 +376,7 @@ def parse_verdict(answer: str) -> str | None:
 # --- 3. Count ---------------------------------------------------------------------------------------------------------
 
 
-def wilson_interval(wins: float, n: int) -> tuple[float, float]:
+def wilson_interval(wins, n):
     """95 % bounds of a share, from `wins` of n: the roots in p of (wins / n - p)^2 = z^2 p (1 - p) / n, z = 1.96."""
     if n == 0:
         return 0.0, 1.0
@@ -343,7 +387,7 @@ def wilson_interval(wins: float, n: int) -> tuple[float, float]:
     return max(0.0, min(share, center - half)), min(1.0, max(share, center + half))  # center +- half, unless rounded
 
 
-def win_rate(pairs: list[Pair], suffix: str = "") -> dict:
+def win_rate(pairs, suffix=""):
     """Side A's share of wins, with a tie as half a win, and its interval, over the judged pairs."""
     points = [{"a": 1.0, "tie": 0.5, "b": 0.0}[pair.winner] for pair in pairs if pair.winner]
     low, high = wilson_interval(sum(points), len(points))
@@ -351,7 +395,7 @@ def win_rate(pairs: list[Pair], suffix: str = "") -> dict:
     return {f"win_rate{suffix}": rate, f"win_rate{suffix}_low": low, f"win_rate{suffix}_high": high}
 
 
-def summarize(pairs: list[Pair]) -> dict:
+def summarize(pairs):
     """The numbers of compare.json."""
     winners = [pair.winner for pair in pairs]
     counts = {"wins": winners.count("a"), "ties": winners.count("tie"), "losses": winners.count("b")}
@@ -380,7 +424,7 @@ def summarize(pairs: list[Pair]) -> dict:
     return summary
 
 
-def report(pairs: list[Pair], summary: dict, args: Args) -> None:
+def report(pairs, summary, args):
     """Prints three pairs and the numbers; exits with code 1 if no pair was judged."""
     if summary["unjudged"] == len(pairs):
         sys.exit(f"error: none of {len(pairs)} pairs was judged: {summary['last_error']}")
@@ -396,11 +440,10 @@ def report(pairs: list[Pair], summary: dict, args: Args) -> None:
     print(f"A, {args.model}, wins {rate:.1f} % [{low:.1f}, {high:.1f}] against B, {other}")
 
 
-def main() -> None:
+def main():
     """Compares with the settings of the command line."""
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    ppo.start(settings_of(args))
     compare(args)
 
 

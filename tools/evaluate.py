@@ -2,7 +2,7 @@
 
   1. sample    answers to the prompts of a split, from softmax(logits / temperature); temperature 0 takes the most
                likely token
-  2. reward    the reward of each answer by each --reward-fn
+  2. reward    the reward of each answer by each --reward-fn, which gets all answers to a prompt in one call
   3. KL        of policy and reference over each answer: k1 = sum_t log(pi / ref), which is unbiased, and
                k3 = sum_t (ref / pi - 1 - log(ref / pi)), which is never negative (Schulman 2020)
   4. average   mean and standard error over the prompts. Several answers to a prompt are first averaged; pass@k is the
@@ -12,25 +12,23 @@
   python tools/evaluate.py runs/my-grpo --dataset toy/shells/data/prompts --temperature 0 --response-length 16 \\
       --reward-fn rewards/verifiers.py:right_number toy/shells/make.py:worked
 
-A policy that was trained with grpo.py --env plays episodes: an answer is then an episode, and the environment gives its
+A policy that was trained with agent.py plays episodes: an answer is then an episode, and the environment gives its
 reward; KL and length count only what the policy wrote. By default, environment, limits and data are those of the
 training:
 
-  python tools/evaluate.py runs/my-player --num-generations 8
+  python tools/evaluate.py runs/my-player --split train --num-generations 8
   python tools/evaluate.py toy/guess/sft --env toy/guess/make.py:Game --dataset toy/guess/data/prompts --split train \\
       --response-length 32
 
-Results: evaluation.json (numbers and settings) and answers.jsonl (row, text and numbers of each answer).
+Results: evaluation.json (numbers and settings) and answers.jsonl (row, text and numbers of each answer; a column of the
+row that has the name of a number gets the prefix row/).
 """
 
 import json
-import math
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -40,18 +38,15 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
-from transformers import logging
+from transformers import AutoModelForCausalLM
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-import grpo
-from grpo import Count, Name, Natural, NonNegative, as_turns, blank_before_answer, context_length, encode_prompt
-from grpo import encode_text, check_rewards, read_value, render_whole, require, template_options, decode_after, turn_end
-
-Reward = Callable[[list["Answer"]], list[float | None]]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+# The tools sample, read rows and score by functions of these scripts: a policy is judged on what it was trained on
+import agent
+import ppo
+from ppo import Count, Name, Natural, NonNegative, require
 
 
 @pydantic.dataclasses.dataclass  # checks the values
@@ -60,303 +55,228 @@ class Args:
     reference: Name | None = None  # the policy to measure the KL against, such as the initial policy of the training
     # rewards: file.py:name of a function with TRL's signature, or a reward model (a classifier with one label)
     reward_fn: tuple[Name, ...] = ()
-    env: Name | None = None  # instead of rewards: file.py:name of a class that answers the policy (grpo.py --env)
+    env: Name | None = None  # instead of rewards: file.py:name of an environment (agent.py)
     max_turns: Count | None = None  # with --env: maximum turns of an episode; --response-length includes the answers
-    dataset: Name = "toy/data/prompts"  # folder, file (jsonl, json, csv, parquet) or hub name
+    dataset: Name = f"{ppo.TOY}/data/prompts"  # folder of SPLIT.jsonl (or .parquet), one such file, or a hub name
     dataset_config: Name | None = None  # configuration of a hub dataset that has several
     split: Name = "validation"  # split with the prompts; a file has only one
-    prompt_column: Name = "prompt"  # prompts: texts, or lists of {role, content} messages for the chat template
     num_prompts: Count | None = None  # number of prompts, taken from the top; by default all
+    max_prompt_length: Count = 512  # prompts with more tokens are dropped, as in training; their number is printed
     num_generations: Count = 1  # answers to each prompt
     response_length: Count = 53  # maximum tokens in an answer; use the value from training
     temperature: NonNegative = 0.7  # divides the logits, also for KL (where 0 counts as 1); use the value from training
     seed: Natural = 1  # seed of the answers
     batch_size: Count = 64  # answers sampled at once
     output_dir: Name | None = None  # folder of the results; by default a new folder runs/evaluate__TIME
-    dtype: Name = "float32"  # type of the models' weights: float32, or bfloat16, which is faster and less precise
-    trust_remote_code: bool = False  # run Python code that comes with a model; only if you have read that code
-    # cpu, cuda, mps; by default cuda if there is one
-    device: Name = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    bf16: bool = False  # run the models in bfloat16 (autocast), as the scripts do with this flag
+    device: Name = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, mps; by default cuda if there is one
 
 
-def evaluate(args: Args) -> tuple[pandas.DataFrame, pandas.DataFrame]:
-    """Returns a table of metrics with their means and standard errors, and a table with one row per answer."""
+def evaluate(args):
+    """Returns a table of metrics with their means and standard errors, and the lines of answers.jsonl."""
     require(not (args.env and args.reward_fn), "--reward-fn: not with --env, which gives the rewards")
     require(args.env or not args.max_turns, "--max-turns: only with --env")
-    rows = load_rows(args)
-    rewards = {spec: make_reward(spec, args) for spec in args.reward_fn}
-    policy = load_model(AutoModelForCausalLM, args.model, args)
+    settings = settings_of(args)
+    policy = load_policy(args.model, settings)
+    rows = load_prompts(args, policy.tokenizer)
+    longest = max(len(row["input_ids"]) for row in rows) + args.response_length
+    check_length(policy, longest)
+    rewards = {spec: load_reward(spec, policy, settings) for spec in args.reward_fn}
     if args.env:
-        rewards = {args.env: lambda episodes: [episode.reward for episode in episodes]}
-        policy.environment = grpo.load_function(args.env)
-    reference = load_model(AutoModelForCausalLM, args.reference, args) if args.reference else None
-    encode_prompts(policy, rows, args)  # exits here if a prompt is too long
-    numbers = [number for number in range(len(rows)) for _ in range(args.num_generations)]
+        rewards[args.env] = lambda episodes: episodes.scores
+        policy.environment = load_function(args.env)
+    reference = load_policy(args.reference, settings) if args.reference else None
+    if reference is not None:
+        check_length(reference, longest)
+        is_alike = reference.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+        require(is_alike, f"{args.reference} has another tokenizer than {args.model}: there is no KL between them")
     torch.manual_seed(args.seed)
-    texts = []
-    figures = []
-    for i in tqdm(range(0, len(numbers), args.batch_size), desc="evaluating"):
-        batch = [rows[number] for number in numbers[i : i + args.batch_size]]
-        answers = (play if args.env else respond)(policy, batch, args)  # 1
-        part = pandas.DataFrame({spec: reward(answers) for spec, reward in rewards.items()})  # 2
-        if reference is not None:  # 3
-            part[["kl", "kl_k3"]] = kl_estimates(policy, reference, answers, args)
-        part["eos_share"] = [float(answer.ended) for answer in answers]
-        part["response_length"] = [sum(answer.written) for answer in answers]
+    figures, texts = [], []
+    size = max(1, args.batch_size // args.num_generations)  # whole prompts: a reward function may compare answers
+    for i in tqdm(range(0, len(rows), size), desc="evaluating"):
+        batch = [row for row in rows[i : i + size] for _ in range(args.num_generations)]
         if args.env:
-            part["turns"] = [answer.num_turns for answer in answers]
-        figures.append(part)
-        texts += [answer.row | {"response": answer.text} for answer in answers]
-    figures = pandas.concat(figures, ignore_index=True).astype(float)
-    means = figures.groupby(numbers).mean()  # 4; a reward of None is left out
+            r = agent.play_batch(policy, [batch], settings)  # 1
+            written = r.written  # (B, T), false on what the environment wrote
+            texts += [agent.transcript(*episode, policy.tokenizer) for episode in zip(r.responses, r.mask, r.written)]
+        else:
+            r = ppo.sample_batch(policy, batch, settings)
+            written = r.mask
+            texts += ppo.decode(r, policy.tokenizer)[1]
+        part = {spec: reward(r) for spec, reward in rewards.items()}  # 2
+        require(not any(x.isinf().any() for x in part.values()), "a reward is infinite")
+        if reference is not None:  # 3
+            part["kl"], part["kl_k3"] = kl_estimates(policy, reference, r, written, args)
+        part["eos_share"] = r.ended
+        part["response_length"] = written.sum(1)
+        if args.env:
+            part["turns"] = (r.turn * written).amax(1) + 1
+        figures.append(pandas.DataFrame({name: x.double().tolist() for name, x in part.items()}))
+    figures = pandas.concat(figures, ignore_index=True)
+    means = figures.groupby(figures.index // args.num_generations).mean()  # 4; a reward of None is left out
     if rewards and args.num_generations > 1:
         are_right = (figures.iloc[:, 0] >= 1).where(figures.iloc[:, 0].notna())
-        means[f"pass@{args.num_generations}"] = are_right.groupby(numbers).max().astype(float)
-    summary = pandas.DataFrame({"mean": means.mean(), "standard error": means.sem()})
-    return summary, pandas.DataFrame(texts).assign(**figures)
+        means[f"pass@{args.num_generations}"] = (
+            are_right.groupby(figures.index // args.num_generations).max().astype(float)
+        )
+    results = [{"response": text} | numbers for text, numbers in zip(texts, figures.to_dict("records"))]
+    lines = [line_of(rows[i // args.num_generations], result) for i, result in enumerate(results)]
+    return pandas.DataFrame({"mean": means.mean(), "standard error": means.sem()}), lines
 
 
-@torch.no_grad()
-def kl_estimates(policy: nn.Module, reference: nn.Module, answers: list["Answer"], args: Args) -> list[list[float]]:
-    """k1 and k3 of each answer, in nats, over the tokens that the policy wrote."""
-    prompts = pad([answer.prompt_ids for answer in answers], policy.tokenizer, args, "left")  # (b, P), and the mask
-    responses = pad([answer.ids for answer in answers], policy.tokenizer, args)  # (b, T), and the mask
-    rollout = grpo.Rollout(*prompts, *responses, ended=None, old_logprobs=None, examples=[])
-    at_temperature = grpo.Args(temperature=args.temperature or 1.0)
-    logprobs = [grpo.logprobs_under(model, rollout, at_temperature) for model in (policy, reference)]
-    written = pad_sequence([torch.tensor(answer.written) for answer in answers], batch_first=True).to(args.device)
-    k1 = (logprobs[0] - logprobs[1]).masked_fill(~written, 0.0)  # (b, T)
-    k3 = torch.expm1(-k1) + k1
-    return torch.stack([k1.sum(1), k3.sum(1)], 1).tolist()
+def kl_estimates(policy, reference, r, written, args):
+    """k1 and k3 (B,) of each answer, in nats, over the tokens that the policy wrote (B, T)."""
+    settings = replace(settings_of(args), temperature=args.temperature or 1.0)
+    logprobs = [
+        r.in_micro_batches(lambda part: ppo.logprobs_under(model, part, settings), settings)  # (B, T)
+        for model in (policy, reference)
+    ]
+    estimates = [ppo.kl_estimate(*logprobs, estimator) for estimator in ("k1", "k3")]
+    return [x.masked_fill(~written, 0.0).sum(1) for x in estimates]
 
 
-# --- Models, answers and rewards, for compare.py too ------------------------------------------------------------------
+def line_of(row, results):
+    """A line of answers.jsonl: the row, under other names where it has those of the results, and the results."""
+    row = {f"row/{name}" if name in results else name: x for name, x in row.items() if name != "input_ids"}
+    return row | {name: None if x != x else x for name, x in results.items()}  # JSON has no NaN
 
 
-@dataclass
-class Answer:
-    """A policy's response to the prompt of a row, or its episode with an environment."""
-
-    row: dict  # of the dataset
-    prompt: str  # as text; a conversation is rendered by the chat template
-    prompt_ids: list[int]
-    text: str
-    ids: list[int]  # with the stop token
-    ended: bool  # whether it ends with a stop token; of an episode, whether it is over
-    tokenizer: AutoTokenizer | None = None  # the policy's
-    written: list[bool] | None = None  # for each of the ids, whether the policy wrote it; by default all true
-    reward: float | None = None  # only of an episode, like the next one
-    num_turns: float | None = None
-
-    def __post_init__(self):
-        self.written = self.written or [True] * len(self.ids)
+# --- Models, prompts and rewards, for compare.py too ------------------------------------------------------------------
 
 
-def load_rows(args: Args) -> list[dict]:
-    """The first `num_prompts` rows of the split, or all of them."""
-    data = grpo.load_split(args.dataset, args.dataset_config, "train" if Path(args.dataset).is_file() else args.split)
-    grpo.check_columns(data, {"--prompt-column": args.prompt_column})
-    return grpo.with_numbers(data, args.prompt_column).to_list()[: args.num_prompts]
-
-
-def load_model(auto_class: type, name: str, args: Args) -> nn.Module:
-    """Loads a model and its tokenizer. Exits if weights are missing, which the library would initialise at random."""
-    options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    model, info = auto_class.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
-    wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
-    require(not wrong, f"{name!r} is not a {type(model).__name__}: missing or unexpected weights: {wrong[:3]}")
-    model.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-    model.tokenizer.pad_token = model.tokenizer.pad_token or model.tokenizer.eos_token  # masks mark padding
-    model.name_or_path = name  # with an adapter, the library has that of the base model here and in the next line
-    with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(name)
-    return model.to(args.device).eval()
-
-
-def respond(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
-    """Samples an answer to the prompt of each row from softmax(logits / temperature); at 0 the most likely tokens."""
-    tokenizer = policy.tokenizer
-    stops = stop_tokens(policy)
-    prompts = encode_prompts(policy, rows, args)
-    ids, mask = pad(prompts, tokenizer, args, "left")  # (b, P)
-    stored = policy.generation_config
-    policy.generation_config = GenerationConfig()  # otherwise stored options would be added to these
-    config = GenerationConfig(do_sample=args.temperature > 0, temperature=args.temperature or 1.0, top_k=0, top_p=1.0)
-    config.update(max_new_tokens=args.response_length, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
-    responses = policy.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :].tolist()
-    policy.generation_config = stored
-    answers = []
-    for row, prompt, response in zip(rows, prompts, responses):
-        length = next((i for i, token in enumerate(response, 1) if token in stops), None)
-        response = response[:length]
-        text = decode_after(prompt, response, tokenizer)
-        if isinstance(row[args.prompt_column], list):
-            text = text.removeprefix(blank_before_answer(tokenizer))
-        start = tokenizer.decode(prompt, skip_special_tokens=True)
-        answers.append(Answer(row, start, prompt, text, response, length is not None, tokenizer))
-    return answers
-
-
-def play(policy: nn.Module, rows: list[dict], args: Args) -> list[Answer]:
-    """Plays an episode for each row: the environment answers the policy."""
-    policy.stop_token_ids = stop_tokens(policy)
-    prompts = encode_prompts(policy, rows, args)
-    settings = grpo.Args(
-        env=args.env,
-        max_turns=args.max_turns,
+def settings_of(args):
+    """The settings of a script for these answers."""
+    settings = dict(
+        dataset=find(args.dataset),
+        dataset_config=args.dataset_config,
+        max_prompt_length=args.max_prompt_length,
         response_length=args.response_length,
-        prompt_column=args.prompt_column,
         temperature=args.temperature or 1e-6,  # so low that the most likely token is sampled
+        micro_batch_size=max(1, args.batch_size // 4),
         local_rollout_forward_batch_size=args.batch_size,
+        bf16=args.bf16,
         device=args.device,
     )
-    r = grpo.play_batch(policy, [row | {"input_ids": prompt} for row, prompt in zip(rows, prompts)], settings)
-    episodes = []
-    for i, (row, prompt) in enumerate(zip(rows, prompts)):
-        episode = Answer(
-            row,
-            prompt=policy.tokenizer.decode(prompt, skip_special_tokens=True),
-            prompt_ids=prompt,
-            text=grpo.transcript(r.responses[i], r.mask[i], r.written[i], policy.tokenizer),
-            ids=r.responses[i, r.mask[i]].tolist(),
-            ended=r.ended[i].item(),
-            tokenizer=policy.tokenizer,
-            written=r.written[i, r.mask[i]].tolist(),
-            reward=r.rewards[i].sum().item(),
-            num_turns=r.num_turns[i].item(),
-        )
-        episodes.append(episode)
-    return episodes
+    if not getattr(args, "env", None):
+        return ppo.Args(**settings)
+    settings = agent.Args(env=args.env, max_turns=args.max_turns, **settings)
+    settings.num_generations = 1  # nothing is compared within a group
+    return settings
 
 
-def stop_tokens(policy: nn.Module) -> list[int]:
-    """Ids of the tokens that end an answer: those of the generation config, where the scripts save them. For a model
-    that is not from a run of the scripts, also EOS and the chat template's end of a turn."""
+def find(name):
+    """A path from here or, if there is none, from the project's folder; else the name itself, maybe of the hub."""
+    return str(ROOT / name) if (ROOT / name).exists() and not Path(name).exists() else name
+
+
+@contextmanager
+def reading(name):
+    """Ends the program with one sentence if a library cannot read what has this name."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {name} should be a folder, or a name on the hub: {str(error).splitlines()[0]}")
+
+
+def load_policy(name, settings):
+    """Loads a policy, and the tokens that end its answers."""
+    with reading(name):
+        policy = ppo.load_model(AutoModelForCausalLM, find(name))
+    policy.stop_token_ids = stop_tokens(policy)
+    ppo.place(policy.requires_grad_(False), settings)
+    return policy
+
+
+def trained_with(name):
+    """The settings of the run that saved a model, maybe in ema/ or merged/; none if no run did."""
+    folder = Path(name).resolve()
+    files = [place / "args.json" for place in (folder, folder.parent)]
+    return next((json.loads(file.read_text("utf-8")) for file in files if file.exists()), {})
+
+
+def stop_tokens(policy):
+    """Ids of the tokens that end an answer: for a run, those that it saved in the generation config."""
     stored = policy.generation_config.eos_token_id  # an int, a list, or None
-    ids = stored if isinstance(stored, list) else [stored]
-    folder = Path(policy.name_or_path)
-    is_run = any((place / "args.json").exists() for place in (folder, folder.parent))  # ema/ and merged/ are in a run
-    if not is_run or stored is None:
-        ids = {*ids, *grpo.eos_tokens(policy), policy.tokenizer.eos_token_id} - {None}
-    return sorted(ids)
+    if stored is None or not trained_with(policy.name_or_path):
+        return ppo.eos_tokens(policy)
+    return stored if isinstance(stored, list) else [stored]
 
 
-def encode_prompts(policy: nn.Module, rows: list[dict], args: Args) -> list[list[int]]:
-    """Token ids of the rows' prompts. Exits if a prompt leaves no room for an answer."""
-    column = args.prompt_column
-    prompts = [encode_prompt(read_value(row, column), policy.tokenizer, template_options(row)) for row in rows]
-    require(all(prompts), f"a prompt in the column {column!r} is empty")
-    P = max(map(len, prompts))
-    limit = context_length(policy)
-    too_long = f"a prompt of {P} tokens and --response-length {args.response_length} exceed the model's {limit}"
-    require(P + args.response_length <= limit, too_long)
-    return prompts
+def load_prompts(args, tokenizer):
+    """The first `num_prompts` prompts of the split, as training reads them."""
+    split = "train" if Path(find(args.dataset)).is_file() else args.split
+    with reading(args.dataset):
+        rows = ppo.load_prompts(settings_of(args), split, tokenizer)
+    require(rows, f"{args.dataset} has no prompts to evaluate on: see --split {split} and --max-prompt-length")
+    return rows[: args.num_prompts]
 
 
-def make_reward(spec: str, args: Args) -> Reward:
-    """The reward that a spec names: file.py:name of a function f(prompts, completions, **columns) -> numbers or None,
-    or a reward model."""
-    if ":" not in spec:
-        return model_reward(load_model(AutoModelForSequenceClassification, spec, args), args)
-    function = grpo.load_function(spec)
-
-    def reward(answers: list[Answer]) -> list[float | None]:
-        rows = [deepcopy(answer.row) for answer in answers]  # the function may change them
-        given = {column: [row[column] for row in rows] for column in rows[0]}
-        given["prompts"] = given[args.prompt_column]
-        given["prompts_text"] = [x.tokenizer.decode(x.prompt_ids) if x.tokenizer else x.prompt for x in answers]
-        given["completions"] = [answer.text for answer in answers]
-        given["completion_ids"] = [list(answer.ids) for answer in answers]
-        given["input_ids"] = [list(answer.prompt_ids) for answer in answers]
-        if isinstance(given["prompts"][0], list):
-            given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
-        values = check_rewards(function(**given), len(rows), spec)
-        return [None if math.isnan(x) else x for x in values]
-
-    return reward
+def check_length(model, num_tokens):
+    """Exits if a model cannot read so many tokens."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", num_tokens)
+    require(
+        num_tokens <= limit, f"a prompt and its answer have {num_tokens} tokens, but {model.name_or_path} reads {limit}"
+    )
 
 
-def model_reward(model: nn.Module, args: Args) -> Reward:
-    """Makes a reward of a reward model. If its tokenizer is not the policy's, texts are encoded again."""
-    labels = model.config.num_labels
-    require(labels == 1, f"the reward model has {labels} labels: use --reward-fn rewards/classifier.py:score")
-    limit = context_length(model)
+@cache  # for both sides of compare.py
+def load_function(spec):
+    """The function or class that file.py:name names."""
+    file, _, name = spec.rpartition(":")
+    require(file and Path(find(file)).is_file(), f"{spec} should be file.py:name, but there is no such file")
+    return ppo.load_function(find(file), name)
 
-    @torch.no_grad()
-    def reward(answers: list[Answer]) -> list[float | None]:
-        rows = []
-        for answer in answers:
-            reads_same_ids = same_tokens(answer.tokenizer, model.tokenizer)
-            if reads_same_ids and isinstance(answer.row[args.prompt_column], list):
-                reads_same_ids = model.tokenizer.chat_template in (None, answer.tokenizer.chat_template)
-            row = answer.prompt_ids + answer.ids if reads_same_ids else encode_again(answer, model.tokenizer, args)
-            rows.append(row[-limit:])
-        ids, mask = pad(rows, model.tokenizer, args, "left")  # on the left, so that the last token of every row is real
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        output = model.base_model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
-        rewards = model.score(output.last_hidden_state[:, -1]).squeeze(1).float()  # (b,)
-        return (rewards + getattr(model.config, "reward_bias", 0.0)).tolist()  # reward_model.py may save a shift there
+
+def load_reward(spec, policy, settings):
+    """The reward that a spec names, as a function of a rollout; it returns one number (B,) for each response."""
+    if ":" in spec:
+        function = load_function(spec)
+        return lambda r: ppo.function_reward(function, r, policy.tokenizer, settings)
+    with reading(spec):
+        model = ppo.load_reward_model(replace(settings, reward_model=find(spec)), policy)
+    ppo.place(model, settings)
+
+    def reward(r):
+        check_length(model, r.joined()[1].sum(1).max().item())
+        return r.in_micro_batches(lambda part: ppo.model_reward(model, part, policy.tokenizer, settings), settings)
 
     return reward
 
 
-@cache
-def same_tokens(a: AutoTokenizer | None, b: AutoTokenizer) -> bool:
-    """Whether two tokenizers have the same vocabulary and EOS."""
-    return a is not None and a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+def new_folder(args, tool):
+    """The folder of the results, which does not exist yet."""
+    output = Path(args.output_dir or time.strftime(f"runs/{tool}__%Y%m%d-%H%M%S"))
+    require(not output.exists(), f"{output} exists: give another --output-dir, or remove it")
+    return output
 
 
-def encode_again(answer: Answer, other: AutoTokenizer, args: Args) -> list[int]:
-    """Encodes prompt and answer again, with another tokenizer. A text gets that tokenizer's EOS if the answer ended; a
-    conversation is rendered by its chat template."""
-    prompt = answer.row[args.prompt_column]
-    if isinstance(prompt, list) and other.chat_template:
-        end, _ = turn_end(other)
-        turns = [*as_turns(prompt, "user"), {"role": "assistant", "content": answer.text}]
-        text = render_whole(turns, other, template_options(answer.row))
-        text = text if answer.ended else text.removesuffix(end)
-        ids = other(text, add_special_tokens=False)["input_ids"]
-    else:
-        end = ""
-        ids = encode_text(answer.prompt + answer.text, other)
-    needs_eos = answer.ended and not end and other.eos_token_id is not None
-    return [*ids, other.eos_token_id] if needs_eos else ids
-
-
-def pad(rows: list[list[int]], tokenizer: AutoTokenizer, args: Args, side: str = "right") -> tuple[Tensor, Tensor]:
-    """Pads lists of token ids to one tensor (B, S); returns it, and its attention mask (B, S)."""
-    padded = tokenizer.pad({"input_ids": rows}, padding_side=side, return_tensors="pt").to(args.device)
-    return padded["input_ids"], padded["attention_mask"]
-
-
-def read_command_line() -> Args:
-    """Reads the settings. For a policy from ppo.py, rloo.py or grpo.py, the defaults are its data, limits and
+def read_command_line():
+    """Reads the settings. For a policy from ppo.py, rloo.py, grpo.py or agent.py, the defaults are its data, limits and
     environment."""
     read = partial(tyro.cli, Args, description=__doc__.splitlines()[0])
     args = read()
-    file = Path(args.model, "args.json")
-    trained = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    trained = trained_with(find(args.model))
     if "response_length" not in trained:
         return args
-    names = ("env", "max_turns", "response_length", "dataset", "dataset_config", "prompt_column")
+    names = ("env", "max_turns", "response_length", "dataset", "dataset_config", "max_prompt_length")
     settings = {name: trained[name] for name in names if name in trained}
-    if trained["dataset_test_split"] not in (None, "none"):
-        settings["split"] = trained["dataset_test_split"]
+    settings["split"] = trained["dataset_test_split"] or "validation"
     return read(default=Args(args.model, **settings))
 
 
-def main() -> None:
+def main():
     """Evaluates with the settings of the command line, prints the numbers, and saves them."""
     args = read_command_line()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    output = Path(args.output_dir or time.strftime("runs/evaluate__%Y%m%d-%H%M%S"))
-    output.mkdir(parents=True)
-    figures, answers = evaluate(args)
-    answers.to_json(output / "answers.jsonl", orient="records", lines=True, force_ascii=False)
+    output = new_folder(args, "evaluate")
+    ppo.start(settings_of(args))
+    figures, lines = evaluate(args)
+    output.mkdir(parents=True)  # only now, since a killed evaluation should leave nothing
+    (output / "answers.jsonl").write_text(
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8"
+    )
     results = {"figures": json.loads(figures.to_json(orient="index")), "args": asdict(args)}
     (output / "evaluation.json").write_text(json.dumps(results, indent=2) + "\n")
-    table = Table("", "mean", "standard error", title=f"{len(answers)} answers of {args.model}")
+    table = Table("", "mean", "standard error", title=f"{len(lines)} answers of {args.model}")
     for name, mean, error in figures.itertuples():
         table.add_row(name, f"{mean:.4g}", f"{error:.2g}")
     Console().print(table)
