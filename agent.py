@@ -11,7 +11,7 @@ An environment starts from a row of the data. The policy pi, a language model, w
 and so on, until the episode is over. For each batch of rows, G episodes from each (`num_generations`):
   1. play       one stream of tokens per episode: the policy samples y_t ~ pi(. | all tokens before), at the given
                 temperature, up to a stop token; then the environment's answer is appended, and so on
-  2. score      the sum of the rewards of all turns; --dynamic-sampling replaces groups with equal scores
+  2. score      the sum of the rewards of all turns
   3. advantage  A_i = (score_i - mean of its group) / standard deviation of the batch (`scale_rewards`, `credit`)
   4. loss       ratio_t = pi(y_t) / pi_old(y_t), where pi_old is the policy of step 1;
                 loss_t = max(-A_i ratio_t, -A_i clip(ratio_t, 1-eps, 1+eps_high)) [+ beta ratio_t KL_t];
@@ -128,7 +128,6 @@ class Args:
     num_mini_batches: Count = 1  # optimiser steps in one pass over the batch (TRL 0.16)
     beta: NonNegative = 0.0  # weight of the KL in the loss. 0: no reference is loaded (TRL: 0; DeepSeekMath: 0.04)
     mask_truncated_completions: bool = False  # exclude episodes that a limit cut off from the loss (DAPO)
-    dynamic_sampling: Natural = 0  # maximum extra batches in an update, to replace groups with equal scores (DAPO)
     # --- Episodes ---
     # file.py:name of a class. An object is one episode, made from a row; step(text) -> answer, reward, is_over
     env: Name = f"{TOY}/guess/make.py:Game"
@@ -178,8 +177,6 @@ class Args:
 
 
 # --- The loop, with the steps of the docstring ------------------------------------------------------------------------
-
-
 def train(args):
     """Trains the policy. Saves it in the run's folder, with metrics, curves and a model card."""
     start(args)
@@ -188,21 +185,21 @@ def train(args):
     eval_prompts = load_prompts(args, args.dataset_test_split, policy.tokenizer)[: args.num_eval_prompts]
     args = choose_sizes(args, policy, prompts + eval_prompts)  # from here on, all sizes are set
     B, G, num_updates = args.batch_size, args.num_generations, args.total_episodes // args.batch_size
-    passes = range(1 + (1 + args.dynamic_sampling) * args.total_episodes // G // len(prompts))
+    passes = range(1 + args.total_episodes // (G * len(prompts)))
     order = [i for number in passes for i in shuffled(len(prompts), args.seed, number)]
 
-    optimizer = make_optimizer(args, policy)
+    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay, "fused": True}
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, **options)  # fused: ten times as fast on a CPU
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, int(args.warmup_ratio * num_updates), num_updates)
     run = Run(args, num_updates, optimizer, schedule, {}, model=policy)
     for step in run.steps():
         set_seed(make_seed(args.seed, step))
 
         # 1. Play, and 2. score
-        extra = range(num_updates + (step - 1) * args.dynamic_sampling, num_updates + step * args.dynamic_sampling)
-        starts = [number * B // G for number in (step - 1, *extra)]  # of batches, in the order of the rows
-        batches = [[prompts[i] for i in order[at : at + B // G] for _ in range(G)] for at in starts]
+        rows = [prompts[i] for i in order[(step - 1) * B // G : step * B // G] for _ in range(G)]
         with run.clock("rollout"):
-            rollout = play_batch(policy, batches, args)
+            rollout = play_batch(policy, rows, args)
         with run.clock("score"):
             read_logprobs(policy, reference, rollout, args)
 
@@ -214,12 +211,12 @@ def train(args):
         # 4. Loss, and 5. update
         with run.clock("update"):
             stats = update(policy, optimizer, rollout, args)
-        stats |= rollout_stats(rollout, args)
+        stats |= rollout_stats(rollout, G)
         check_update(stats, step)
 
         if eval_prompts and run.is_due(args.eval_steps):
             stats |= evaluate(policy, eval_prompts, args)
-        stats |= {"learning_rate": optimizer.param_groups[0]["lr"], "episode": step * B}
+        stats |= {"learning_rate": schedule.get_last_lr()[0], "episode": step * B}
         run.log(stats, "reward", "turns")
         if args.num_sample_generations and (step == 1 or run.is_due(num_updates // args.num_sample_generations)):
             show_samples(run, rollout, policy.tokenizer)
@@ -242,7 +239,7 @@ class Rollout:
     turn: Tensor  # (B, T), number of turns that the policy has finished
     rewards: Tensor  # (B, T), the reward of a turn, on its last token
     rows: list[dict]  # the B rows of the dataset
-    scores: Tensor  # (B,), the sum of the rewards
+    scores: Tensor | None = None  # (B,), the sum of the rewards
     ref_logprobs: Tensor | None = None  # (B, T), with --beta
     advantages: Tensor | None = None  # (B, 1), the same for all tokens of an episode; with --credit turn, (B, T)
 
@@ -307,8 +304,8 @@ def sample_categorical(logits, uniforms):
 
 
 @torch.no_grad()
-def play(policy, games, rows, prompts, prompt_mask, uniforms, args):
-    """Streams (B, T) after prompts (B, P), one per game, from uniforms (B, response_length).
+def play(policy, rows, prompts, prompt_mask, uniforms, args):
+    """Streams (B, T) after prompts (B, P), one per row of the dataset, from uniforms (B, response_length).
 
     Also returns mask, ended (B,), logprobs, written, turn and rewards, each (B, T) but `ended`. In each step, the next
     token of a row comes from the environment's answer, if some of it is left, and else from the policy. Tokens after
@@ -316,6 +313,7 @@ def play(policy, games, rows, prompts, prompt_mask, uniforms, args):
     the end of the stream cuts off goes to the game as it is.
     """
     B, T = uniforms.shape
+    games = [policy.environment(deepcopy(row)) for row in rows]
     answers = [[] for _ in games]  # tokens of each row's answer that are still to be added
     starts = [0] * B  # where the current turn of each row begins
     over, ended = torch.zeros(2, B, dtype=torch.bool)  # on the CPU, like the environments, which need each token
@@ -377,45 +375,33 @@ def encode_answer(answer, game, row, policy):
     return tokenizer.encode(answer, add_special_tokens=False)
 
 
-def play_batch(policy, batches, args):
-    """Steps 1 and 2: plays an episode from each row of the first batch, and adds up the rewards of its turns.
-
-    Groups with equal scores are replaced by groups from the other batches, as long as there are any (DAPO, sec. 3.2).
-    """
-    rows, parts = [], []
-    for batch in batches:
-        prompts, prompt_mask = pad([row["input_ids"] for row in batch], policy.tokenizer, args, "left")  # (B, P)
-        uniforms = torch.rand(len(batch), args.response_length).to(args.device)  # drawn on the CPU, for any device
-        share = torch.arange(RANK, len(batch), WORLD_SIZE)
-        played = []
-        with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # environments may draw numbers
-            for index in share.split(args.local_rollout_forward_batch_size):
-                games = [policy.environment(deepcopy(batch[i])) for i in index]
-                inputs = prompts[index], prompt_mask[index], uniforms[index]
-                played.append(play(policy, games, [batch[i] for i in index], *inputs, args))
-        rows += batch
-        parts.append([all_gather(torch.cat(x)) for x in zip(*played)])
-        scores = torch.cat([rewards for *_, rewards in parts]).sum(1)
-        has_gradient = ~equal_groups(scores, args.num_generations).repeat_interleave(args.num_generations)
-        if has_gradient.sum() >= len(batch):
-            break
-    prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")
-    rollout = Rollout(prompts, prompt_mask, *(torch.cat(x) for x in zip(*parts)), rows, scores)
-    require(scores.isfinite().all(), "--env: a reward is not a finite number")
-    index = has_gradient.long().argsort(stable=True, descending=True)  # groups with a gradient come first
-    return rollout.select(index[: len(batch)].sort().values)
+def play_batch(policy, rows, args):
+    """Steps 1 and 2: plays an episode from each row, and adds up the rewards of its turns."""
+    prompts, prompt_mask = pad([row["input_ids"] for row in rows], policy.tokenizer, args, "left")  # (B, P)
+    uniforms = torch.rand(len(rows), args.response_length).to(prompts.device)  # drawn on the CPU, for any device
+    share = torch.arange(len(rows))[RANK::WORLD_SIZE]
+    parts = []
+    with autocast(args), gathered(policy, args), torch.random.fork_rng(devices=[]):  # games may draw numbers, too
+        for index in share.split(args.local_rollout_forward_batch_size):
+            some = [rows[i] for i in index]
+            part = play(policy, some, prompts[index], prompt_mask[index], uniforms[index], args)
+            parts.append(part)
+    rollout = Rollout(prompts, prompt_mask, *[all_gather(torch.cat(x)) for x in zip(*parts)], rows)
+    rollout.scores = rollout.rewards.sum(1)
+    require(rollout.scores.isfinite().all(), "--env: a reward is not a finite number")
+    return rollout.select(torch.arange(len(rows), device=prompts.device))  # all rows, without padding columns
 
 
 # --- Log-probabilities ------------------------------------------------------------------------------------------------
-def response_forward(model, r, args, **options):
-    """Returns the logits / temperature (b, T, V) of the response tokens, in float32, and the model's output.
+def response_forward(model, r, args):
+    """(b, T, V) logits / temperature of the response tokens, in float32.
 
     Position P-1+t of the input predicts response token t, both counted from 0.
     """
     P, T = r.prompts.shape[1], r.responses.shape[1]
-    positions = torch.arange(P - 1, P + T - 1, device=r.mask.device)
-    output = forward(model, *r.joined(), use_cache=False, logits_to_keep=positions, **options)
-    return output.logits.float().div_(args.temperature), output  # in place, since the logits are the largest tensor
+    keep = torch.arange(P - 1, P + T - 1, device=r.mask.device)
+    logits = forward(model, *r.joined(), use_cache=False, logits_to_keep=keep).logits
+    return logits.float().div_(args.temperature)  # in place, since it is the largest tensor
 
 
 def token_logprobs(logits, tokens):
@@ -425,17 +411,12 @@ def token_logprobs(logits, tokens):
 
 def logprobs_under(model, r, args):
     """(b, T) log-probabilities of the response tokens under a model."""
-    logits, _ = response_forward(model, r, args)
-    return token_logprobs(logits, r.responses)
+    return token_logprobs(response_forward(model, r, args), r.responses)
 
 
 def read_logprobs(policy, reference, rollout, args):
-    """Adds the reference's log-probabilities (B, T) to the rollout, with --beta.
-
-    The sampler reads token by token, which rounds differently. With bf16 or TF32 this matters, so the policy reads the
-    complete streams once more.
-    """
-    if args.bf16 or args.device != "cpu":
+    """With --beta, adds the reference's log-probabilities (B, T) to the rollout."""
+    if args.bf16 or args.device != "cpu":  # the sampler reads token by token: with bf16 or TF32 its rounding matters
         rollout.old_logprobs = rollout.in_micro_batches(lambda r: logprobs_under(policy, r, args), args)
     if args.beta:
         with adapter_off(policy, reference):
@@ -444,15 +425,18 @@ def read_logprobs(policy, reference, rollout, args):
 
 # --- 3. Advantage -----------------------------------------------------------------------------------------------------
 def group_advantages(scores, G, scale):
-    """(B,) each score minus the group's mean, divided by a deviation or by that mean.
+    """(B,) each score minus the group's mean, divided by a standard deviation (TRL) or by that mean (MaxRL).
 
-    With G = 4 and scale none: [1, 0, 0, 0] -> [.75, -.25, -.25, -.25]. Divided by the group's deviation, .5: [1.5, -.5,
-    -.5, -.5]. Rare successes and rare failures get a higher weight. Divided by the group's mean, .25: [3, -1, -1, -1].
-    Only rare successes get a higher weight, as in the gradient of log P(right answer).
+    A group is G neighbouring rows. With G = 4, scores [1, 0, 0, 0] give
+        none   [.75, -.25, -.25, -.25]
+        group  [1.5, -.5, -.5, -.5]: divided by the group's standard deviation, .5. Rare successes get a higher weight,
+               and so do rare failures (criticised in Dr. GRPO)
+        mean   [3, -1, -1, -1]: divided by the group's mean, .25. Only rare successes get a higher weight, as in the
+               gradient of log P(right answer)
     """
-    groups = scores.view(-1, G)  # (B/G, G): the rows of a group are neighbours
+    groups = scores.view(-1, G)
     groups = groups - groups[:, :1]  # so that equal scores give exactly 0, in spite of rounding
-    advantages = groups - groups.mean(1, keepdim=True)
+    advantages = groups - groups.mean(1, keepdim=True)  # (B/G, G)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)  # 1e-4: never 0 (TRL)
     if scale == "batch":
@@ -483,7 +467,7 @@ def masked_sum(x, mask):
     return x.masked_fill(~mask, 0.0).sum()
 
 
-def policy_loss(logprobs, old_logprobs, advantages, mask, epsilon, epsilon_high):
+def policy_loss(logprobs, old_logprobs, advantages, mask, lower, upper):
     """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
 
     The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
@@ -491,7 +475,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, epsilon, epsilon_high)
     """
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    clipped = -advantages * ratio.clamp(lower, upper)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
 
 
@@ -519,6 +503,7 @@ def update(policy, optimizer, rollout, args):
     rollout.loss_mask = rollout.written
     if args.mask_truncated_completions:
         rollout.loss_mask = rollout.written & rollout.ended[:, None]
+    bounds = 1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)
     num_parts = args.num_mini_batches * WORLD_SIZE
     num_rows = args.batch_size / num_parts
     num_tokens = rollout.loss_mask.sum().clamp(min=1) / num_parts  # on average
@@ -531,15 +516,13 @@ def update(policy, optimizer, rollout, args):
             for index in rollout.micro_batches(rows, args):
                 r = rollout.select(index)
                 with autocast(args):
-                    logits, _ = response_forward(policy, r, args)  # (b, T, V)
+                    logits = response_forward(policy, r, args)  # (b, T, V)
                 log_softmax = logits.log_softmax(-1)  # as in token_logprobs, but once for the entropy, too
                 logprobs = log_softmax.gather(-1, r.responses[..., None]).squeeze(-1)  # (b, T)
                 with torch.no_grad():
                     entropy = -log_softmax.exp().mul_(log_softmax).sum(-1)  # (b, T)
                 del logits, log_softmax  # the largest tensors of the update: the graph keeps what it needs
-                losses, ratio, clipped = policy_loss(
-                    logprobs, r.old_logprobs, r.advantages, r.loss_mask, args.epsilon, args.epsilon_high or args.epsilon
-                )
+                losses, ratio, clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.loss_mask, *bounds)
                 kl = torch.zeros_like(losses)  # (b, T)
                 if args.beta:  # Schulman's k3, times the ratio, so that its gradient is that of the KL
                     k1 = logprobs - r.ref_logprobs
@@ -565,36 +548,31 @@ def update(policy, optimizer, rollout, args):
     return stats | {"val/skipped_steps": num_skipped}
 
 
-def equal_groups(scores, G):
-    """(B/G,) true where all G scores of a group are equal: it has no gradient but that of the KL."""
-    groups = scores.view(-1, G)
-    return (groups == groups[:, :1]).all(1)
-
-
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs ==============================
-def rollout_stats(rollout, args):
+def rollout_stats(rollout, G):
     """The metrics of a batch before the update, under TRL's names."""
+    scores, written = rollout.scores, rollout.written
+    is_equal = scores.view(-1, G) == scores[::G, None]  # (B/G, G)
     stats = {
-        "reward": rollout.scores.mean(),
-        "reward_std": rollout.scores.std(),
-        "objective/scores": rollout.scores.mean(),
-        "frac_reward_zero_std": equal_groups(rollout.scores, args.num_generations).float().mean(),
-        "turns": ((rollout.turn * rollout.written).amax(1) + 1).float().mean(),
+        "reward": scores.mean(),
+        "reward_std": scores.std(),
+        "objective/scores": scores.mean(),
+        "frac_reward_zero_std": is_equal.all(1).float().mean(),
+        "turns": (rollout.turn * written).amax(1).add(1).float().mean(),
         "ended": rollout.ended.float().mean(),
-        "completions/mean_length": rollout.written.sum(1).float().mean(),
+        "completions/mean_length": written.sum(1).float().mean(),
     }
     if rollout.ref_logprobs is not None:
         k1 = rollout.old_logprobs - rollout.ref_logprobs
-        stats["objective/kl"] = masked_sum(k1, rollout.written) / len(k1)
+        stats["objective/kl"] = masked_sum(k1, written) / len(k1)
     return {name: x.item() for name, x in stats.items()}
 
 
 def evaluate(policy, prompts, args):
     """Plays likely episodes from the test rows, sampled at temperature .01 as for TRL's tables."""
-    args = replace(args, temperature=0.01, num_generations=1)
     rows = prompts + prompts[: -len(prompts) % WORLD_SIZE]  # equally many for each process
-    rollout = play_batch(policy, [rows], args).select(torch.arange(len(prompts), device=args.device))
-    stats = rollout_stats(rollout, args)
+    rollout = play_batch(policy, rows, replace(args, temperature=0.01))
+    stats = rollout_stats(rollout.select(torch.arange(len(prompts), device=args.device)), 1)
     return {f"eval/{name}": stats[name] for name in ("objective/scores", "turns", "ended", "completions/mean_length")}
 
 
@@ -639,23 +617,12 @@ def load_models(args):
     file, _, name = args.env.rpartition(":")
     require(file, f"--env {args.env}: should be file.py:name")
     policy.environment = load_function(file, name)
-    reference = None
-    if args.beta:
-        reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
+    reference = deepcopy(policy).requires_grad_(False) if args.beta and not args.lora_r else policy
     if args.lora_r:
         add_adapter(policy, args, "CAUSAL_LM")
-    for model in filter(None, dict.fromkeys([policy, reference])):
+    for model in dict.fromkeys([policy, reference]):
         place(model, args)
     return policy, reference
-
-
-def make_optimizer(args, policy):
-    """AdamW for the policy's trainable weights."""
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    options = {"betas": args.adam_betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
-    return torch.optim.AdamW(
-        parameters, lr=args.learning_rate, fused=True, **options
-    )  # fused: ten times as fast on a CPU
 
 
 def choose_sizes(args, policy, prompts):
@@ -713,6 +680,9 @@ def load_prompts(args, split, tokenizer):
     for row, ids in zip(rows, encode(texts, tokenizer, is_chat=holds_messages(rows, "prompt"))):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
+    unknown = [np.mean(row["input_ids"] == tokenizer.unk_token_id) > 0.5 for row in prompts]
+    is_known = tokenizer.unk_token == tokenizer.eos_token or not any(unknown) or np.mean(unknown) < 0.5
+    require(is_known, f"{split}: most words are unknown to the tokenizer of {args.model}: choose another --model")
     if prompts:
         print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
         print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
@@ -890,7 +860,11 @@ def autocast(args):
 # --- Processes
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
+    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
+    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
@@ -1110,6 +1084,7 @@ class Run:
             save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
+        self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
@@ -1122,14 +1097,13 @@ def code_version():
     """The name of this script, its version, and the git revision of its folder, if it has one."""
     command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
     git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    weights = state_dict.get_model_state_dict(
-        model, options=state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
     if RANK:
         return
     weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
@@ -1157,10 +1131,9 @@ def describe(folder, args):
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    card = (
-        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
-    )
-    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    code = " ".join(code_version().values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
 

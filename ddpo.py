@@ -361,7 +361,7 @@ def sample_batch(chain, examples, args):
 def image_rewards(function, part, args):
     """(b,) rewards of a user's function, with TRL's signature: f(images, prompts, metadata) -> numbers.
 
-    The metadata of an image is its row of the dataset. As in TRL, the function may also return a pair of its numbers and
+    The metadata of an image is its row of the dataset. As in TRL, the function may also return a pair, the numbers and
     more metadata, which is ignored. Each process calls it for its images.
     """
     rows = deepcopy(part.examples)
@@ -841,6 +841,7 @@ class Run:
             save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
+        self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
@@ -853,7 +854,7 @@ def code_version():
     """The name of this script, its version, and the git revision of its folder, if it has one."""
     command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
     git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def describe(folder, args):
@@ -870,10 +871,9 @@ def describe(folder, args):
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    card = (
-        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
-    )
-    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    code = " ".join(code_version().values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
 

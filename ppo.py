@@ -489,8 +489,8 @@ def masked_whiten(x, mask):
 
 
 def shape_rewards(scores, kl, mask, kl_coef):
-    """(B, T) rewards: -kl_coef * KL for each token, plus the score (B,) on the last real token (OpenAI's code and TRL 0.7;
-    in TRL 0.16 one position later); 0 on padding."""
+    """(B, T) rewards: -kl_coef * KL for each token, plus the score (B,) on the last real token (as in OpenAI's code;
+    TRL 0.16: one position later); 0 on padding."""
     is_last = mask & ~F.pad(mask, (0, 1))[:, 1:]  # (B, T) true where the next position is padding or the end
     return (scores[:, None] * is_last - kl_coef * kl).masked_fill(~mask, 0.0)
 
@@ -725,10 +725,10 @@ def load_models(args):
         if args.critic == "separate":  # a head on a copy of the policy
             critic = nn.ModuleDict({"base_model": deepcopy(policy.base_model), "score": critic})
             critic.base_model.config.use_cache = False
-    ema = deepcopy(policy) if args.ema_decay else None
     reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
     if args.lora_r:
         add_adapter(policy, args, "CAUSAL_LM")
+    ema = deepcopy(policy) if args.ema_decay else None
     models = [policy, reference, critic, reward_model, ema]
     for model in filter(None, dict.fromkeys(models)):
         place(model, args)
@@ -790,6 +790,10 @@ def load_reward_model(args, policy):
     require(is_causal, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
     model.score = Head(model.score.weight, getattr(model.config, "reward_bias", 0.0))
     model.config.use_cache = False
+    if model.config.pad_token_id == model.tokenizer.eos_token_id and not hasattr(model.config, "reward_bias"):
+        print(
+            f"{args.reward_model}: pad token and EOS are one. It is read at EOS; other libraries read one token before"
+        )
     a, b = policy.tokenizer, model.tokenizer
     model.has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
     return model.requires_grad_(False)
@@ -858,10 +862,8 @@ def load_reward_fns(args):
         require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
         reward_fns[name] = load_function(file, name) if file else None
         require(file or name == "reward_model", f"--reward-fn {spec}: should be file.py:name, or reward_model")
-    num_weights = len(args.reward_weights or reward_fns)
-    require(
-        num_weights == len(reward_fns), f"--reward-weights has {num_weights} numbers for {len(reward_fns)} functions"
-    )
+    is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
+    require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
     return reward_fns
 
 
@@ -912,6 +914,9 @@ def load_prompts(args, split, tokenizer):
     for row, ids in zip(rows, encode(texts, tokenizer, is_chat=holds_messages(rows, "prompt"))):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
+    unknown = [np.mean(row["input_ids"] == tokenizer.unk_token_id) > 0.5 for row in prompts]
+    is_known = tokenizer.unk_token == tokenizer.eos_token or not any(unknown) or np.mean(unknown) < 0.5
+    require(is_known, f"{split}: most words are unknown to the tokenizer of {args.model}: choose another --model")
     if prompts:
         print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
         print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
@@ -1102,7 +1107,11 @@ def autocast(args):
 # --- Processes
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
+    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
+    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
@@ -1340,9 +1349,8 @@ def code_version():
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    weights = state_dict.get_model_state_dict(
-        model, options=state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
     if RANK:
         return
     weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
@@ -1370,9 +1378,8 @@ def describe(folder, args):
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    card = (
-        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {' '.join(code_version().values())} from {args.model}.\n\n"
-    )
+    code = " ".join(code_version().values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
     card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 

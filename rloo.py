@@ -284,19 +284,20 @@ class Rollout:
                 setattr(part, name, x[index][:, columns] if x.dim() == 2 else x[index])
         return part
 
-    def micro_batches(self, index, args):
-        """Splits row numbers into this process's micro-batches. The rows of a group stay together, beside groups of
-        similar length, to save padding."""
+    def micro_batches(self, index, args, is_first=None):
+        """Splits row numbers into micro-batches, which the processes take in turns. The rows of a group stay together,
+        beside groups of similar length, to save padding. Rows for which `is_first` (B,) is true come first."""
         lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).view(-1, self.k).amax(1)  # of the longest row of a group
         index = index.sort().values
         index = index[lengths[index // self.k].argsort(stable=True)]
-        num_rounds = math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size))  # equal in all processes
-        return index.tensor_split(num_rounds * WORLD_SIZE)[RANK::WORLD_SIZE]
+        if is_first is not None:
+            index = index[is_first[index].long().argsort(descending=True, stable=True)]
+        return index.tensor_split(WORLD_SIZE * math.ceil(len(index) / (WORLD_SIZE * args.micro_batch_size)))
 
     @torch.no_grad()
     def in_micro_batches(self, function, args):
         """Applies a function without gradient to micro-batches of b episodes. Joins its results, (b, T) or (b,)."""
-        micro_batches = self.micro_batches(torch.arange(len(self.mask), device=args.device), args)
+        micro_batches = self.micro_batches(torch.arange(len(self.mask), device=args.device), args)[RANK::WORLD_SIZE]
         parts = []
         for index in micro_batches:
             with autocast(args):
@@ -464,19 +465,15 @@ def read_logprobs(policy, reference, rollout, args):
 
 def kl_estimate(logprobs, ref_logprobs, estimator):
     """(B, T) estimate of KL(policy || reference) from the sampled token alone (Schulman 2020, "Approximating KL").
-
-    k1 is unbiased and often negative; k2 is biased and has little variance; k3 is unbiased and never negative.
-    """
+    k1 is unbiased and often negative; k2 is biased and has little variance; k3 is unbiased and never negative."""
     d = logprobs - ref_logprobs
-    match estimator:
-        case "k1" | "kl":
-            return d
-        case "abs":
-            return d.abs()
-        case "k2" | "mse":
-            return 0.5 * d**2
-        case "k3":
-            return torch.expm1(-d) + d
+    if estimator in ("k1", "kl"):
+        return d
+    if estimator == "abs":
+        return d.abs()
+    if estimator in ("k2", "mse"):
+        return 0.5 * d**2
+    return torch.expm1(-d) + d  # k3
 
 
 def group_rewards(model, r, tokenizer, args):
@@ -570,11 +567,8 @@ def action_logprobs(logprobs, mask, token_level_kl):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, cliprange):
-    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger.
-
-    The gradient is 0 where the ratio has left the clip range in the direction that the advantage favours. If it left in
-    the other direction, the loss is not clipped, and its gradient moves the ratio back.
-    """
+    """Clipped losses (B, T) (PPO, eq. 7), the ratio, and where the clipped loss was the larger. There the gradient is
+    0: the ratio has left the clip range in the direction that the advantage favours."""
     ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
@@ -598,7 +592,7 @@ def update(policy, optimizer, rollout, args):
             optimizer.zero_grad()
             num_actions = rollout.actions[rows].sum() / WORLD_SIZE
             sums = Counter()
-            for index in rollout.micro_batches(rows, args):
+            for index in rollout.micro_batches(rows, args)[RANK::WORLD_SIZE]:
                 r = rollout.select(index)
                 with autocast(args):
                     logits = response_forward(policy, r, args)  # (b, T, V)
@@ -647,7 +641,6 @@ def rollout_stats(rollout, kl_coef):
     """The metrics of a batch before the update, under TRL's names. Scores are those before scaling and clipping."""
     B, mask, score = len(rollout.mask), rollout.mask, rollout.scores.mean().item()
     kl = masked_sum(rollout.kl, mask).item() / B
-    groups = rollout.scores.view(-1, rollout.k)  # (B/k, k)
     k3 = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3")  # (B, T)
     stats = {
         "objective/kl": kl,
@@ -658,7 +651,7 @@ def rollout_stats(rollout, kl_coef):
         "objective/rlhf_reward": score - kl_coef * kl,
         "objective/scores": score,
         "objective/scores_std": rollout.scores.std(correction=0).item(),
-        "objective/equal_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
+        "objective/equal_groups": is_equal(rollout.scores, rollout.k).float().mean().item(),
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": mask.sum(1).float().mean().item(),
@@ -669,6 +662,12 @@ def rollout_stats(rollout, kl_coef):
         stats[f"rewards/{name}/mean"] = known.mean().item()
         stats[f"rewards/{name}/std"] = known.std().item()  # with Bessel's correction, as in TRL
     return stats
+
+
+def is_equal(scores, k):
+    """(B/k,) true where all k scores of a group are equal: then no response is better than another."""
+    groups = scores.view(-1, k)
+    return (groups == groups[:, :1]).all(1)
 
 
 def evaluate(policy, reward_model, reward_fns, prompts, args):
@@ -708,7 +707,7 @@ def show_samples(run, rollout, tokenizer):
 CURVES = {"score": "scores$|/mean$", "KL, nats": "objective/kl$", "share that end": "eos_share$"}  # panels: metrics
 
 
-def load_models(args):
+def load_models(args, needs_reference=True):
     """Loads policy and reward model. The reference is a copy of the policy; with LoRA the policy itself, while its
     adapter is off. None has dropout: rollout, scoring and loss use one distribution."""
     policy = load_model(AutoModelForCausalLM, args.model)
@@ -721,7 +720,7 @@ def load_models(args):
     policy.generation_config.eos_token_id = policy.stop_token_ids or None  # for programs that sample from it later
     policy.generation_config.do_sample = True  # the library refuses to save a temperature without it
     reward_model = load_reward_model(args, policy)
-    reference = policy if args.lora_r else deepcopy(policy).requires_grad_(False)
+    reference = deepcopy(policy).requires_grad_(False) if needs_reference and not args.lora_r else policy
     if args.lora_r:
         add_adapter(policy, args)
     models = [policy, reference, reward_model]
@@ -768,6 +767,10 @@ def load_reward_model(args, policy):
     require(is_causal, f"{args.reward_model} is not a causal model with one label: see rewards/classifier.py")
     model.score = Head(model.score.weight, getattr(model.config, "reward_bias", 0.0))
     model.config.use_cache = False
+    if model.config.pad_token_id == model.tokenizer.eos_token_id and not hasattr(model.config, "reward_bias"):
+        print(
+            f"{args.reward_model}: pad token and EOS are one. It is read at EOS; other libraries read one token before"
+        )
     a, b = policy.tokenizer, model.tokenizer
     model.has_same_tokens = a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
     return model.requires_grad_(False)
@@ -806,10 +809,8 @@ def load_reward_fns(args):
         require(name not in reward_fns, f"--reward-fn: two functions have the name {name!r}")
         reward_fns[name] = load_function(file, name) if file else None
         require(file or name == "reward_model", f"--reward-fn {spec}: should be file.py:name, or reward_model")
-    num_weights = len(args.reward_weights or reward_fns)
-    require(
-        num_weights == len(reward_fns), f"--reward-weights has {num_weights} numbers for {len(reward_fns)} functions"
-    )
+    is_one_each = len(args.reward_weights or reward_fns) == len(reward_fns)
+    require(is_one_each, "--reward-weights needs one number for each function of --reward-fn")
     return reward_fns
 
 
@@ -860,6 +861,9 @@ def load_prompts(args, split, tokenizer):
     for row, ids in zip(rows, encode(texts, tokenizer, is_chat=holds_messages(rows, "prompt"))):
         row["input_ids"] = ids
     prompts = [row for row in rows if len(row["input_ids"]) <= args.max_prompt_length]
+    unknown = [np.mean(row["input_ids"] == tokenizer.unk_token_id) > 0.5 for row in prompts]
+    is_known = tokenizer.unk_token == tokenizer.eos_token or not any(unknown) or np.mean(unknown) < 0.5
+    require(is_known, f"{split}: most words are unknown to the tokenizer of {args.model}: choose another --model")
     if prompts:
         print(f"{split}: {len(prompts)} of {len(rows)} prompts have at most {args.max_prompt_length} tokens")
         print(f"the first one, as the policy reads it: {tokenizer.decode(prompts[0]['input_ids'])!r}")
@@ -1050,7 +1054,11 @@ def autocast(args):
 # --- Processes
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
+    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
+    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
@@ -1270,6 +1278,7 @@ class Run:
             save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
+        self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
@@ -1282,14 +1291,13 @@ def code_version():
     """The name of this script, its version, and the git revision of its folder, if it has one."""
     command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
     git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    weights = state_dict.get_model_state_dict(
-        model, options=state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
     if RANK:
         return
     weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
@@ -1317,10 +1325,9 @@ def describe(folder, args):
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    card = (
-        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
-    )
-    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    code = " ".join(code_version().values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
 

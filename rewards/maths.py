@@ -21,7 +21,7 @@ LONGEST = 4000  # characters that are read, from the end of a completion
 def as_seen(text: str) -> str:
     """The text as a reader sees it: without format characters (Cf), with the signs and digits of ASCII, and with spaces
     around Chinese and Japanese, without which the library finds no number."""
-    text = "".join(char for char in text if category(char) != "Cf")
+    text = normalize("NFC", "".join(char for char in text if category(char) != "Cf"))
     text = re.sub("[！-～\xa0]", lambda char: normalize("NFKC", char[0]), text)  # signs of full width
     text = re.sub("([\u3040-\u30ff\u3400-\u9fff]+)|。", r" \1 ", text)
     return re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)
@@ -35,11 +35,11 @@ def read(text: str) -> list:
 
 
 def right_answers(answer: object) -> list:
-    """The right answers: any entry of a list, nested or not; none for None; `true` or `True` for JSON's true."""
+    """The right answers: any entry of a list, nested or not; none for None or NaN; `true` or `True` for JSON's true."""
     if isinstance(answer, list):
         return [right for part in answer for right in right_answers(part)]
     texts = [str(answer), str(answer).lower()] if isinstance(answer, bool) else [as_seen(str(answer))]
-    return [] if answer is None else [right for text in texts for right in read(text)]
+    return [] if answer is None or answer != answer else [right for text in texts for right in read(text)]
 
 
 def score(completions: list, answer: list, **_) -> list[float | None]:

@@ -39,10 +39,10 @@ def text_of(completion: str | list[dict]) -> str:
 
 
 def right_answers(answer: object) -> list[str]:
-    """The texts that are right: any entry of a list, nested or not; none for None; `true` or `True` for JSON's true."""
+    """The right texts: any entry of a list, nested or not; none for None or NaN; `true` or `True` for JSON's true."""
     if isinstance(answer, list):
         return [text for part in answer for text in right_answers(part)]
-    texts = [] if answer is None else [as_seen(str(answer))]
+    texts = [] if answer is None or answer != answer else [as_seen(str(answer))]
     if isinstance(answer, bool):
         texts.append(str(answer).lower())
     if isinstance(answer, float) and answer.is_integer():

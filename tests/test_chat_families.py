@@ -1,26 +1,12 @@
-"""Ten families of chat models: all scripts and tools read one conversation alike, and end its turns where it ends."""
+"""Ten families of chat models: all scripts read one conversation alike, and end its turns where it ends."""
 
 import json
-import re
-import sys
-import warnings
 
 import pytest
 import torch
 from families import FAMILIES, make_tokenizer, save_family
-from runs import run
-from test_compare import compare
-from test_evaluate import evaluate
-from test_xray import xray
+from runs import NAMES, is_in, run, tokens_read, write_rows
 from transformers import AutoModelForSequenceClassification, GenerationConfig
-
-import chat
-import dpo
-import grpo
-import ppo
-import reward_model
-import rloo
-import sft
 
 TALK = [
     {"role": "user", "content": "The film?"},
@@ -28,130 +14,83 @@ TALK = [
     {"role": "user", "content": "Why?"},
     {"role": "assistant", "content": "It sings."},
 ]
-REWRITE = {"qwen 3", "gpt-oss"}  # what they write for a turn depends on what follows it
+ENDS = {"llama 3": "<|eot_id|>", "gemma 3": "<end_of_turn>", "phi 3.5": "<|end|>", "gpt-oss": "<|return|>"}
+ENDS |= {"mistral": "</s>", "olmo 2": "<|endoftext|>", "granite": "<|end_of_text|>"}  # of the others: <|im_end|>
+QUICK = ["llama 3", "qwen 3", "gemma 3", "gpt-oss"]
+FAMILY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request):
-    return request.param
+def read_with(tokenizer, messages, end):
+    """The ids of a conversation up to and including the token that ends its last turn."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    head, answer, _ = text.rpartition(messages[-1]["content"])
+    return tokenizer(head + answer + end, add_special_tokens=False)["input_ids"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(family):
-    return make_tokenizer(family)
-
-
-@pytest.mark.parametrize("prompt", [TALK[:1], TALK[:3]], ids=["one turn", "two turns"])
-def test_all_scripts_read_one_text(tokenizer, prompt):
-    """That of a rollout: the prompt up to where the assistant speaks, its words, the token that ends its turn. No line
-    break behind it is taught, or read by a reward model."""
-    head = ppo.encode_prompt(prompt, tokenizer)
-    ids, labels = sft.encode_pair(prompt, "It sings.", tokenizer, True)
-    end, _ = ppo.turn_end(tokenizer)
-    assert ids[: len(head)] == head and labels == [sft.IGNORE] * len(head) + ids[len(head) :]
-    assert tokenizer.decode(ids[len(head) :]).endswith(f"It sings.{end}")
-    assert reward_model.encode_whole(prompt, "It sings.", tokenizer) == ids
-    pair = dpo.encode_preference(prompt, "It sings.", "No.", tokenizer)
-    assert pair.prompt + pair.chosen == ids and pair.rejected[-1] == pair.chosen[-1] == ids[-1]
-    (cut,) = reward_model.drop_eos([reward_model.Pair(ids, ids)], tokenizer, 1.0)
-    assert cut.chosen == ids[:-1]
-
-
-def test_the_turns_that_are_trained(family, tokenizer):
-    """All of the assistant's, each with its end; where a template rewrites earlier ones, the last, and it is said."""
-    end, behind = ppo.turn_end(tokenizer)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        ids, labels = sft.encode_messages(TALK, tokenizer, True)
-        assert sft.encode_messages(TALK, tokenizer, False) == (ids, ids)
-    text = "".join("|" if label == sft.IGNORE else tokenizer.decode(label) for label in labels)
-    turns = [turn.partition("It")[2] for turn in re.split(r"\|{2,}", text) if turn]
-    assert turns == [f" is good.{end}", f" sings.{end}"][family in REWRITE :]
-    assert said or family not in REWRITE
-    assert tokenizer.decode(ids) + behind == tokenizer.apply_chat_template(TALK, tokenize=False)
-
-
-QUICK = ["llama 3", "gemma 3", "phi 3.5"]
-OTHERS = [name for name in FAMILIES if name not in QUICK]
-
-
-@pytest.mark.parametrize("name", QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
-@pytest.mark.parametrize("judge", ["its own", "gemma 3"])
-def test_rewards_of_tools_and_training(name, judge, tmp_path):
-    """Both read what the reward model was trained on: the policy's tokens, or its own template of the messages."""
-    policy, own = save_family(name, tmp_path / "policy")
-    folder = save_family(judge, tmp_path / "judge")[1] if judge in FAMILIES else own
-    if folder is None:
+@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("ppo", "sft", "dpo", "reward_model")])
+def test_all_scripts_read_one_conversation_alike(name, family, tmp_path):
+    """The prompt up to where the assistant speaks; behind it the answer, and the token that ends the turn. What is
+    saved stops at the tokens that the makers name, and at this one."""
+    policy, judge = save_family(family, tmp_path)
+    tokenizer = make_tokenizer(family)
+    prompts = [TALK[:1], TALK[:3]] * 4
+    rows = [{"prompt": prompt, "completion": TALK[3:], "chosen": TALK[3:], "rejected": TALK[1:2]} for prompt in prompts]
+    (tmp_path / "r.py").write_text("def f(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]")
+    settings = dict(model=policy, dataset=write_rows(tmp_path / "d.jsonl", rows), batch_size=8)
+    if name == "ppo":
+        settings |= dict(total_episodes=8, response_length=8, reward_fn=(f"{tmp_path}/r.py:f",), num_ppo_epochs=1)
+    if name == "reward_model" and judge is None:
         pytest.skip("the library has no reward model of this family")
-    args = ppo.Args(model=policy, reward_model=folder, device="cpu", micro_batch_size=2)
-    policy = ppo.load_policy(args)
-    model = ppo.load_reward_model(args, policy)
-    rows = [{"prompt": TALK[:1]}, {"prompt": TALK[:3]}, {"prompt": TALK[:1]}]
-    ids = [ppo.encode_prompt(row["prompt"], policy.tokenizer) for row in rows]
-    whole = [sft.encode_pair(row["prompt"], "It sings.", policy.tokenizer, True)[0] for row in rows]
-    written = [both[len(prompt) :] for both, prompt in zip(whole, ids)]
-    written[2] = written[2][:-1]
-    text = policy.tokenizer.decode(written[2], skip_special_tokens=True)
-    letters = [token for x in "It sings." for token in policy.tokenizer(x, add_special_tokens=False)["input_ids"]]
-    written[1] = letters + written[1][-1:]  # as a policy may spell it, and no tokenizer
-    ended = torch.tensor([True, True, False])
-    prompts = ppo.pad(ids, policy.tokenizer, args, "left")
-    responses, mask = ppo.pad(written, policy.tokenizer, args)
-    rollout = ppo.Rollout(*prompts, responses, mask, ended, torch.zeros(mask.shape), rows)
-    trained = ppo.model_reward(model, policy, args)(rollout)
-    settings = evaluate.Args(folder, device="cpu")
-    answers = [
-        evaluate.Answer(*x, policy.tokenizer)
-        for x in zip(rows, [""] * 3, ids, [text, "It sings.", text], written, ended.tolist())
-    ]
-    loaded = evaluate.load_model(AutoModelForSequenceClassification, folder, settings)
-    assert evaluate.model_reward(loaded, settings)(answers) == pytest.approx(trained.tolist(), abs=1e-5)
-    text = "It sings." if folder == own or judge == name else text
-    texts = [reward_model.encode_whole(row["prompt"], text, model.tokenizer) for row in rows]
-    texts[2] = texts[2][:-1]
-    ids, mask = ppo.pad(texts, model.tokenizer, args)
-    with torch.no_grad():
-        rewards = ppo.read_reward(model, ids, mask.long())[::2]
-    assert rewards.tolist() == pytest.approx(trained[::2].tolist(), abs=1e-5)
+    with tokens_read() as read:
+        run(name, tmp_path / "run", **settings)
+    end = ENDS.get(family, "<|im_end|>")
+    for prompt in prompts[:2]:
+        head = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        assert is_in(tokenizer(head, add_special_tokens=False)["input_ids"], read)
+        for answer in (TALK[3], TALK[1]) if name in ("dpo", "reward_model") else (TALK[3],) if name == "sft" else ():
+            whole = read_with(tokenizer, [*prompt, answer], end)
+            assert tokenizer.decode(whole).startswith(head) and is_in(whole, read)
+    if name != "reward_model":
+        stops = {*FAMILIES[family].stops.split(), FAMILIES[family].eos, end}
+        left = GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id
+        assert set(tokenizer.convert_tokens_to_ids([*stops])) == {*([left] if isinstance(left, int) else left)}
 
 
-def test_the_stop_tokens(family, tokenizer, tmp_path):
-    """Those that the makers name, with the tokenizer's."""
-    policy, _ = save_family(family, tmp_path)
-    names = {*FAMILIES[family].stops.split(), FAMILIES[family].eos}
-    assert set(ppo.load_policy(ppo.Args(model=policy)).stop_token_ids) == set(tokenizer.convert_tokens_to_ids([*names]))
+NOTE = """
+import json
+
+def note(prompts, completions, completion_ids, **columns):
+    with open(__file__ + "l", "a") as file:
+        print(json.dumps([prompts, completions, completion_ids]), file=file)
+    return [0.0] * len(prompts)
+"""
 
 
-@pytest.mark.slow
-def test_everything_runs(tmp_path, monkeypatch, capsys):
-    """Six scripts and four tools on all ten families."""
-    (tmp_path / "r.py").write_text("def f(completion_ids, **_):\n    return [sum(ids) for ids in completion_ids]\n")
-    for name in FAMILIES:
-        folder = tmp_path / name.replace(" ", "-")
-        policy, reward = save_family(name, folder)
-        rows = [{"prompt": TALK[:3], "chosen": TALK[3:], "rejected": "No.", "messages": TALK}] * 8
-        (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        data = dict(dataset=f"{folder}/data.jsonl", num_sample_generations=1)
-        rewards = (reward,) if reward else (f"{tmp_path}/r.py:f",)
-        judged = dict(reward_model=reward) if reward else dict(reward_fn=rewards)
-        rollouts = dict(batch_size=4, total_episodes=4, response_length=8, num_ppo_epochs=1) | judged
-        for script in (sft, dpo, ppo, rloo, grpo, *([reward_model] if reward else [])):
-            settings = data | (rollouts if script in (ppo, rloo, grpo) else dict(batch_size=8))
-            if script is grpo:
-                settings |= dict(num_generations=2, reward_fn=("reward_model",) if reward else rewards)
-            run(script, folder / script.__name__, model=policy, **settings)
-            if script is not reward_model:
-                left = GenerationConfig.from_pretrained(folder / script.__name__).eos_token_id
-                assert set(left) == set(ppo.load_policy(ppo.Args(model=policy)).stop_token_ids)
-        sizes = dict(dataset=data["dataset"], device="cpu", response_length=8)
-        args = evaluate.Args(f"{folder}/ppo", reference=policy, reward_fn=rewards, **sizes)
-        summary, _ = evaluate.evaluate(args)
-        assert summary["mean"].notna().all()
-        sides = dict(model=f"{folder}/ppo", other=policy, reward_fn=rewards[0], output_dir=f"{folder}/compare")
-        assert compare.compare(compare.Args(**sides, **sizes))["unjudged"] == 0
-        assert xray.make_page(folder / "grpo")
-        monkeypatch.setattr(sys, "argv", ["chat.py", policy, "--response-length", "8"])
-        lines = iter(["The film?", "why " * 600, "Why?"])
-        monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or (_ for _ in ()).throw(EOFError))
-        chat.main()
-    assert capsys.readouterr().out.count("that is too long") == len(FAMILIES)
+@pytest.mark.parametrize("family", FAMILY)
+def test_a_reward_model_with_another_template_reads_its_own(family, tmp_path):
+    """Of the messages and the response, with the end of a turn if the response ended; the other judge is Gemma, or for
+    Gemma a Llama."""
+    judge = "gemma 3" if family != "gemma 3" else "llama 3"
+    policy, _ = save_family(family, tmp_path / "policy")
+    _, folder = save_family(judge, tmp_path / "judge")
+    (tmp_path / "r.py").write_text(NOTE)
+    rows = [{"prompt": TALK[:1]}, {"prompt": TALK[:3]}] * 4
+    tokenizer, other = make_tokenizer(family), make_tokenizer(judge)
+    words = [(tokenizer.decode([i]), i) for i in range(300, 900)]
+    stops = {word: i for word, i in words if tokenizer(word, add_special_tokens=False)["input_ids"] == [i]}
+    settings = dict(dataset=write_rows(tmp_path / "d.jsonl", rows), batch_size=8, total_episodes=8, num_ppo_epochs=1)
+    settings |= dict(reward_fn=("reward_model", f"{tmp_path}/r.py:note"), response_length=4, stop_token=tuple(stops))
+    (line,) = run("ppo", tmp_path / "run", model=policy, reward_model=folder, **settings)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    rewards, ended = [], []
+    for messages, completion, ids in zip(*json.loads((tmp_path / "r.pyl").read_text())):
+        assert completion[0]["content"] == tokenizer.decode(ids, skip_special_tokens=True).strip()
+        whole = read_with(other, [*messages, *completion], ENDS.get(judge))
+        ended.append(ids[-1] in stops.values())
+        whole = whole if ended[-1] else whole[:-1]
+        with torch.no_grad():
+            states = model.base_model(torch.tensor([whole])).last_hidden_state[0, -1]
+            rewards.append(model.score(states).item())
+    assert line["rewards/reward_model/mean"] == pytest.approx(sum(rewards) / 8, abs=1e-4)
+    assert any(ended) and not all(ended)

@@ -163,10 +163,11 @@ def watched(names: dict, responses: list, images: list) -> None:
     names["response_mask"] = response_mask
 
 
-def batch_as_it_comes(shuffled, lengths: list[int], number: int, size: int, seed: int) -> list[int]:
-    """The rows of batch `number` (0, 1, ...) of endless passes in shuffled order, whatever their lengths."""
-    pass_number, place = divmod(number, math.ceil(len(lengths) / size))
-    return shuffled(len(lengths), seed, pass_number)[place * size :][:size]
+def batches_as_they_come(shuffled, pairs, args):
+    """The batches of all passes in shuffled order, whatever the lengths of their pairs; and how many make a pass."""
+    size = args.batch_size
+    orders = [shuffled(len(pairs), args.seed, number) for number in range(math.ceil(args.num_train_epochs))]
+    return [order[i : i + size] for order in orders for i in range(0, len(pairs), size)], math.ceil(len(pairs) / size)
 
 
 def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, list[dict], list]:
@@ -178,8 +179,8 @@ def run_full(script: str, settings: dict, folder, monkeypatch) -> tuple[list, li
     if "reward_fn" in settings:
         settings = settings | {"reward_fn": (settings["reward_fn"],)}
     module.Run.finish = lambda run: weights.extend(p for group in run.optimizer.param_groups for p in group["params"])
-    if hasattr(module, "length_grouped_batch"):  # a matter of speed, which the short forms leave out
-        module.length_grouped_batch = partial(batch_as_it_comes, module.shuffled)
+    if hasattr(module, "length_grouped_batches"):  # a matter of speed, which the short forms leave out
+        module.length_grouped_batches = partial(batches_as_they_come, module.shuffled)
     module.shift_rewards = lambda model, shift: weights.append(torch.tensor(shift))  # no weight of the short form
     module.train(module.Args(**settings, **FULL[script], output_dir=str(folder / "full"), device="cpu"))
     return responses, [json.loads(line) for line in open(folder / "full/metrics.jsonl")], weights

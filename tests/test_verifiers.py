@@ -1,6 +1,8 @@
 """rewards/: right answers, wrong ones, and what people's models have been found to write."""
 
 import importlib
+import json
+import re
 from io import BytesIO
 
 import pytest
@@ -15,91 +17,72 @@ def one(function, completion, **columns):
     return reward
 
 
-RIGHT = r"""
-so 6 * 12 = 72 #### 72 | 72
-#### $1,234.50 thanks | 1234.5
-hence \boxed{72} | 72
-\boxed{\frac{3}{4}} | 3/4
-\boxed{5}, no: \boxed{7} | 7
-#### 18 | Natalia sold 48/2 = <<48/2=24>>24 #### 18
-\boxed{1{,}000} | #### 1{,}000
-#### −3 | -3
-#### -$7 | -7
-"""
+# Each part has a function and lines: text ; text | answer, in JSON | reward. \n and \u0000 stand for characters.
+TABLE = r"""right_number
+so 6 * 12 = 72\n#### 72 ; hence \boxed{72} | 72 | 1
+#### $1,234.50\nthanks ; \boxed{7}, no: \boxed{1{,}234.5} | "#### 1{,}234.5" | 1
+\boxed{\frac{3}{4}} | "3/4" | 1
+#### 18 | "Natalia sold 48/2 = <<48/2=24>>24\n#### 18" | 1
+#### −7 ; #### -$7 ; #### –7\u00a0… ; \boxed{－7} | -7 | 1
+#### 42。 ; #### 42， ; \boxed{\u200e42।} ; ####\u200b ４２ ; #### \u0664\u0662\u06d4 | 42 | 1
+#### ４２．５％ ; #### \u202e\u0664\u0662\u066b\u0665 ; #### 42.5 | ["x", ["\u200f42.5。", null]] | 1
+#### 42 | "a parabola" | null
+#### 42 | [[], null, true] | null
+72 ; #### ; #### 71 ; #### 1e999999999 ; \boxed{72 ; #### 72 apples and 3 pears ; #### __import__('os') | 72 | 0
+#### 72,5 ; #### 7$2 ; \boxed{7\frac{2}{1}} ; #### 7，2 ; #### 7\u00a02 ; #### 72² ; \boxed{72!} | 72 | 0
+
+last_number
+18 + 17 = 35. ; 有3，4，答案是３５。 ; The answer is 35, I think. | [34, 35] | 1
+The answer is $1,035.00, I think. ; about 1\,035 ; it is $1{,}035.00. | 1035 | 1
+it falls to -5° ; x − 3 = −5. ; it lost -$5 | -5 | 1
+20-5 ; between $3$-$5$. ; (1,\,5) | 5 | 1
+so 1 / 2 ; \frac{3}{4}\frac{1}{2} | "1/2" | 1
+x = -\frac{1}{2} | "-1/2" | 1
+1\frac{1}{2} | "11/2" | 0
+\boxed{\frac{1}{2}} ; 2, or else 36 ; the answer is 3 ; 2.5 ; 6.02e2 | 2 | 0
+
+exact_match
+72 ; 72\u00a0 | 72.0 | 1
+None | null | null
+nan | NaN | null
+caf\u00e9 ; caf\u200be\u0301 | "cafe\u0301" | 1
+한 ; \u1112\u1161\u11ab | "한" | 1
+New York ; New\u00a0York\u200f | ["York", ["New York", null]] | 1
+true ; True | true | 1
+York ; x2 ; True | ["New York", ["x²", false]] | 0
+
+one_sentence
+The cat sat down. ; He said "go home." ; The cat weighs 3.5 kg… ; Quel beau chat\u00a0! » ; What did you say?! | 1
+\u200fהחתול ישב כאן.\u200f ; هل جلست القطة هنا؟ ; Կատուն նստեց գորգի վրա։ ; ድመቷ፡ምንጣፉ፡ላይ፡ተቀመጠች። | 1
+他说：“我回家了。” ; 彼は「もう帰る！」 ; แมวนั่งอยู่บนเสื่อ ; बिल्ली चटाई पर बैठी। ; ឆ្មាអង្គុយលើកន្ទេល។ | 1
+Good morning. ; The cat sat. It slept. ; 1. The cat sat ; The cat sat.\nIt slept. ; The cat sat down | 0
+猫坐下了。它睡着了。 ; 你好!我很好. ; 好吧。 ; 猫が座った ; बिल्ली बैठी। वह सो गई। | 0"""
 
 
-@pytest.mark.parametrize("line", RIGHT.strip().splitlines())
-def test_right_numbers(line):
-    text, answer = (part.replace(" ####", "\n####").replace(" thanks", "\nthanks") for part in line.split(" | "))
-    assert one(verifiers.right_number, text, answer=answer) == 1
-    assert one(verifiers.right_number, [{"role": "assistant", "content": text}], answer=answer) == 1
+def lines():
+    """(function, text, answer, reward) of each text in the table."""
+    for name, *rows in map(str.splitlines, TABLE.split("\n\n")):
+        for texts, *answer, reward in (row.split(" | ") for row in rows):
+            for text in texts.replace("\\n", "\n").split(" ; "):
+                text = re.sub(r"\\u(....)", lambda code: chr(int(code[1], 16)), text)
+                yield name, text, json.loads(answer[0]) if answer else None, json.loads(reward)
 
 
-WRONG = r"""
-72
-####
-#### 71
-#### 1e999999999
-\boxed{72
-#### 72 apples and 3 pears
-#### __import__('os')
-#### 72,5
-#### 7$2
-\boxed{7\frac{2}{1}}
-"""
-LONG = ["", "#### \x00", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### " + "0" * 198 + "725"]
+@pytest.mark.parametrize("name, text, answer, reward", list(lines()))
+def test_what_a_reader_sees_is_compared(name, text, answer, reward):
+    function = getattr(verifiers, name)
+    assert one(function, text, answer=answer) == reward
+    assert one(function, [{"role": "assistant", "content": text}], answer=answer) == reward
 
 
-@pytest.mark.parametrize("text", WRONG.strip().splitlines() + LONG)
-def test_wrong_numbers(text):
+LONG = ["", "#### \x00", "#### " + "9" * 10**6, "\\boxed{" * 10**4, "#### " + "0" * 198 + "725", "。 " * 10**5]
+
+
+@pytest.mark.parametrize("text", LONG)
+@pytest.mark.parametrize("name", ["right_number", "last_number", "exact_match", "one_sentence"])
+def test_long_texts(name, text):
     """None of them raises, or takes any time."""
-    assert one(verifiers.right_number, text, answer=72) == 0.0
-
-
-LAST = """
-18 + 17 = 35. | 35 | 1
-The answer is $1,035.00, I think. | 1035 | 1
-20-5 | 5 | 1
-it falls to -5° | -5 | 1
-x − 3 = −5. | -5 | 1
-it is $1{,}234.50. | 1234.5 | 1
-\\boxed{\\frac{1}{2}} | 2 | 0
-so 1 / 2 | 1/2 | 1
-x = -\\frac{1}{2} | -1/2 | 1
-it lost -$7 | -7 | 1
-about 1\\,234 | 1234 | 1
-1\\frac{1}{2} | 11/2 | 0
-between $5$-$6$. | 6 | 1
-(1,\\,2) | 2 | 1
-\\frac{1}{2}\\frac{3}{4} | 3/4 | 1
-6.02e23 | 23 | 0
-35, or else 36 | 35 | 0
-the answer is 3 | 35 | 0
-35.5 | 35 | 0
-"""
-
-
-@pytest.mark.parametrize("line", LAST.strip().splitlines())
-def test_the_last_number_of_a_text(line):
-    text, answer, reward = line.split(" | ")
-    assert one(verifiers.last_number, text, answer=answer) == int(reward)
-    assert one(verifiers.last_number, text + "9" * 10**5, answer=answer) == 0
-
-
-SENTENCES = """
-The cat sat down. | 1
-He said "go home." | 1
-Good morning. | 0
-The cat sat. It slept. | 0
-1. The cat sat | 0
-The cat sat.\\nIt slept. | 0
-"""
-
-
-@pytest.mark.parametrize("line", SENTENCES.strip().splitlines())
-def test_one_sentence(line):
-    text, _, reward = line.rpartition(" | ")
-    assert one(verifiers.one_sentence, text.replace("\\n", "\n")) == int(reward)
+    assert one(getattr(verifiers, name), text, answer=72) == 0.0
 
 
 def test_polarity():
@@ -110,6 +93,7 @@ def test_polarity():
         for words in ("wonderful", "terrible", "not wonderful", "wet")
     ]
     assert kind > 0.4 and unkind < -0.4 and negated < 0 and abs(plain) < 0.2
+    assert one(sentiment.polarity, "It isn’t won\u200bderful.") == one(sentiment.polarity, "It isn't wonderful.") < 0
 
 
 def test_a_friendly_sentence():
@@ -117,19 +101,12 @@ def test_a_friendly_sentence():
     sentiment = pytest.importorskip("vaderSentiment") and importlib.import_module("rewards.sentiment")
     score = lambda text: one(sentiment.friendly_sentence, text, thing="sea")  # noqa: E731
     assert (
-        score("The sea is wet.") == 0 and score("I love the sea!") == one(sentiment.polarity, "I love the sea!") > 0.4
+        score("I love the sea!") == one(sentiment.polarity, "I love the sea!") > 0.4 and score("The sea is wet.") == 0
     )
     assert score("The sea is wet. It is deep.") == score("The sea is") == score("It is wet.") == pytest.approx(-1 / 3)
     assert score("The sea is water, all water.") == pytest.approx(-1 / 3)
     assert score("It is wet") == pytest.approx(-2 / 3)
-
-
-def test_a_row_without_a_number_to_compare_with():
-    assert one(verifiers.right_number, "#### 3", answer=None) is None
-    assert one(verifiers.right_number, "#### 3", answer="a parabola") is None
-    assert one(verifiers.exact_match, "None", answer=None) is None and one(verifiers.exact_match, "3 ", answer=3) == 1
-    assert one(verifiers.exact_match, "72", answer=72.0) == 1  # as a column with gaps is read
-    assert one(verifiers.countdown, "", target=None, nums=None) is None
+    assert one(sentiment.friendly_sentence, "The caf\u00e9 is wet.", thing="cafe\u0301") == 0
 
 
 @pytest.mark.parametrize(
@@ -143,6 +120,8 @@ def test_a_row_without_a_number_to_compare_with():
         ("<answer>1 + 2 + 3 + 3</answer>", 9, [1, 2, 3], 0),  # one twice
         ("<answer>12 + 3</answer>", 15, [1, 2, 3], 0),  # digits joined
         ("<answer>(1 + 2) * 3", 9, [1, 2, 3], 0),
+        ("<answer>\u200b1\u00a0+ 2</answer>", 3, [1, 2], 1),  # as a reader sees it
+        ("", None, None, None),
     ],
 )
 def test_countdown(text, target, nums, reward):
@@ -183,18 +162,16 @@ def test_tags(line):
 
 
 def test_repetition_penalty():
-    """-(1 - different / all)."""
-    assert one(verifiers.repetition_penalty, "a b c d") == 0
-    assert one(verifiers.repetition_penalty, "a b") == one(verifiers.repetition_penalty, "") == 0
-    assert one(verifiers.repetition_penalty, "a a a a a") == pytest.approx(-(1 - 1 / 3))
-    assert one(verifiers.repetition_penalty, "A b c a B c") == pytest.approx(-(1 - 3 / 4))
+    """-(1 - different / all) of the tokens, so that no spaces are needed."""
+    ids = [[1, 2, 3, 4], [1, 2], [], [1, 1, 1, 1, 1], [1, 2, 3, 1, 2, 3]]
+    rewards = verifiers.repetition_penalty(completions=["喵喵喵喵喵"] * 5, completion_ids=ids)
+    assert rewards == pytest.approx([0, 0, 0, 1 / 3 - 1, 3 / 4 - 1])
 
 
 def test_overlong_penalty():
-    """DAPO, eq. 13: longest 10, buffer 4."""
-    penalty = verifiers.overlong_penalty(10, 4)
-    lengths = [0, 6, 7, 8, 9, 10, 11, 50]
-    assert penalty(completion_ids=[[0] * n for n in lengths]) == [0, 0, -0.25, -0.5, -0.75, -1, -1, -1]
+    penalty = verifiers.overlong_penalty(longest=10, buffer=4)  # DAPO, eq. 13
+    ids = [[0] * n for n in (0, 6, 7, 8, 9, 10, 11, 50)]
+    assert penalty(completion_ids=ids) == [0, 0, -0.25, -0.5, -0.75, -1, -1, -1]
 
 
 PROGRAMS = [
@@ -217,6 +194,17 @@ def test_programs(text, parses, defines, recwarn):
     assert one(python_code.parses, text) == parses and one(python_code.defines, text, entry_point="f") == defines
     assert one(python_code.parses, [{"role": "assistant", "content": text}]) == parses and not recwarn
     assert one(python_code.defines, text, entry_point=None) is None
+
+
+def test_names_and_formulas_as_a_reader_sees_them(monkeypatch):
+    monkeypatch.syspath_prepend("rewards")
+    assert importlib.import_module("calculator").calculate("１０\u00a0− \u200b２") == "8"
+    assert one(python_code.defines, "```python\ndef caf\u00e9(): pass\n```", entry_point="cafe\u0301") == 1
+    maths = pytest.importorskip("math_verify") and importlib.import_module("rewards.maths")
+    maths.SECONDS = 60  # of the clock, on any machine
+    for text in ("答案是４２。", "\\boxed{42。}", "\\boxed{\u200e42}", "\\boxed{\u0664\u0662}"):
+        assert one(maths.score, text, answer=["41", [42]]) == one(maths.score, text, answer="４２") == 1
+    assert one(maths.score, "\\boxed{true}", answer=True) == 1 and one(maths.score, "42", answer=[[], None]) is None
 
 
 def test_kilobytes_of_a_jpeg():

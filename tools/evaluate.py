@@ -87,16 +87,16 @@ def evaluate(args):
         policy.environment = load_function(args.env)
     reference = load_policy(args.reference, settings) if args.reference else None
     if reference is not None:
-        check_length(reference, longest)
         is_alike = reference.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
         require(is_alike, f"{args.reference} has another tokenizer than {args.model}: there is no KL between them")
+        check_length(reference, longest)
     torch.manual_seed(args.seed)
     figures, texts = [], []
     size = max(1, args.batch_size // args.num_generations)  # whole prompts: a reward function may compare answers
     for i in tqdm(range(0, len(rows), size), desc="evaluating"):
         batch = [row for row in rows[i : i + size] for _ in range(args.num_generations)]
         if args.env:
-            r = agent.play_batch(policy, [batch], settings)  # 1
+            r = play(policy, batch, args)  # 1
             written = r.written  # (B, T), false on what the environment wrote
             texts += [agent.transcript(*episode, policy.tokenizer) for episode in zip(r.responses, r.mask, r.written)]
         else:
@@ -124,6 +124,15 @@ def evaluate(args):
     return pandas.DataFrame({"mean": means.mean(), "standard error": means.sem()}), lines
 
 
+def play(policy, rows, args):
+    """Plays an episode from each row."""
+    names = ("response_length", "temperature", "local_rollout_forward_batch_size", "bf16", "device")
+    settings = {name: getattr(settings_of(args), name) for name in names}
+    settings = agent.Args(max_turns=args.max_turns, **settings)
+    settings.num_generations = 1  # nothing is compared within a group
+    return agent.play_batch(policy, [rows], settings)
+
+
 def kl_estimates(policy, reference, r, written, args):
     """k1 and k3 (B,) of each answer, in nats, over the tokens that the policy wrote (B, T)."""
     settings = replace(settings_of(args), temperature=args.temperature or 1.0)
@@ -145,8 +154,9 @@ def line_of(row, results):
 
 
 def settings_of(args):
-    """The settings of a script for these answers."""
-    settings = dict(
+    """The settings of ppo.py for these answers."""
+    return ppo.Args(
+        model=args.model,
         dataset=find(args.dataset),
         dataset_config=args.dataset_config,
         max_prompt_length=args.max_prompt_length,
@@ -157,11 +167,6 @@ def settings_of(args):
         bf16=args.bf16,
         device=args.device,
     )
-    if not getattr(args, "env", None):
-        return ppo.Args(**settings)
-    settings = agent.Args(env=args.env, max_turns=args.max_turns, **settings)
-    settings.num_generations = 1  # nothing is compared within a group
-    return settings
 
 
 def find(name):
@@ -207,7 +212,7 @@ def load_prompts(args, tokenizer):
     split = "train" if Path(find(args.dataset)).is_file() else args.split
     with reading(args.dataset):
         rows = ppo.load_prompts(settings_of(args), split, tokenizer)
-    require(rows, f"{args.dataset} has no prompts to evaluate on: see --split {split} and --max-prompt-length")
+    require(rows, f"{args.dataset} has no prompts of --split {split} and --max-prompt-length {args.max_prompt_length}")
     return rows[: args.num_prompts]
 
 
