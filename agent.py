@@ -38,7 +38,7 @@ Three mistakes raise no error. With answers in the loss, the policy learns to im
 tokens in the loss, it does not learn to end its turn. If each turn decodes the stream and encodes it again, the loss
 may see other tokens than those sampled.
 
-Papers (arXiv): GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; losses: DAPO 2503.14476, Dr. GRPO
+Papers: GRPO 2402.03300; several turns: RAGEN 2504.20073, Search-R1 2503.09516; losses: DAPO 2503.14476, Dr. GRPO
 2503.20783, MaxRL 2602.02710. In short: lecture/agent.py, 310 lines.
 
   python agent.py    # guess a number: offline, two minutes on a CPU, guesses 4.3 -> 3.5
@@ -232,12 +232,12 @@ class Rollout:
     prompts: Tensor  # (B, P), left-padded
     prompt_mask: Tensor  # (B, P), true on real tokens
     responses: Tensor  # (B, T), the streams, right-padded
-    mask: Tensor  # (B, T), true until the episode is over
-    ended: Tensor  # (B,), true if the environment ended the episode, after a stop token
     old_logprobs: Tensor  # (B, T), under the policy that sampled the responses
+    mask: Tensor  # (B, T), true until the episode is over
     written: Tensor  # (B, T), true on tokens from the policy, not from the environment
     turn: Tensor  # (B, T), number of turns that the policy has finished
     rewards: Tensor  # (B, T), the reward of a turn, on its last token
+    ended: Tensor  # (B,), true if the environment ended the episode, after a stop token
     rows: list[dict]  # the B rows of the dataset
     scores: Tensor | None = None  # (B,), the sum of the rewards
     ref_logprobs: Tensor | None = None  # (B, T), with --beta
@@ -305,54 +305,53 @@ def sample_categorical(logits, uniforms):
 
 @torch.no_grad()
 def play(policy, rows, prompts, prompt_mask, uniforms, args):
-    """Streams (B, T) after prompts (B, P), one per row of the dataset, from uniforms (B, response_length).
+    """Streams (B, T) after prompts (B, P), one per row of the dataset, from uniforms (B, T).
 
-    Also returns mask, ended (B,), logprobs, written, turn and rewards, each (B, T) but `ended`. In each step, the next
-    token of a row comes from the environment's answer, if some of it is left, and else from the policy. Tokens after
-    the end of an episode do not count. Sampled tokens are never encoded again: only the answer is encoded. A turn that
-    the end of the stream cuts off goes to the game as it is.
+    Also returns logprobs, mask, written, turn and rewards, all (B, T), and ended (B,). In each step, the next token of
+    a row comes from the environment's answer, if some of it is left, and else from the policy. Tokens after the end of
+    an episode do not count. Sampled tokens are never encoded again: only the answer is encoded. A turn that the end of
+    the stream cuts off goes to the game as it is, and the episode keeps its rewards.
     """
     B, T = uniforms.shape
     games = [policy.environment(deepcopy(row)) for row in rows]
     answers = [[] for _ in games]  # tokens of each row's answer that are still to be added
     starts = [0] * B  # where the current turn of each row begins
-    over, ended = torch.zeros(2, B, dtype=torch.bool)  # on the CPU, like the environments, which need each token
-    finished = torch.zeros(B, dtype=torch.long)  # number of turns that the policy has finished
-    stream, turn = torch.zeros(2, B, T, dtype=torch.long)
-    mask, written = torch.zeros(2, B, T, dtype=torch.bool)
-    logprobs, rewards = torch.zeros(2, B, T)
-    stops = stream.new_tensor(policy.stop_token_ids)
+    over = torch.zeros(B, dtype=torch.bool)  # whether the episode is over
+    ended = torch.zeros(B, dtype=torch.bool)  # whether the game ended it, after a stop token
+    turn = torch.zeros(B, dtype=torch.long)  # number of turns that the policy has finished
+    stream = torch.zeros(B, T, dtype=torch.long)
+    rewards = torch.zeros(B, T)
+    columns = []  # of logprobs, mask, written and turn, (B,) each
+    stops = torch.tensor(policy.stop_token_ids)
     cache = OneTypeCache(config=policy.config, max_cache_len=prompts.shape[1] + T)
     tokens = prompts  # (B, P), then (B, 1): the cache keeps the rest
     attention_mask = prompt_mask.long()  # (B, P), one column more after each pass
     for t in range(T):
         output = forward(policy, tokens, attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = output.logits[:, -1].float() / args.temperature  # (B, V)
-        drawn, logprobs[:, t] = sample_categorical(logits, uniforms[:, t])
-        mask[:, t] = ~over
-        written[:, t] = ~over & torch.tensor([not answer for answer in answers])
-        turn[:, t] = finished
+        drawn, logprob = sample_categorical(logits, uniforms[:, t])
+        writes = ~over & torch.tensor([not answer for answer in answers])  # (B,)
+        columns.append((logprob.cpu(), ~over, writes, turn.clone()))
         pairs = zip(answers, drawn.tolist())
         stream[:, t] = torch.tensor([answer.pop(0) if answer else token for answer, token in pairs])
         tokens = stream[:, [t]].to(prompts.device)  # (B, 1)
 
-        turn_ends = written[:, t] & (torch.isin(stream[:, t], stops) | (t == T - 1))  # (B,)
-        finished += turn_ends
+        turn_ends = writes & (torch.isin(stream[:, t], stops) | (t == T - 1))  # (B,)
+        turn += turn_ends
         for i in turn_ends.nonzero().flatten().tolist():
             text = policy.tokenizer.decode(stream[i, starts[i] : t + 1], skip_special_tokens=True)
             answer, reward, is_over = games[i].step(text)
             rewards[i, t] = reward or 0.0  # None counts as 0
             ended[i] = is_over and stream[i, t] in stops
-            over[i] = is_over or finished[i] == args.max_turns
+            over[i] = is_over or turn[i] == args.max_turns
             if not over[i]:
                 answers[i] = encode_answer(answer, games[i], rows[i], policy)
             starts[i] = t + 1 + len(answers[i])
         if over.all():
             break
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
-    stream = stream.masked_fill(~mask, policy.tokenizer.pad_token_id)
-    episodes = stream, mask, ended, logprobs.masked_fill(~written, 0.0), written, turn, rewards
-    return [x.to(prompts.device) for x in episodes]
+    columns = [F.pad(torch.stack(column, 1), (0, T - 1 - t)) for column in zip(*columns)]  # (B, T) each
+    return [x.to(prompts.device) for x in (stream, *columns, rewards, ended)]
 
 
 def encode_answer(answer, game, row, policy):
@@ -525,18 +524,15 @@ def update(policy, optimizer, rollout, args):
                 losses, ratio, clipped = policy_loss(logprobs, r.old_logprobs, r.advantages, r.loss_mask, *bounds)
                 kl = torch.zeros_like(losses)  # (b, T)
                 if args.beta:  # Schulman's k3, times the ratio, so that its gradient is that of the KL
-                    k1 = logprobs - r.ref_logprobs
+                    k1 = (logprobs - r.ref_logprobs).masked_fill(~r.loss_mask, 0.0)
                     kl = (torch.expm1(-k1) + k1) * ratio
                 weights = token_weights(r.loss_mask, num_rows, num_tokens, args)  # (b, T)
-                loss = masked_sum((losses + args.beta * kl) * weights, r.loss_mask)
-                loss.backward()
+                masked_sum((losses + args.beta * kl) * weights, r.loss_mask).backward()
                 seen = {"kl": kl, "entropy": entropy, "val/ratio": ratio, "clip_ratio/region_mean": clipped}
                 seen |= {"policy/first_ratio_error": (ratio - 1).abs(), "tokens": torch.ones_like(ratio)}
                 sums.update({name: masked_sum(x.detach(), r.loss_mask) for name, x in seen.items()})  # a Counter adds
-                sums["loss"] += loss.detach()
             sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
             log = {name: x / max(1, sums["tokens"]) for name, x in sums.items()}
-            log["loss"] = sums["loss"] / WORLD_SIZE
             log["grad_norm"] = clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item()
             logs.append(log)
             if math.isfinite(log["grad_norm"]):  # otherwise the step would turn the weights into NaN
@@ -573,7 +569,7 @@ def evaluate(policy, prompts, args):
     rows = prompts + prompts[: -len(prompts) % WORLD_SIZE]  # equally many for each process
     rollout = play_batch(policy, rows, replace(args, temperature=0.01))
     stats = rollout_stats(rollout.select(torch.arange(len(prompts), device=args.device)), 1)
-    return {f"eval/{name}": stats[name] for name in ("objective/scores", "turns", "ended", "completions/mean_length")}
+    return {"eval/scores": stats["reward"], "eval/turns": stats["turns"], "eval/ended": stats["ended"]}
 
 
 def check_update(stats, step):
@@ -636,16 +632,15 @@ def choose_sizes(args, policy, prompts):
     rate = max(3e-6, 1e-5 * (124e6 / size) ** 0.6) * (10 if args.lora_r else 1)
     rate = args.learning_rate or float(f"{rate:.2g}")
     rows = args.micro_batch_size or max(1, (2048 if args.device == "cpu" else 8192) // longest)
-    parts = math.lcm(args.num_mini_batches * WORLD_SIZE, args.num_generations)
+    parts = math.lcm(args.num_generations, args.num_mini_batches * WORLD_SIZE)
     num_updates = args.total_episodes // args.batch_size
-    is_whole = args.batch_size % parts == 0 and num_updates > 0
-    message = (
-        f"--batch-size {args.batch_size} is no multiple of {parts} (groups, mini-batches, processes), or too large"
+    fits = args.batch_size % parts == 0 and num_updates > 0
+    require(
+        fits, f"{args.batch_size} episodes are no multiple of {parts} (group, mini-batches x processes), or too many"
     )
-    require(is_whole, message)
     print(f"policy: {args.model}, {size / 1e6:.2f}M parameters on {args.device}, learning rate {rate:.2g}")
     print(
-        f"{num_updates} updates, each of {args.batch_size} episodes in {args.num_mini_batches} mini-batches, {rows} at a time"
+        f"{num_updates} updates of {args.batch_size} episodes in {args.num_mini_batches} mini-batches, {rows} at a time"
     )
     sizes = {"learning_rate": rate, "micro_batch_size": rows}
     sizes["local_rollout_forward_batch_size"] = args.local_rollout_forward_batch_size or 4 * rows

@@ -87,7 +87,6 @@ from transformers.activations import ACT2FN, GELUTanh
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 VERIFIER = f"{TOY.parent}/rewards/verifiers.py:right_number"
 
@@ -808,7 +807,7 @@ def load_models(args, needs_reference=True):
     reward_model = load_reward_model(args, policy)
     reference = deepcopy(policy).requires_grad_(False) if needs_reference and not args.lora_r else policy
     if args.lora_r:
-        add_adapter(policy, args)
+        add_adapter(policy, args, "CAUSAL_LM")
     models = [policy, reference, reward_model]
     for model in filter(None, dict.fromkeys(models)):
         place(model, args)

@@ -85,7 +85,6 @@ from transformers.activations import ACT2FN, GELUTanh
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-VERSION = "2026.11"  # as in CITATION.cff
 TOY = Path(__file__).resolve().parent / "toy"  # the embedded models and data
 
 # Processes of torchrun. All read the same data and draw the same random numbers; each computes its share of a batch
@@ -122,8 +121,6 @@ class Args:
     normalize_reward: bool = False  # shift and scale scores to mean 0, variance 1, before the KL (TRL, REINFORCE++)
     reward_clip_range: Positive = 10.0  # normalised scores are clipped to +- this (TRL, REINFORCE++)
     normalize_advantage: bool = False  # shift and scale advantages to mean 0, variance 1 (TRL, REINFORCE++)
-    ratio_threshold: Positive | None = None  # skip a step if its mean ratio exceeds this
-    target_kl: Positive | None = None  # end an update once policy/approxkl_avg exceeds 1.5 times this (TRL 0.7)
     # --- KL to the reference ---
     # weight of the KL in the reward (TRL 0.16). Too low: the policy exploits the reward; too high: it hardly moves
     kl_coef: Annotated[NonNegative, alias("--init-kl-coef", "--beta")] = 0.05
@@ -584,8 +581,7 @@ def update(policy, optimizer, rollout, args):
     means over actions (of the entropy, over tokens) and over gradients.
     """
     totals = Counter()  # over actions or tokens
-    norms = []
-    num_steps = 0
+    norms = []  # of the gradients
     for _ in range(args.num_ppo_epochs):
         order = torch.randperm(args.batch_size).to(args.device)
         for rows in order.split(args.batch_size // args.num_mini_batches):  # (b,) row numbers
@@ -613,27 +609,20 @@ def update(policy, optimizer, rollout, args):
                 seen = {"entropy": entropy, "error": error, "tokens": torch.ones_like(error)}
                 sums.update({name: masked_sum(x, r.mask) for name, x in seen.items()})
             sums = dict(zip(sums, all_reduce(torch.stack(list(sums.values()))).tolist()))
-            if not totals:
-                first_error = sums["error"] / sums["tokens"]  # before the first step
+            if not norms:
+                first_error = sums["error"] / sums["tokens"]
             totals.update(sums)
-            is_too_far = args.target_kl and sums["policy/approxkl_avg"] / sums["actions"] > 1.5 * args.target_kl
-            if is_too_far:  # also ends the outer loop
-                break
-            if args.ratio_threshold and sums["val/ratio"] / sums["actions"] > args.ratio_threshold:
-                continue
             norms.append(clip_gradient(optimizer.param_groups[0]["params"], args.max_grad_norm).item())
             if math.isfinite(norms[-1]):  # otherwise the step would turn the weights into NaN
                 optimizer.step()
-                num_steps += 1
-        if is_too_far:
-            break
     optimizer.zero_grad()
     stats = {name: x / totals["actions"] for name, x in totals.items() if "/" in name}
     stats["val/ratio_var"] = max(0.0, totals["ratio_squared"] / totals["actions"] - stats["val/ratio"] ** 2)
     stats["policy/entropy_avg"] = totals["entropy"] / totals["tokens"]
-    stats["policy/first_ratio_error"] = first_error
-    stats["val/skipped_steps"] = args.num_ppo_epochs * args.num_mini_batches - num_steps
-    return stats | ({"policy/grad_norm": float(np.mean(norms))} if norms else {})
+    stats["policy/first_ratio_error"] = first_error  # before the first step
+    stats["policy/grad_norm"] = sum(norms) / len(norms)
+    stats["val/skipped_steps"] = len(norms) - sum(map(math.isfinite, norms))
+    return stats
 
 
 # === End of the algorithm. Next: its metrics, then what every program of this kind needs =============================
@@ -641,6 +630,7 @@ def rollout_stats(rollout, kl_coef):
     """The metrics of a batch before the update, under TRL's names. Scores are those before scaling and clipping."""
     B, mask, score = len(rollout.mask), rollout.mask, rollout.scores.mean().item()
     kl = masked_sum(rollout.kl, mask).item() / B
+    groups = rollout.scores.view(-1, rollout.k)  # (B/k, k)
     k3 = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k3")  # (B, T)
     stats = {
         "objective/kl": kl,
@@ -651,7 +641,7 @@ def rollout_stats(rollout, kl_coef):
         "objective/rlhf_reward": score - kl_coef * kl,
         "objective/scores": score,
         "objective/scores_std": rollout.scores.std(correction=0).item(),
-        "objective/equal_groups": is_equal(rollout.scores, rollout.k).float().mean().item(),
+        "objective/equal_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
         "val/num_eos_tokens": rollout.ended.sum().item(),
         "val/eos_share": rollout.ended.float().mean().item(),
         "val/response_length": mask.sum(1).float().mean().item(),
@@ -662,12 +652,6 @@ def rollout_stats(rollout, kl_coef):
         stats[f"rewards/{name}/mean"] = known.mean().item()
         stats[f"rewards/{name}/std"] = known.std().item()  # with Bessel's correction, as in TRL
     return stats
-
-
-def is_equal(scores, k):
-    """(B/k,) true where all k scores of a group are equal: then no response is better than another."""
-    groups = scores.view(-1, k)
-    return (groups == groups[:, :1]).all(1)
 
 
 def evaluate(policy, reward_model, reward_fns, prompts, args):
@@ -722,7 +706,7 @@ def load_models(args, needs_reference=True):
     reward_model = load_reward_model(args, policy)
     reference = deepcopy(policy).requires_grad_(False) if needs_reference and not args.lora_r else policy
     if args.lora_r:
-        add_adapter(policy, args)
+        add_adapter(policy, args, "CAUSAL_LM")
     models = [policy, reference, reward_model]
     for model in filter(None, dict.fromkeys(models)):
         place(model, args)

@@ -216,9 +216,9 @@ def load_texts(args, split, tokenizer, limit):
     del found
     num_cut = 0
     for first in tqdm(range(0, len(texts), 1000), desc="encoding", disable=len(texts) < 20_000):
-        numbers, prompts, wholes = zip(*texts[first : first + 1000])
+        numbers, prompts, answers = zip(*texts[first : first + 1000])
         heads = encode(prompts, tokenizer, is_chat=kind is list)
-        wholes = encode(wholes, tokenizer, is_chat=kind is list)
+        wholes = encode([*map(str.__add__, prompts, answers)], tokenizer, is_chat=kind is list)
         for i, (number, prompt, head, ids) in enumerate(zip(numbers, prompts, heads, wholes), first):
             begins = np.array_equal(head, ids[: len(head)])
             message = "its tokens do not begin with those of its prompt alone: does the prompt end with a space?"
@@ -249,14 +249,14 @@ def has_label(text):
 
 
 def read_texts(row, kind, columns, tokenizer, args):
-    """The texts of a row, each after its prompt: one, or one for each answer of the assistant in `messages`."""
+    """The texts of a row as pairs of prompt and answer: one, or one for each answer of the assistant in `messages`."""
     named = f"no {' and '.join(columns)} of the type {kind.__name__}"
     check(has_form(row, kind, *columns), f"{named}: should be text; prompt and completion; or messages, in all rows")
     if kind is str:
         prompt = row["prompt"] if "prompt" in columns else ""
         answer = row[columns[-1]]
         check(answer.strip(), f"its {columns[-1]} is empty")
-        return [(prompt, prompt + answer)]
+        return [(prompt, answer)]
     messages = [message for name in columns for message in row[name]]
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     answers = [i for i, role in enumerate(roles) if role == "assistant"]
@@ -269,10 +269,8 @@ def read_texts(row, kind, columns, tokenizer, args):
         check(i and roles[i - 1] == "user", "an answer does not follow a message of the user")
         prompt = render(messages[:i], row, tokenizer, add_generation_prompt=True)
         whole = render_answer(messages[: i + 1], row, tokenizer)
-        check(
-            whole.startswith(prompt), f"the chat template writes something else than {prompt[-30:]!r} before an answer"
-        )
-        texts.append((prompt, whole))
+        check(whole.startswith(prompt), f"the chat template writes something else than {prompt[-30:]!r} before an answer")
+        texts.append((prompt, whole.removeprefix(prompt)))
     return texts
 
 
@@ -382,11 +380,7 @@ def show_samples(run, policy, texts, limit, args):
 
 
 # --- Models and data --------------------------------------------------------------------------------------------------
-CURVES = {
-    "loss, nats per token": "loss$",
-    "share of tokens right": "accuracy$",
-    "gradient norm": "grad_norm$",
-}  # panels
+CURVES = {"loss, nats per token": "loss$", "share of tokens right": "accuracy$", "gradient norm": "grad_norm$"}  # panels
 
 
 def load_policy(args):
@@ -569,7 +563,11 @@ def autocast(args):
 # --- Processes
 def start(args):
     """Joins the processes of torchrun, if it started this one, and configures the libraries."""
+    is_new = args.resume or RANK or not args.output_dir or not Path(args.output_dir).exists()
+    require(is_new, f"{args.output_dir} exists: choose another --output-dir, or continue with --resume")
     require("RANK" in os.environ or not args.zero_stage, "--zero-stage needs torchrun --nproc-per-node N")
+    if args.bf16 and args.device == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        print("--bf16: this CPU has no bfloat16 products, so float32 is many times as fast")
     ACT2FN["gelu_new"] = GELUTanh  # GPT-2's activation, in one operator instead of eight
     logging.set_verbosity_error()  # transformers would report each new head
     logging.disable_progress_bar()
@@ -768,6 +766,7 @@ class Run:
             save_model(self.models["ema"], self.output / "ema", self.args)
         if RANK:
             return
+        self.file.close()
         describe(self.output, self.args)
         print(f"saved in {self.output}: the model, its card, metrics.jsonl and curves.png")
         if self.step < self.num_steps:
@@ -780,14 +779,13 @@ def code_version():
     """The name of this script, its version, and the git revision of its folder, if it has one."""
     command = ["git", "describe", "--always", "--dirty"]  # dirty: with uncommitted changes
     git = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    return {"script": Path(__file__).name, "version": VERSION, "revision": git.stdout.strip()}
+    return {"script": Path(__file__).name, "version": "2026.11", "revision": git.stdout.strip()}
 
 
 def save_model(model, folder, args):
     """Saves the model (safetensors) and its tokenizer; with LoRA the adapter, and in merged/ the complete model."""
-    weights = state_dict.get_model_state_dict(
-        model, options=state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
     if RANK:
         return
     weights = {name: x for name, x in weights.items() if name not in model.all_tied_weights_keys}
@@ -815,10 +813,9 @@ def describe(folder, args):
     defaults = asdict(Args())
     changed = [f"{name}={x!r}" for name, x in asdict(args).items() if x != defaults[name]]
     metrics = [f"{name} {x:.4g}" for name, x in lines.ffill().iloc[-1].items()]
-    card = (
-        f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {Path(__file__).name} {VERSION} from {args.model}, with the "
-    )
-    card += f"data {args.dataset}.\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
+    code = " ".join(code_version().values())
+    card = f"---\ntags: [{Path(__file__).stem}]\n---\nMade by {code} from {args.model}.\n\n"
+    card += f"Data: {args.dataset}\n\nSettings: {', '.join(changed)}\n\nLast metrics: {', '.join(metrics)}\n"
     (folder / "README.md").write_text(card)
 
 

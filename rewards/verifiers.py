@@ -4,8 +4,8 @@
 
 They have the signature of TRL's reward functions, f(prompts, completions, **columns): they get lists of texts or
 messages, and each column of the dataset by its name, and return one number per row. They compare texts as a reader sees
-them, whatever the characters behind. A model's text is never run: Python's parser reads an expression, and only + - * /
-of integers are computed, so `9**9**9` or a call takes no time and earns 0.
+them (`as_seen`). A model's text is never run: Python's parser reads an expression, and only + - * / of integers are
+computed, so `9**9**9` or a call takes no time and earns 0.
 """
 
 import ast

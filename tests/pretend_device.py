@@ -4,24 +4,18 @@ Its tensors hold memory of the host, and behave as CUDA's do where a program for
 - an operator on tensors of both devices raises, with its name, but for numbers (0-dim CPU tensors) and CPU indices;
 - `.numpy()` and generators of the CPU raise; what is drawn on the device is not what the CPU draws from the same seed;
 - what makes the host wait for the device (`item`, `tolist`, `bool`, boolean masks, copies to the CPU) is counted as a
-  read, by the line of the script that asked for it: `with count() as counts`;
-- processes speak through gloo, if their group was made for this device; for tensors of the CPU it needs another one.
-Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). What they cannot do: run on a
-stream of their own, so nothing is asynchronous and no race is seen; measure memory; compile. Backward passes run in a
-thread of autograd's, outside of any line of a script. All processes share device 0. The kernels are the CPU's: times,
-and the rounding of TF32 and of bfloat16, say nothing of a GPU's.
+  read, by the function of the script that asked for it: `with count() as counts`.
+Built on PyTorch's Python backends (torch.utils.backend_registration, experimental). Nothing is asynchronous, memory is
+not measured, and the kernels are the CPU's: times and rounding say nothing of a GPU's.
 """
 
-import runpy
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -34,38 +28,28 @@ aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
-FACTORIES = {aten.empty.memory_format, aten.empty_strided.default}
-PRODUCTS = ["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scaled_dot_product_attention"]
 own_generator = torch.Generator()
 counting = []  # the counts that are open
 
 
 @contextmanager
-def count() -> Iterator[Counter]:
-    """Counts the reads within this context, by line, such as `ppo.py:455`."""
+def count():
+    """Counts the reads within this context, by function of the script."""
     reads = Counter()
     counting.append(reads)
-    try:
-        yield reads
-    finally:
-        counting.pop()
+    yield reads
+    counting.pop()
 
 
-def line_of_script() -> str:
-    """The innermost line of a file at the root of the repository (or in lecture/) that is being run."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        folder, _, name = frame.f_code.co_filename.rpartition("/")
-        if folder in (ROOT, f"{ROOT}/lecture"):
-            return f"{name}:{frame.f_lineno}"
+def note_read():
+    """The host waits here, for the outermost function behind train() of a file at the root of the repository."""
+    frame, found = sys._getframe(1), "elsewhere"
+    while frame is not None and frame.f_code.co_name != "train":
+        if frame.f_code.co_filename.rpartition("/")[0] == ROOT:
+            found = frame.f_code.co_name
         frame = frame.f_back
-    return "elsewhere"
-
-
-def note_read() -> None:
-    """The host waits here."""
     for reads in counting:
-        reads[line_of_script()] += 1
+        reads[found] += 1
 
 
 class PretendTensor(torch.Tensor):
@@ -74,18 +58,18 @@ class PretendTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor):
+    def __new__(cls, raw):
         layout = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
         tensor = torch.Tensor._make_wrapper_subclass(cls, raw.shape, **layout, device=HERE)
         tensor.raw = raw
         return tensor
 
-    def tolist(self) -> list:
+    def tolist(self):
         """Numbers, as of any tensor; PyTorch does not do it for subclasses."""
         note_read()
         return self.raw.tolist()
 
-    def __format__(self, spec: str) -> str:
+    def __format__(self, spec):
         return format(self.tolist(), spec)
 
     def numpy(self, **_):
@@ -94,8 +78,8 @@ class PretendTensor(torch.Tensor):
 
     __array__ = numpy
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The host's, which FSDP2 frees, and by which libraries know tied weights when they save."""
+    def untyped_storage(self):
+        """The host's, by which libraries know tied weights when they save."""
         return self.raw.untyped_storage()
 
     @classmethod
@@ -103,26 +87,25 @@ class PretendTensor(torch.Tensor):
         return execute(operator, args, dict(kwargs or {}))
 
 
-def is_ours(x: object) -> bool:
+def is_ours(x):
     return isinstance(x, PretendTensor)
 
 
-def raw(x: object) -> object:
+def raw(x):
     """The CPU tensor of a tensor of the device; anything else as it is."""
     return x.raw if is_ours(x) else x
 
 
-def wrap(x: object) -> object:
+def wrap(x):
     """A CPU tensor as one of the device; anything else as it is."""
     return PretendTensor(x) if isinstance(x, torch.Tensor) and not is_ours(x) else x
 
 
-def tensors_in(*values: object) -> list[torch.Tensor]:
-    """All tensors in nested lists and dicts."""
+def tensors_in(*values):
     return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
-def check(operator, args: tuple, kwargs: dict) -> None:
+def check(operator, args, kwargs):
     """Refuses what CUDA refuses: tensors of two devices, and random numbers of the CPU's generator."""
     if operator in COPIES:
         return
@@ -137,13 +120,11 @@ def check(operator, args: tuple, kwargs: dict) -> None:
         raise RuntimeError(f"{operator.name()}: expected a generator of the device {NAME}, but found one of the CPU")
 
 
-def execute(operator, args: tuple, kwargs: dict) -> object:
+def execute(operator, args, kwargs):
     """Runs an operator on the CPU tensors behind those of the device."""
-    schema = operator._schema
-    takes = {argument.name for argument in schema.arguments}
-    tensors = tensors_in(args, kwargs)
+    takes = {argument.name for argument in operator._schema.arguments}
     device = kwargs.pop("device", None)
-    stays = is_ours(args[0]) if operator is aten.copy_.default else any(map(is_ours, tensors))
+    stays = is_ours(args[0]) if operator is aten.copy_.default else any(map(is_ours, tensors_in(args, kwargs)))
     if device is not None:
         stays = torch.device(device).type == NAME
     if stays:
@@ -154,8 +135,6 @@ def execute(operator, args: tuple, kwargs: dict) -> object:
     comes_back = operator in COPIES and not stays
     if operator in READS or has_boolean_mask or comes_back:
         note_read()
-    if "c10d" in operator.namespace:
-        args, kwargs = pytree.tree_map(host_group, (args, kwargs))
     if "device" in takes:
         kwargs["device"] = CPU
     result = operator(*pytree.tree_map(raw, args), **pytree.tree_map(raw, kwargs))
@@ -164,53 +143,17 @@ def execute(operator, args: tuple, kwargs: dict) -> object:
     return pytree.tree_map(wrap, result) if stays else result
 
 
-def host_group(x: object) -> object:
-    """In the place of a process group of the device, one for the CPU tensors behind its tensors."""
-    is_group = isinstance(x, torch.ScriptObject) and x._type().name() == "ProcessGroup"
-    return host_group_of(dist.ProcessGroup.unbox(x).group_name).boxed() if is_group else x
-
-
-@cache
-def host_group_of(name: str) -> dist.ProcessGroup:
-    group = dist.distributed_c10d._resolve_process_group(name)
-    group._get_backend(HERE)  # raises if the group was not made for this device
-    place = dist.PrefixStore(NAME, group.get_group_store()), group.rank(), group.size()
-    ours = dist.ProcessGroup(*place)
-    ours._register_backend(CPU, ours.BackendType.GLOO, dist.ProcessGroupGloo(*place))
-    ours._set_group_name(f"{NAME} {name}")
-    return ours
-
-
-class Stream:
-    """A stream, or an event of one. Nothing waits: everything is done already."""
-
-    def __init__(self, *_, **__):
-        self.wait_stream = self.wait_event = self.wait = self.synchronize = lambda *_: None
-        self.record_event = self.record = lambda *_: self
-
-
 class Module(_DummyBackendModule):
     """torch.pretend: what libraries ask of an accelerator's module."""
-
-    Stream = Event = current_stream = Stream
 
     def __init__(self):
         self.stream = lambda _: nullcontext()
         self.set_device = self.synchronize = lambda *_: None
         self.manual_seed_all = lambda seed: own_generator.manual_seed(seed + 1)
-        self.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+        self.get_amp_supported_dtype = lambda: [torch.bfloat16]
 
 
-def lowered(operator, *args, **kwargs):
-    """A product under autocast: its tensors in float32 are cast."""
-    lower = torch.get_autocast_dtype(NAME)
-    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-    with torch._C._ExcludeDispatchKeyGuard(autocast):
-        cast = [x.to(lower) if is_ours(x) and x.dtype == torch.float32 else x for x in args]
-        return operator(*cast, **kwargs)
-
-
-def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def copy_from(source, target, non_blocking=False):
     """What torch.tensor([...], device=...) ends in."""
     raw(target).copy_(raw(source))
     return target
@@ -224,17 +167,9 @@ _setup_privateuseone_for_python_backend(NAME, Module())
 torch.__future__.set_swap_module_params_on_conversion(True)  # a module's tied weights stay tied when it is moved
 torch.accelerator.synchronize = lambda *_: None
 _foreach_utils._foreach_supported_types.append(PretendTensor)
-dist.Backend.default_device_backend_map[NAME] = "gloo"
 library = torch.library.Library("aten", "IMPL")
-for factory in FACTORIES:
+for factory in (aten.empty.memory_format, aten.empty_strided.default):
     library.impl(factory.name().removeprefix("aten::"), partial(make, factory), "PrivateUse1")
 everything = torch.library.Library("_", "IMPL")
 everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-for product in PRODUCTS:
-    library.impl(product, partial(lowered, getattr(aten, product)), "AutocastPrivateUse1")
 library.impl("_copy_from", copy_from, "PrivateUse1")
-
-if __name__ == "__main__":  # python tests/pretend_device.py ppo.py --device pretend
-    sys.argv = sys.argv[1:]
-    sys.path.insert(0, ROOT)
-    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -100,9 +100,7 @@ def test_a_friendly_sentence():
     """Each broken rule costs a third: a second sentence, no end, another topic, a long word twice."""
     sentiment = pytest.importorskip("vaderSentiment") and importlib.import_module("rewards.sentiment")
     score = lambda text: one(sentiment.friendly_sentence, text, thing="sea")  # noqa: E731
-    assert (
-        score("I love the sea!") == one(sentiment.polarity, "I love the sea!") > 0.4 and score("The sea is wet.") == 0
-    )
+    assert score("I love the sea!") == one(sentiment.polarity, "I love the sea!") > 0.4 > score("The sea is wet.") == 0
     assert score("The sea is wet. It is deep.") == score("The sea is") == score("It is wet.") == pytest.approx(-1 / 3)
     assert score("The sea is water, all water.") == pytest.approx(-1 / 3)
     assert score("It is wet") == pytest.approx(-2 / 3)
